@@ -16,8 +16,6 @@ from ..launch import from_env as from_env
 from ..launch import initialize as initialize
 from ..launch import launch as launch
 from ..launch import leave as leave
-from .abstract import is_on_paper as is_on_paper
-from .abstract import paper_world as paper_world
 from .agreement import agree as agree
 from .agreement import checksums as checksums
 from .agreement import digest as digest
@@ -35,4 +33,6 @@ from .world import WORLD as WORLD
 from .world import Backend as Backend
 from .world import World as World
 from .world import build_mesh as build_mesh
+from .world import is_on_paper as is_on_paper
+from .world import paper_world as paper_world
 from .world import process_index as process_index

@@ -102,23 +102,23 @@ class ProcessGroup:
 
     def contains(self, rank: int) -> bool:
         """Tells whether a global rank takes part; in a group by axes every rank does."""
-        if not is_whole(rank):
-            raise GroupError(f"got rank {rank!r:.60}, a {type(rank).__name__}; give a whole number")
-        return any(rank in group for group in self.partition())
+        return self._group_with(rank) is not None
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """The global ranks that a rank talks to, itself included."""
-        if not is_whole(rank):
-            raise GroupError(f"got rank {rank!r:.60}, a {type(rank).__name__}; give a whole number")
-        for group in self.partition():
-            if rank in group:
-                return group
+        if (group := self._group_with(rank)) is not None:
+            return group
         raise GroupError(
             f"rank {rank} is not in the group {self.ranks}; ask `contains` first"
             if 0 <= rank < self.world_size
             else f"rank {rank} is not in a world of {self.world_size}; it must lie in "
             f"0..{self.world_size - 1}"
         )
+
+    def _group_with(self, rank: int) -> tuple[int, ...] | None:
+        if not is_whole(rank):
+            raise GroupError(f"got rank {rank!r:.60}, a {type(rank).__name__}; give a whole number")
+        return next((group for group in self.partition() if rank in group), None)
 
     def spmd(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Runs a per-rank function on rank-stacked arrays.

@@ -253,25 +253,6 @@ class SelfAttention(nnx.Module):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
 
 
-class GatedMLP(nnx.Module):
-    """The feed-forward `down(act(gate(x)) * up(x))`, with silu SwiGLU (arXiv:2002.05202).
-
-    Args:
-        config: sizes and numerics.
-        rngs: source of the initial weights.
-    """
-
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.gate = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.up = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.down = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
-        self.activation = config.activation
-
-    def __call__(self, x: Array) -> Array:
-        """Maps `[..., D]` to `[..., D]`."""
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
-
-
 class PlainMLP(nnx.Module):
     """The feed-forward `down(act(up(x)))`.
 
@@ -288,6 +269,23 @@ class PlainMLP(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Maps `[..., D]` to `[..., D]`."""
         return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+
+class GatedMLP(PlainMLP):
+    """The feed-forward `down(act(gate(x)) * up(x))`, with silu SwiGLU (arXiv:2002.05202).
+
+    Args:
+        config: sizes and numerics.
+        rngs: source of the initial weights.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.gate = linear(config, config.width, config.hidden_size, rngs=rngs)
+        super().__init__(config, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., D]` to `[..., D]`."""
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
 class MLP(nnx.Module):
