@@ -10,7 +10,6 @@ from .host_copies import HostCopy as HostCopy
 from .layout import LeafSpec as LeafSpec
 from .layout import Manifest as Manifest
 from .layout import StateDictType as StateDictType
-from .layout import is_main as is_main
 from .layout import on_main as on_main
 from .layout import step_name as step_name
 from .layout import step_of as step_of

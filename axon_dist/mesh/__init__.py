@@ -29,7 +29,6 @@ from .mesh_spec import AxesLike as AxesLike
 from .mesh_spec import MeshSpec as MeshSpec
 from .step_watch import watch_steps as watch_steps
 from .world import GROUP as GROUP
-from .world import WORLD as WORLD
 from .world import Backend as Backend
 from .world import World as World
 from .world import build_mesh as build_mesh

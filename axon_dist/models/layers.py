@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError
 from ..core.told import RNGS, is_whole
 from ..core.typing import Array, PyTree
 from .attention import ATTENTION_FORMS, capped, einsum_attention, in_window
-from .config import ACTIVATIONS, numerics
+from .config import ACTIVATIONS, check_choice, numerics
 from .rotary import Rotary
 from .transformer_config import TransformerConfig
 
@@ -338,9 +338,7 @@ def _check(sizes: Sequence[int], activation: str, dropout: float) -> None:
             f"sizes={sizes!r:.80} must name at least an input and an output width, each 1 or "
             "more, for example (784, 256, 10)."
         )
-    if activation not in ACTIVATIONS:
-        hint = did_you_mean(activation, ACTIVATIONS)
-        raise ConfigError(f"activation={activation!r} is not an activation.{hint}")
+    check_choice("activation", activation, ACTIVATIONS, "an activation")
     if not 0.0 <= dropout < 1.0:
         raise ConfigError(f"dropout={dropout} must lie in [0, 1); 0 turns it off.")
 
