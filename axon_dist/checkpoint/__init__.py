@@ -1,7 +1,7 @@
 """Checkpoints: complete or not there, checked byte by byte, restored onto any mesh.
 
-Imports `core`, `mesh` and `sharding`. Start reading in `layout.py`, then `save.py`;
-`manager.py` keeps the checkpoints of a run, `stores.py` is the only file that knows Orbax.
+Start reading in `layout.py`, then `save.py`; `manager.py` keeps the checkpoints of a run, and
+`stores.py` is the only file that knows Orbax and safetensors.
 """
 
 from ..core.errors import DamagedCheckpointError as DamagedCheckpointError

@@ -1,7 +1,7 @@
 """The independent witness: what a compiled step sends, stores and computes on each device.
 
 Strategies claim; this room reads the optimised program that will run, and nothing else: it knows
-no strategy. `hlo` reads the text, and this room judges it by the rates of `hardware`.
+no strategy. It reads the text, and judges it by the rates of `mesh.chips`.
 
 * `collectives` lists what is sent, over which mesh axis, how often, and whether compute hides it;
   `expect_collectives` and `expect_bytes` turn that into tests.
@@ -14,8 +14,8 @@ no strategy. `hlo` reads the text, and this room judges it by the rates of `hard
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
   `target_options` the compiler options of their chip, which a step built for them has already.
 
-Start reading in `hlo.py`, which shows the order of things: `parse.py` reads the text,
-`computations.py` follows its control flow, `transfers.py` finds the collectives, and `ledger.py`
+Start reading in `transfers.py`, which finds the collectives and judges them: `parse.py` reads the
+text, `computations.py` follows its control flow, `flops.py` says what it costs, and `ledger.py`
 adds up.
 """
 

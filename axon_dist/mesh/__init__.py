@@ -1,9 +1,9 @@
 """Devices under named axes: the spec, the world, and the groups that talk to each other.
 
-`spec` never needs a device. `world` is the only place of the library that asks JAX about devices
-and processes. Imports `core` alone. Start reading in `spec.py`, then `world.py`. How processes find
-each other: `environment.py` (variables to a `LaunchSpec`), `distributed.py` (from there to
-`jax.distributed`), `watchdog.py` (what happens when one is lost), `step_watch.py` (or hangs).
+`MeshSpec` never needs a device. `World` is the only place of the library that asks JAX about
+devices and processes. Start reading in `mesh_spec.py`, then `world.py`. `chips.py` is the table of
+chips, `targets.py` names machines to compile for; `agreement.py` compares what processes were
+started with, and `step_watch.py` names one that hangs. How they find each other is in `launch`.
 """
 
 from ..launch import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT

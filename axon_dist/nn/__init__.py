@@ -1,6 +1,6 @@
 """Pieces of models that parallelism needs: units of a model, loops over layers, rematerialisation.
 
-Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `layer_scan.py`.
+Start reading in `linear.py` and `layout.py`; units and loops over layers are in `jaxpr`.
 """
 
 from ..core.modules import wrap_calls as wrap_calls

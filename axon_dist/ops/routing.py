@@ -203,7 +203,7 @@ def in_order(
 def in_blocks(
     feed: Feed, tokens: Array, choice: Choice, kernels: PyTree, first: Array | int = 0
 ) -> Array:
-    """As `in_order`, block of rows by block (`grouped.by_block`).
+    """As `in_order`, block of rows by block (`by_block`).
 
     Args:
         feed: the experts.

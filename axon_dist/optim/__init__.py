@@ -1,7 +1,7 @@
 """Optimizers that need matrices whole, and how these are distributed over the devices.
 
-Imports `core`, `program` and `sharding`. Start reading in `muon.py`; `deal.py` is what makes it
-cost one exchange there and back per kind of matrix on any mesh.
+Start reading in `muon.py`; `deal.py` is what makes it cost one exchange there and back per kind of
+matrix on any mesh. `wrappers.py` has optimizers around others.
 """
 
 from .deal import Distribution as Distribution
