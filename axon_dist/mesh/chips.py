@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from ..core.compat import gpu_pipelining
 from ..core.errors import ConfigError, did_you_mean
-from .replica_groups import Groups
+from .group import Groups
 
 CompilerOptions: TypeAlias = dict[str, str | bool | int]
 """Names and values that `jax.jit` hands to XLA."""
