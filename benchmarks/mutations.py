@@ -253,7 +253,7 @@ MUTATIONS = (
         "hlo/test_loops.py",
     ),
     row(
-        "mesh/replica_groups.py", "iota.transpose(order or range(len(dims)))", "iota",
+        "mesh/group.py", "iota.transpose(order or range(len(dims)))", "iota",
         "hlo/test_groups.py::test_every_notation_becomes_lists_of_devices",
     ),
     row(

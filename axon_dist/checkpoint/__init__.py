@@ -1,7 +1,7 @@
 """Checkpoints: complete or not there, checked byte by byte, restored onto any mesh.
 
-Imports `core`, `mesh` and `sharding`. Start reading in `layout.py`, then `save.py`;
-`manager.py` keeps the checkpoints of a run, `stores.py` is the only file that knows Orbax.
+Start reading in `layout.py`, then `save.py`; `manager.py` keeps the checkpoints of a run, and
+`stores.py` is the only file that knows Orbax and safetensors.
 """
 
 from ..core.errors import DamagedCheckpointError as DamagedCheckpointError
@@ -10,7 +10,6 @@ from .host_copies import HostCopy as HostCopy
 from .layout import LeafSpec as LeafSpec
 from .layout import Manifest as Manifest
 from .layout import StateDictType as StateDictType
-from .layout import is_main as is_main
 from .layout import on_main as on_main
 from .layout import step_name as step_name
 from .layout import step_of as step_of

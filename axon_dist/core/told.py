@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -93,18 +92,10 @@ def is_number(value: Any) -> bool:
     return is_whole(value) or (isinstance(value, (float, np.floating)) and math.isfinite(value))
 
 
-def is_float(value: Any) -> bool:
-    """Whether a value is a floating-point dtype, or names one that JAX has."""
+def is_dtype(value: Any, kind: Any) -> bool:
+    """Whether a value is a dtype of a kind, such as `jnp.floating`, or names one that JAX has."""
     try:
-        return jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        return False
-
-
-def is_numeric(value: Any) -> bool:
-    """Whether a value is a dtype of numbers, or names one that JAX has."""
-    try:
-        return jnp.issubdtype(jnp.dtype(value), jnp.number)
+        return jnp.issubdtype(jnp.dtype(value), kind)
     except TypeError:
         return False
 
@@ -140,9 +131,10 @@ TEXTS = ArgumentKind(
         and all(isinstance(one, str) for one in x)
     ),
 )
-PATH = ArgumentKind("a path, as a text", lambda x: isinstance(x, (str, os.PathLike)))
-NUMBERS = ArgumentKind("a dtype of numbers, such as 'float32'", is_numeric)
-FLOATS = ArgumentKind("a floating-point dtype, such as 'bfloat16'", is_float)
+NUMBERS = ArgumentKind("a dtype of numbers, such as 'float32'", lambda x: is_dtype(x, jnp.number))
+FLOATS = ArgumentKind(
+    "a floating-point dtype, such as 'bfloat16'", lambda x: is_dtype(x, jnp.floating)
+)
 MODULE = ArgumentKind(
     "an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))",
     lambda x: isinstance(x, nnx.Module),

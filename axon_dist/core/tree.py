@@ -182,12 +182,9 @@ def problem_of(leaf: Any) -> str | None:
         "is a numpy array of >f4, which JAX has not; give array.astype('float32'), or another..."
     """
     if isinstance(leaf, jax.Array):
-        is_gone = not isinstance(leaf, Tracer) and leaf.is_deleted()
-        return (
-            "was deleted, or given away to a function that donates it; make it anew"
-            if is_gone
-            else None
-        )
+        if isinstance(leaf, Tracer) or not leaf.is_deleted():
+            return None
+        return "was deleted, or given away to a function that donates it; make it anew"
     if isinstance(leaf, np.ma.MaskedArray):
         return (
             "is a masked array, whose mask JAX does not see; give its numbers and its mask as two "

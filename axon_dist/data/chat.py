@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from ..core.errors import ConfigError, did_you_mean, install_command
 from ..core.files import read_text
@@ -30,28 +30,6 @@ Message: TypeAlias = Mapping[str, Any]
 
 Pieces: TypeAlias = Sequence[tuple[str, bool]]
 """A text in pieces, each with whether it is learned."""
-
-
-class ChatTemplate(Protocol):
-    """How messages become one text."""
-
-    @property
-    def name(self) -> str:
-        """What people call it."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """Other for templates that write other texts."""
-        ...
-
-    def pieces(self, messages: Sequence[Message]) -> Pieces:
-        """The text of a chat, of which the assistant's turns and their ends are learned.
-
-        Raises:
-            ValueError: saying what of the messages it cannot take.
-        """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +128,9 @@ class Rendered:
             end = len(said)
         return [*pieces, (whole[end:], False)] if end < len(whole) else pieces
 
+
+ChatTemplate: TypeAlias = Turns | Rendered
+"""How messages become one text, of which the assistant's turns and their ends are learned."""
 
 MOST_LETTERS = 2**24
 """Of what a template makes of a chat."""

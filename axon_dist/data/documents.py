@@ -16,9 +16,9 @@ import numpy as np
 
 from ..core.errors import ConfigError, did_you_mean, install_command
 from .chat import ChatTemplate, Pieces, check_messages, find_template
-from .files import TextFile, check_disjoint, find_files, says_little
+from .files import TextFile, check_disjoint, drawn, find_files, held_fraction, says_little
 from .packing import PackedRows, TooLong
-from .samples import checksum, drawn, held_fraction
+from .samples import checksum
 from .store import Document, Folder, Span, TokenStore, digest_of
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 

@@ -10,8 +10,12 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, host_memory, kind_at
+
+from .samples import random_of
 
 _NOT_PROSE = frozenset(
     {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data", "ensurepip"}
@@ -178,6 +182,54 @@ def _cut(file: TextFile, size: int) -> int:
     # In UTF-8 a byte 10xxxxxx goes on with a letter that began before.
     rest = dataclasses.replace(file, start=place, stop=file.start + file.size).read()[:4]
     return place + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
+
+
+HELD_FRACTION = 0.1
+"""What is held out where nothing is said."""
+
+
+def held_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
+    """The share to hold out where no files are named for validation.
+
+    Args:
+        fraction: what `data.validation_fraction` says; None stands for a tenth.
+        validation_files: what `data.validation_files` says.
+
+    Raises:
+        ConfigError: when the fraction is not one, or both are said.
+
+    Example:
+        >>> held_fraction(None)
+        0.1
+    """
+    if fraction is None:
+        return HELD_FRACTION
+    if not 0.0 < fraction < 1.0:
+        raise ConfigError(
+            f"data.validation_fraction={fraction} must lie between 0 and 1, for example 0.1."
+        )
+    if validation_files:
+        raise ConfigError(
+            f"data.validation_fraction={fraction} and data.validation_files={validation_files} "
+            "both say what validation reads: leave one of them out."
+        )
+    return fraction
+
+
+def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
+    """A mask of a share of `count` things, the same every time.
+
+    Raises:
+        ConfigError: when it takes none or all of them.
+    """
+    num_held = round(count * fraction)
+    if num_held in (0, count):
+        empty = "training" if num_held else "validation"
+        raise ConfigError(
+            f"data.validation_fraction={fraction} of {count} {what} leaves none for {empty}: give "
+            f"more {what}, or change the fraction."
+        )
+    return random_of(2, 0).permutation(count) < num_held
 
 
 def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 
-from .files import check_disjoint, check_fits, find_files
-from .samples import checksum, drawn, held_fraction, random_of
+from .files import check_disjoint, check_fits, drawn, find_files, held_fraction
+from .samples import checksum, random_of
 
 _MOST_IMAGES, _MOST_PIXELS = 2**28, 2**15
 PATTERN = 8
@@ -137,18 +137,23 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
     """
     source.validate()
     shape = (source.image_size, source.image_size, channels)
+    whole: ArrayImages | MadeImages
     if isinstance(source, SyntheticImages):
-        return _made_up(source, shape, num_classes)
-    whole = _read(source.files, shape, num_classes)
-    if source.validation_files:
-        validation = _read(source.validation_files, shape, num_classes)
-        check_disjoint(find_files(source.files), find_files(source.validation_files))
+        whole = MadeImages(np.arange(source.num_images), shape, num_classes)
+        origin, files, validation_files = "synthetic images", (), ()
+    else:
+        whole = _read(source.files, shape, num_classes)
+        files, validation_files = source.files, source.validation_files
+        origin = ", ".join(files)
+    if validation_files:
+        train, validation = whole, _read(validation_files, shape, num_classes)
+        check_disjoint(find_files(files), find_files(validation_files))
     else:
         is_held = drawn(len(whole), held_fraction(source.validation_fraction))
-        whole, validation = whole.part(~is_held), whole.part(is_held)
-    return Images(
-        whole, validation, shape, _describe(", ".join(source.files), whole, validation, shape)
-    )
+        train, validation = whole.part(~is_held), whole.part(is_held)
+    size = " x ".join(map(str, shape))
+    amounts = f"{len(train)} for training, {len(validation)} for validation, of {size}"
+    return Images(train, validation, shape, f"{origin}: {amounts}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,6 +211,10 @@ class MadeImages:
         """Of what the images are computed from."""
         return checksum(self.numbers, np.array((*self.shape, self.num_classes)))
 
+    def part(self, chosen: np.ndarray) -> MadeImages:
+        """Those that a mask `[N]` chooses."""
+        return dataclasses.replace(self, numbers=self.numbers[chosen])
+
     def _draw(self, number: int) -> tuple[np.ndarray, int]:
         height, width, channels = self.shape
         generator = random_of(1, number)
@@ -215,15 +224,6 @@ class MadeImages:
         noise = generator.integers(0, 256, self.shape, np.uint8)
         mean = (coarse[rows][:, columns].astype(np.uint16) + noise) // 2
         return mean.astype(np.uint8), label
-
-
-def _made_up(source: SyntheticImages, shape: tuple[int, int, int], num_classes: int) -> Images:
-    numbers = np.arange(source.num_images)
-    is_held = drawn(source.num_images, held_fraction(source.validation_fraction))
-    train, validation = (
-        MadeImages(numbers[side], shape, num_classes) for side in (~is_held, is_held)
-    )
-    return Images(train, validation, shape, _describe("synthetic images", train, validation, shape))
 
 
 def _read(patterns: Sequence[str], shape: tuple[int, int, int], num_classes: int) -> ArrayImages:
@@ -285,10 +285,3 @@ def _check_size(image_size: int) -> None:
         raise ConfigError(
             f"data.image_size={image_size} must be at least 1 and at most {_MOST_PIXELS}; set it."
         )
-
-
-def _describe(
-    origin: str, train: ImageSet, validation: ImageSet, shape: tuple[int, int, int]
-) -> str:
-    size = " x ".join(map(str, shape))
-    return f"{origin}: {len(train)} for training, {len(validation)} for validation, of {size}"

@@ -12,7 +12,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.told import is_whole
 
 from .images import Images, ImageSet
-from .samples import LocalBatch, Samples, checksum, local_rows, shuffled, spread_starts
+from .samples import LocalBatch, Samples, TwoSides, checksum, local_rows, shuffled
 from .tokens import Text, Windows
 
 _ENDLESS = 2**62
@@ -60,7 +60,8 @@ class Loader:
         self.num_samples: int = samples.identity["num_samples"]
         self._share = process, num_processes
         self._rows = local_rows(global_batch, *self._share)
-        self._order = getattr(samples, "order", self._epochs)(seed)
+        order = getattr(samples, "order", functools.partial(shuffled, self.num_samples))
+        self._order = order(seed)
         self._vocab_size = vocab_size
         self._num_ahead = num_ahead
         self._samples_seen = 0
@@ -125,9 +126,6 @@ class Loader:
             for batch in places.reshape(num_batches, self.global_batch, *places.shape[1:])
         )
 
-    def _epochs(self, seed: int) -> grain.MapDataset[int]:
-        return shuffled(self.num_samples, seed)
-
     def validation_places(self) -> np.ndarray:
         """The places of all validation samples, each once, for `validation_rows`.
 
@@ -156,7 +154,12 @@ class Loader:
 
     def _start(self) -> grain.DatasetIterator[LocalBatch]:
         rows = np.arange(self.global_batch)[self._rows]
-        load = functools.partial(_load, self.samples, self._order, rows, self._vocab_size)
+        samples, order, vocab_size = self.samples, self._order, self._vocab_size
+
+        def load(counter: int) -> LocalBatch:
+            numbers = np.array([order[sample] for sample in (counter + rows).tolist()])
+            return _known(samples.train(numbers), vocab_size)
+
         counters = grain.MapDataset.range(self._samples_seen, _ENDLESS, self.global_batch)
         options = grain.ReadOptions(
             num_threads=min(1, self._num_ahead), prefetch_buffer_size=self._num_ahead
@@ -212,7 +215,7 @@ class ImageLoader(Loader):
         super().__init__(Pictures(images), global_batch=global_batch, **options)
 
 
-class Pictures:
+class Pictures(TwoSides):
     """Images and their labels as samples.
 
     Args:
@@ -221,57 +224,24 @@ class Pictures:
 
     def __init__(self, images: Images):
         self.images: Images = images
+        self.sides = images.train, images.validation
         self.description = images.description
 
     @property
     def identity(self) -> dict[str, int]:
         """How many images there are for training, their size, and what they contain."""
         height, width, _ = self.images.shape
-        return {
-            "height": height,
-            "width": width,
-            "num_samples": len(self.images.train),
-            "contents": self._contents,
-        }
+        sizes = {"height": height, "width": width, "num_samples": len(self.images.train)}
+        return {**sizes, "contents": self._contents}
 
     @functools.cached_property
     def _contents(self) -> int:
-        sides = [self.images.train.checksum(), self.images.validation.checksum()]
-        return checksum(np.array(sides))
+        return checksum(np.array([side.checksum() for side in self.sides]))
 
-    def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Takes images for training."""
-        return _pictures(self.images.train, numbers)
-
-    @property
-    def num_validation(self) -> int:
-        """How many images there are for validation."""
-        return len(self.images.validation)
-
-    def spread(self, count: int) -> np.ndarray:
-        """Numbers all over the validation images."""
-        return spread_starts(len(self.images.validation), 0, count)
-
-    def validation(self, places: np.ndarray) -> LocalBatch:
-        """Takes images of the validation."""
-        return _pictures(self.images.validation, places)
-
-
-def _pictures(images: ImageSet, numbers: np.ndarray) -> LocalBatch:
-    x, y = images.take(numbers)
-    return {"x": x, "y": y.astype(np.int32)}
-
-
-def _load(
-    samples: Samples,
-    order: grain.MapDataset[int],
-    rows: np.ndarray,
-    vocab_size: int | None,
-    counter: int,
-) -> LocalBatch:
-    """The given rows of the global batch whose first sample is number `counter` of the run."""
-    numbers = np.array([order[sample] for sample in (counter + rows).tolist()])
-    return _known(samples.train(numbers), vocab_size)
+    def take(self, side: ImageSet, numbers: np.ndarray) -> LocalBatch:
+        """Takes images and labels of a side."""
+        x, y = side.take(numbers)
+        return {"x": x, "y": y.astype(np.int32)}
 
 
 def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:

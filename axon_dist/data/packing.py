@@ -13,7 +13,7 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError
 
-from .samples import LocalBatch, checksum, spread_starts
+from .samples import LocalBatch, TwoSides, checksum
 
 TooLong: TypeAlias = Literal["split", "drop", "refuse"]
 """What becomes of a document longer than a row: several rows, nothing, or an error."""
@@ -174,7 +174,7 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
     return RowLayout(documents, pieces, order, ends, len(lengths) - len(chosen))
 
 
-class PackedRows:
+class PackedRows(TwoSides):
     """Documents as samples: rows of `length + 1` tokens that say which document each is of.
 
     Args:
@@ -205,21 +205,22 @@ class PackedRows:
         description: str,
         show: Callable[[np.ndarray], str],
     ):
-        self._sides = [lay_out(side, length, packed, too_long) for side in (train, validation)]
+        rows = [lay_out(side, length, packed, too_long) for side in (train, validation)]
+        self.sides = rows[0], rows[1]
         self.length: int = length
         self.vocab_size: int = vocab_size
         self.show: Callable[[np.ndarray], str] = show
         self._has_mask, self._how = has_mask, (length, packed, too_long != "split")
-        dropped = sum(side.num_dropped for side in self._sides)
+        dropped = sum(side.num_dropped for side in self.sides)
         self.description: str = (
-            f"{description}, in {len(self._sides[0])} rows of which {100 * self.padding:.1f} "
+            f"{description}, in {len(self.sides[0])} rows of which {100 * self.padding:.1f} "
             f"% is padding" + (f"; {dropped} documents are left out" if dropped else "")
         )
 
     @property
     def padding(self) -> float:
         """The share of the places of training rows that are padding."""
-        rows = self._sides[0]
+        rows = self.sides[0]
         return 1 - rows.num_tokens / (len(rows) * (self.length + 1))
 
     @property
@@ -227,34 +228,18 @@ class PackedRows:
         """The length, how many rows there are, and what they contain."""
         return {
             "length": self.length,
-            "num_samples": len(self._sides[0]),
+            "num_samples": len(self.sides[0]),
             "contents": self._contents,
         }
 
     @functools.cached_property
     def _contents(self) -> int:
-        sums = [side.documents.checksum() for side in self._sides]
+        sums = [side.documents.checksum() for side in self.sides]
         return checksum(np.array([*sums, *map(int, self._how)]))
 
-    def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Takes rows for training."""
-        return self._take(0, numbers)
-
-    @property
-    def num_validation(self) -> int:
-        """How many rows there are for validation."""
-        return len(self._sides[1])
-
-    def spread(self, count: int) -> np.ndarray:
-        """Numbers of rows all over the validation."""
-        return spread_starts(len(self._sides[1]), 0, count)
-
-    def validation(self, places: np.ndarray) -> LocalBatch:
-        """Takes rows of the validation."""
-        return self._take(1, places)
-
-    def _take(self, side: int, numbers: np.ndarray) -> LocalBatch:
-        batch = self._sides[side].take(numbers, self.length + 1)
+    def take(self, side: RowLayout, numbers: np.ndarray) -> LocalBatch:
+        """Takes rows of a side."""
+        batch = side.take(numbers, self.length + 1)
         if not self._has_mask:
             del batch["mask"]
         return batch

@@ -140,57 +140,9 @@ def spread_starts(num_tokens: int, length: int, num_samples: int) -> np.ndarray:
     return np.linspace(0, num_tokens - length - 1, num_samples).astype(np.int64)
 
 
-HELD_FRACTION = 0.1
-"""What is held out where nothing is said."""
-
-
-def held_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
-    """The share to hold out where no files are named for validation.
-
-    Args:
-        fraction: what `data.validation_fraction` says; None stands for a tenth.
-        validation_files: what `data.validation_files` says.
-
-    Raises:
-        ConfigError: when the fraction is not one, or both are said.
-
-    Example:
-        >>> held_fraction(None)
-        0.1
-    """
-    if fraction is None:
-        return HELD_FRACTION
-    if not 0.0 < fraction < 1.0:
-        raise ConfigError(
-            f"data.validation_fraction={fraction} must lie between 0 and 1, for example 0.1."
-        )
-    if validation_files:
-        raise ConfigError(
-            f"data.validation_fraction={fraction} and data.validation_files={validation_files} "
-            "both say what validation reads: leave one of them out."
-        )
-    return fraction
-
-
 def random_of(kind: int, number: int) -> np.random.Generator:
     """Random numbers that depend on what they are for and on one number alone."""
     return np.random.Generator(np.random.Philox(key=np.array([kind, number], np.uint64)))
-
-
-def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
-    """A mask of a share of `count` things, the same every time.
-
-    Raises:
-        ConfigError: when it takes none or all of them.
-    """
-    num_held = round(count * fraction)
-    if num_held in (0, count):
-        empty = "training" if num_held else "validation"
-        raise ConfigError(
-            f"data.validation_fraction={fraction} of {count} {what} leaves none for {empty}: give "
-            f"more {what}, or change the fraction."
-        )
-    return random_of(2, 0).permutation(count) < num_held
 
 
 def checksum(*arrays: np.ndarray) -> int:
@@ -272,11 +224,42 @@ class TokenSamples(Samples, Protocol):
         ...
 
 
+class TwoSides:
+    """Samples for training and for validation, each by its number.
+
+    Attributes:
+        sides: what has a length, of training and of validation; a subclass says what it gives.
+    """
+
+    sides: tuple[Any, Any]
+
+    def take(self, side: Any, numbers: np.ndarray) -> LocalBatch:
+        """Some samples of a side."""
+        raise TypeError(f"{type(self).__name__} does not say what its samples are")
+
+    def train(self, numbers: np.ndarray) -> LocalBatch:
+        """Takes samples for training."""
+        return self.take(self.sides[0], numbers)
+
+    @property
+    def num_validation(self) -> int:
+        """How many samples there are for validation."""
+        return len(self.sides[1])
+
+    def spread(self, count: int) -> np.ndarray:
+        """Numbers all over the validation samples."""
+        return spread_starts(len(self.sides[1]), 0, count)
+
+    def validation(self, places: np.ndarray) -> LocalBatch:
+        """Takes samples of the validation."""
+        return self.take(self.sides[1], places)
+
+
 _CHECKED = 64
 """So many samples of a sequence of the user's own go into its checksum."""
 
 
-class Sequences:
+class Sequences(TwoSides):
     """Two sequences of samples, as those of torch, grain or Hugging Face, with their order.
 
     A sequence has a length and gives sample `i` when asked for item `i`, always the same: a dict of
@@ -300,44 +283,27 @@ class Sequences:
         for side, samples in (("training", train), ("validation", validation)):
             if len(samples) < 1:
                 raise ConfigError(f"the {side} side of {description} is empty; give it samples")
-        self._train = train
-        self._validation = validation
+        self.sides = train, validation
         self.description: str = description
         self.example = _arrays(train, 0)
 
     @property
     def identity(self) -> dict[str, int]:
         """How many samples there are, and a checksum of some of them all over."""
-        return {"num_samples": len(self._train), "contents": self._contents}
+        return {"num_samples": len(self.sides[0]), "contents": self._contents}
 
     @functools.cached_property
     def _contents(self) -> int:
         arrays = [
             array
-            for side in (self._train, self._validation)
+            for side in self.sides
             for number in np.unique(spread_starts(len(side), 0, _CHECKED)).tolist()
             for _, array in sorted(_arrays(side, number).items())
         ]
         return checksum(*arrays)
 
-    def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Stacks training samples."""
-        return self._stack(self._train, numbers)
-
-    @property
-    def num_validation(self) -> int:
-        """How many samples there are for validation."""
-        return len(self._validation)
-
-    def spread(self, count: int) -> np.ndarray:
-        """Numbers all over the validation samples."""
-        return spread_starts(len(self._validation), 0, count)
-
-    def validation(self, places: np.ndarray) -> LocalBatch:
-        """Stacks validation samples."""
-        return self._stack(self._validation, places)
-
-    def _stack(self, side: Any, numbers: np.ndarray) -> LocalBatch:
+    def take(self, side: Any, numbers: np.ndarray) -> LocalBatch:
+        """Stacks samples of a side."""
         rows = [_arrays(side, number) for number in numbers.tolist()]
         shapes = {name: (x.shape, x.dtype) for name, x in self.example.items()}
         for number, row in zip(numbers.tolist(), rows, strict=True):

@@ -179,7 +179,7 @@ class _Part:
         ends = np.cumsum([len(row[0]) for row in rows], dtype="<i8")
         has_mask = any(row[1] is not None for row in rows)
         total = int(ends[-1]) if len(ends) else 0
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        with _written(path) as file:
             file.write(_MAGIC + np.array([len(rows), total, width, has_mask], "<i8").tobytes())
             file.write(ends.tobytes())
             for ids, learned in rows if has_mask else ():
@@ -187,7 +187,6 @@ class _Part:
                 file.write(is_learned.astype(np.int8).tobytes())
             for ids, _ in rows:
                 file.write(ids.astype(f"<u{width}").tobytes())
-        os.replace(file.name, path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +258,8 @@ class Folder:
                 known[str(file.path)] = row
             found.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
         if changed:
-            _write_json(place, known)
+            with _written(place) as file:
+                file.write(json.dumps(known).encode())
         return found
 
     def tokens(
@@ -312,9 +312,8 @@ class Folder:
         except Exception:  # numpy raises a dozen kinds; what cannot be read is made anew
             path.unlink(missing_ok=True)
         arrays = make()
-        with tempfile.NamedTemporaryFile(dir=self.path, suffix=".tmp", delete=False) as file:
+        with _written(path) as file:
             np.savez(file, *arrays)
-        os.replace(file.name, path)
         return arrays
 
 
@@ -368,7 +367,9 @@ def _read_index(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _write_json(path: Path, data: Any) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(data, file)
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[Any]:
+    """A file to write, which appears under its name when all of it is there."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        yield file
     os.replace(file.name, path)

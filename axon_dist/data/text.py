@@ -19,12 +19,13 @@ from .files import (
     check_disjoint,
     check_fits,
     find_files,
+    held_fraction,
     says_little,
     split_bytes,
     split_files,
     standard_library_files,
 )
-from .samples import checksum, held_fraction
+from .samples import checksum
 from .store import Document, Folder, Span
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from .tokens import Joined, Text, Windows

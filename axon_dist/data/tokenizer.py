@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,49 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         ConfigError: there is no such file, it is not a tokenizer, it has no such token, or the
             library is missing.
     """
+    text, model = _read(path)
+    vocabulary = model.get_vocab()
+    if not vocabulary:
+        raise ConfigError(
+            f"data.tokenizer={path!r} has an empty vocabulary: train it, or leave it out to train "
+            "on bytes."
+        )
+    vocab_size = max(vocabulary.values()) + 1
+    dtype = np.min_scalar_type(vocab_size - 1)
+    known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
+    added = _end(model.token_to_id, end_token, path)
+    last = model.encode(known)
+    behind = [*last.ids[len(last.ids) - _num_behind(last) :], *added]
+
+    def encode(content: bytes) -> np.ndarray:
+        return np.array([*model.encode(content.decode()).ids, *added], dtype)
+
+    def prompt(text: str) -> np.ndarray:
+        encoded = model.encode(_whole(text))
+        return np.array(encoded.ids[: len(encoded.ids) - _num_behind(encoded)], dtype)
+
+    def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
+        encoded = model.encode(prompt + text)
+        # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
+        # learn, and a token on the border counts as prompt.
+        before = [i for i, (a, b) in enumerate(encoded.offsets) if a < b and a < len(prompt)]
+        return np.array([*encoded.ids, *added], dtype), before[-1] + 1 if before else 0
+
+    return Tokenizer(
+        f"tokens of {Path(path).name}",
+        vocab_size,
+        encode=encode,
+        prompt=prompt,
+        decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
+        answer=answer,
+        chat=functools.partial(_tokens_of_chat, model, added, dtype),
+        end=behind[0] if behind else None,
+        digest=digest_of(text.encode(), repr(end_token).encode()),
+    )
+
+
+def _read(path: str) -> tuple[str, Any]:
+    """A `tokenizer.json`, and the tokenizer that it is."""
     try:
         import tokenizers  # noqa: PLC0415  (an optional dependency)
     except ImportError as error:
@@ -99,47 +143,17 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         )
     try:
         text = read_text(file, f"data.tokenizer={path!r}", most=_MOST_BYTES)
-        model = tokenizers.Tokenizer.from_str(text)
+        return text, tokenizers.Tokenizer.from_str(text)
     except ConfigError:
         raise
     except BaseException as error:
         # A panic of the library, which is written in Rust, is no Exception.
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        raise _unreadable(path, tokenizers, error) from error
-    vocabulary = model.get_vocab()
-    if not vocabulary:
         raise ConfigError(
-            f"data.tokenizer={path!r} has an empty vocabulary: train it, or leave it out to train "
-            "on bytes."
-        )
-    vocab_size = max(vocabulary.values()) + 1
-    dtype = np.min_scalar_type(vocab_size - 1)
-    known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
-    added = _end(model.token_to_id, end_token, path)
-    behind = [*_behind(model.encode(known)), *added]
-
-    def encode(content: bytes) -> np.ndarray:
-        return np.array([*model.encode(content.decode()).ids, *added], dtype)
-
-    def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
-        encoded = model.encode(prompt + text)
-        # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
-        # learn, and a token on the border counts as prompt.
-        before = [i for i, (a, b) in enumerate(encoded.offsets) if a < b and a < len(prompt)]
-        return np.array([*encoded.ids, *added], dtype), before[-1] + 1 if before else 0
-
-    return Tokenizer(
-        f"tokens of {Path(path).name}",
-        vocab_size,
-        encode=encode,
-        prompt=lambda text: np.array(_without_end(model.encode(_whole(text))), dtype),
-        decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
-        answer=answer,
-        chat=functools.partial(_tokens_of_chat, model, added, dtype),
-        end=behind[0] if behind else None,
-        digest=digest_of(text.encode(), repr(end_token).encode()),
-    )
+            f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
+            f"{tokenizers.__version__} reads ({error}): save it with Tokenizer.save."
+        ) from error
 
 
 def _tokens_of_chat(
@@ -175,24 +189,9 @@ _MOST_BYTES = 2**28
 """Bytes of a tokenizer.json."""
 
 
-def _unreadable(path: str, tokenizers: Any, error: BaseException) -> ConfigError:
-    return ConfigError(
-        f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
-        f"{tokenizers.__version__} reads ({error}): save it with Tokenizer.save."
-    )
-
-
-def _behind(encoded: Any) -> list[int]:
-    """The special tokens at the end of an encoded text."""
-    pairs = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
-    stop = len(pairs)
-    while stop and pairs[stop - 1][1]:
-        stop -= 1
-    return encoded.ids[stop:]
-
-
-def _without_end(encoded: Any) -> list[int]:
-    return encoded.ids[: len(encoded.ids) - len(_behind(encoded))]
+def _num_behind(encoded: Any) -> int:
+    """How many special tokens stand at the end of an encoded text."""
+    return len([*itertools.takewhile(bool, reversed(encoded.special_tokens_mask))])
 
 
 def _end(

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ..core.errors import ConfigError
-from .files import check_disjoint, find_files, says_little
-from .samples import LocalBatch, checksum, held_fraction, num_windows, spread_starts, windows_at
+from .files import check_disjoint, find_files, held_fraction, says_little
+from .samples import LocalBatch, checksum, num_windows, spread_starts, windows_at
 from .store import FileNumbers
 from .tokenizer import load_tokenizer
 
@@ -64,8 +64,12 @@ class Windows:
     def __init__(self, text: Text, length: int):
         if length < 1:
             raise ConfigError(f"length={length} must be at least 1; change it.")
-        _check_long_enough("training", text.train, length)
-        _check_long_enough("validation", text.validation, length)
+        for side, stream in (("training", text.train), ("validation", text.validation)):
+            if len(stream) <= length:
+                raise ConfigError(
+                    f"the {side} text has {len(stream)} tokens, less than one window of "
+                    f"{length + 1}: give more text in data.files, or a shorter length."
+                )
         self.text: Text = text
         self.length: int = length
         self.description: str = text.description
@@ -143,14 +147,6 @@ def _in_memory(stream: np.ndarray) -> np.ndarray:
     starts = spread_starts(len(stream), _PIECE - 1, _PIECES)
     pieces = stream[starts[:, None] + np.arange(_PIECE)]
     return np.concatenate([pieces.ravel().astype(np.int64), [len(stream)]])
-
-
-def _check_long_enough(side: str, stream: np.ndarray, length: int) -> None:
-    if len(stream) <= length:
-        raise ConfigError(
-            f"the {side} text has {len(stream)} tokens, less than one window of {length + 1}: "
-            "give more text in data.files, or a shorter length."
-        )
 
 
 _LOOK = 2**16

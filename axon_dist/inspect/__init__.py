@@ -1,7 +1,7 @@
 """The independent witness: what a compiled step sends, stores and computes on each device.
 
 Strategies claim; this room reads the optimised program that will run, and nothing else: it knows
-no strategy. `hlo` reads the text, and this room judges it by the rates of `hardware`.
+no strategy. It reads the text, and judges it by the rates of `mesh.chips`.
 
 * `collectives` lists what is sent, over which mesh axis, how often, and whether compute hides it;
   `expect_collectives` and `expect_bytes` turn that into tests.
@@ -14,8 +14,8 @@ no strategy. `hlo` reads the text, and this room judges it by the rates of `hard
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
   `target_options` the compiler options of their chip, which a step built for them has already.
 
-Start reading in `hlo.py`, which shows the order of things: `parse.py` reads the text,
-`computations.py` follows its control flow, `transfers.py` finds the collectives, and `ledger.py`
+Start reading in `transfers.py`, which finds the collectives and judges them: `parse.py` reads the
+text, `computations.py` follows its control flow, `flops.py` says what it costs, and `ledger.py`
 adds up.
 """
 
@@ -40,16 +40,16 @@ from .flops import flops as flops
 from .ledger import Collective as Collective
 from .ledger import Ledger as Ledger
 from .ledger import ring_bytes as ring_bytes
-from .memory import LeafBytes as LeafBytes
-from .memory import MemoryReport as MemoryReport
-from .memory import bytes_per_device as bytes_per_device
-from .memory import device_bytes as device_bytes
-from .memory import leaf_bytes as leaf_bytes
-from .memory import leaf_table as leaf_table
-from .memory import memory as memory
 from .parse import Module as Module
 from .parse import as_module as as_module
+from .report import LeafBytes as LeafBytes
+from .report import MemoryReport as MemoryReport
 from .report import Report as Report
+from .report import bytes_per_device as bytes_per_device
+from .report import device_bytes as device_bytes
+from .report import leaf_bytes as leaf_bytes
+from .report import leaf_table as leaf_table
+from .report import memory as memory
 from .report import report as report
 from .report import target_devices as target_devices
 from .report import target_mesh as target_mesh

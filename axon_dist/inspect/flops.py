@@ -47,21 +47,15 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
     if instruction.opcode == "convolution":
         return _convolution(computation, instruction)
     if instruction.opcode == "custom-call":
-        return _custom_call(computation, instruction)
+        return _custom_call(computation, instruction) or 0
     return 0
 
 
-def opaque_target(instruction: Instruction) -> str | None:
+def opaque_target(computation: Computation, instruction: Instruction) -> str | None:
     """Names a custom call that may do matrix work that nothing in the text tells."""
-    if instruction.opcode != "custom-call":
-        return None
-    target = target_of(instruction)
-    if _splash_products(instruction):
-        return None
-    known = "matmul" in target or "gemm" in target or "fmha" in target or "$conv" in target
-    if known or _NO_FLOPS.search(target) or _COST.search(instruction.attributes):
-        return None
-    return target
+    is_call = instruction.opcode == "custom-call"
+    is_opaque = is_call and _custom_call(computation, instruction) is None
+    return target_of(instruction) if is_opaque else None
 
 
 def target_of(instruction: Instruction) -> str:
@@ -75,7 +69,8 @@ def _gemm(computation: Computation, instruction: Instruction, contracted: tuple[
     return 2 * instruction.shapes[0].size * math.prod(lhs.dims[dim] for dim in contracted)
 
 
-def _custom_call(computation: Computation, instruction: Instruction) -> int:
+def _custom_call(computation: Computation, instruction: Instruction) -> int | None:
+    """The matrix operations of a kernel; None where nothing tells."""
     target, attributes = target_of(instruction), instruction.attributes
     if "matmul" in target or "gemm" in target:
         match = _GEMM_LHS.search(attributes)
@@ -86,8 +81,9 @@ def _custom_call(computation: Computation, instruction: Instruction) -> int:
         return _convolution(computation, instruction)
     if products := _splash_products(instruction):
         return _splash(computation, instruction, products)
-    match = _COST.search(attributes)
-    return int(json.loads(match.group(1)).get("flops", 0)) if match else 0
+    if match := _COST.search(attributes):
+        return int(json.loads(match.group(1)).get("flops", 0))
+    return 0 if _NO_FLOPS.search(target) else None
 
 
 def _attention(computation: Computation, instruction: Instruction, backward: bool) -> int:
@@ -326,7 +322,7 @@ def flops(program: ProgramLike) -> Flops:
         target
         for computation in module.computations.values()
         for instruction in computation.instructions
-        if (target := opaque_target(instruction))
+        if (target := opaque_target(computation, instruction))
     }
     return Flops(
         low=cost.low,

@@ -23,7 +23,7 @@ import jax
 
 from ..mesh import SLOW_AXES
 from ..mesh.chips import Hardware, machine_of
-from ..mesh.replica_groups import (
+from ..mesh.group import (
     Groups,
     permuted_axes,
     replica_groups,

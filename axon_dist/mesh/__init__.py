@@ -1,9 +1,9 @@
 """Devices under named axes: the spec, the world, and the groups that talk to each other.
 
-`spec` never needs a device. `world` is the only place of the library that asks JAX about devices
-and processes. Imports `core` alone. Start reading in `spec.py`, then `world.py`. How processes find
-each other: `environment.py` (variables to a `LaunchSpec`), `distributed.py` (from there to
-`jax.distributed`), `watchdog.py` (what happens when one is lost), `step_watch.py` (or hangs).
+`MeshSpec` never needs a device. `World` is the only place of the library that asks JAX about
+devices and processes. Start reading in `mesh_spec.py`, then `world.py`. `chips.py` is the table of
+chips, `targets.py` names machines to compile for; `agreement.py` compares what processes were
+started with, and `step_watch.py` names one that hangs. How they find each other is in `launch`.
 """
 
 from ..launch import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
@@ -16,8 +16,6 @@ from ..launch import from_env as from_env
 from ..launch import initialize as initialize
 from ..launch import launch as launch
 from ..launch import leave as leave
-from .abstract import is_on_paper as is_on_paper
-from .abstract import paper_world as paper_world
 from .agreement import agree as agree
 from .agreement import checksums as checksums
 from .agreement import digest as digest
@@ -31,8 +29,9 @@ from .mesh_spec import AxesLike as AxesLike
 from .mesh_spec import MeshSpec as MeshSpec
 from .step_watch import watch_steps as watch_steps
 from .world import GROUP as GROUP
-from .world import WORLD as WORLD
 from .world import Backend as Backend
 from .world import World as World
 from .world import build_mesh as build_mesh
+from .world import is_on_paper as is_on_paper
+from .world import paper_world as paper_world
 from .world import process_index as process_index

@@ -19,50 +19,43 @@ from jax.typing import DTypeLike
 
 from ..core.compat import gpu_pipelining
 from ..core.errors import ConfigError, did_you_mean
-from .replica_groups import Groups
+from .group import Groups
 
 CompilerOptions: TypeAlias = dict[str, str | bool | int]
 """Names and values that `jax.jit` hands to XLA."""
 
-PIPELINED: MappingProxyType[str, str | bool] = MappingProxyType(
-    gpu_pipelining("all_gather", "reduce_scatter", "all_reduce")
-)
+Flags: TypeAlias = MappingProxyType[str, str | bool | int]
+"""Options of a compiler."""
+
+PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_gather", "reduce_scatter", "all_reduce"))
 """A collective in a loop is moved into the iteration before or after, where compute hides it."""
 
-UNCOPIED: MappingProxyType[str, str | bool] = MappingProxyType(
-    {"xla_gpu_enable_while_loop_double_buffering": True}
-)
+UNCOPIED: Flags = MappingProxyType({"xla_gpu_enable_while_loop_double_buffering": True})
 """What a loop gathers for its next iteration travels in its carry, where XLA copies it to have one
 buffer for all iterations; of loops that take two at a time, each has its own."""
 
-COPIED: MappingProxyType[str, str | bool] = MappingProxyType(dict.fromkeys(UNCOPIED, False))
+COPIED: Flags = MappingProxyType(dict.fromkeys(UNCOPIED, False))
 """Where no loop gathers, two iterations at a time only take memory: 2.9 GiB of 26.6 in a step of
 data parallelism over eight microbatches of 1.3 billion parameters."""
 
-IN_PARALLEL: MappingProxyType[str, str | int] = MappingProxyType(
-    {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
-)
+IN_PARALLEL: Flags = MappingProxyType({"xla_gpu_experimental_parallel_collective_overlap_limit": 4})
 """With one collective in flight, gathers that the compute between them cannot hide stand in a row
 where a loop begins. Inside a node they are short enough, and XLA, which takes each for as fast as
 if it had the wire alone, would start them too late."""
 
-SCHEDULED: MappingProxyType[str, str | bool] = MappingProxyType(
-    {"xla_gpu_enable_latency_hiding_scheduler": True}
-)
+SCHEDULED: Flags = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": True})
 """Where XLA knows no rates of a GPU, as before Hopper, it starts a collective only where it ends,
 unless it is told to schedule by latencies."""
 
-SUMS_STAY = MappingProxyType(gpu_pipelining("all_reduce", on=False))
+SUMS_STAY: Flags = MappingProxyType(gpu_pipelining("all_reduce", on=False))
 """Where sums of gradients are all that travels, each has enough beside it where it is; moved on,
 that of the last iteration comes after the loop with nothing beside it."""
 
-NO_WINDOWS: MappingProxyType[str, str | bool] = MappingProxyType(
-    {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-)
+NO_WINDOWS: Flags = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
 """By default a product with a gathered operand becomes, on a TPU, a loop of thousands of
 collective-permutes (windowed einsum, Wang et al., ASPLOS 2023)."""
 
-ASYNC_GATHERS: MappingProxyType[str, str | bool] = MappingProxyType(
+ASYNC_GATHERS: Flags = MappingProxyType(
     {
         # For v5e alone: elsewhere it has made wrong numbers (jax-ml/jax issue 38741), and libtpu
         # refuses it there since 0.0.50.
@@ -75,7 +68,7 @@ ASYNC_GATHERS: MappingProxyType[str, str | bool] = MappingProxyType(
 )
 """A gather on a TPU advances in steps between pieces of compute instead of stopping it."""
 
-SPARSE_CORE: MappingProxyType[str, str | bool] = MappingProxyType(
+SPARSE_CORE: Flags = MappingProxyType(
     {
         # The first two together: a reduce-scatter over a whole slice otherwise becomes an
         # all-reduce of twice the bytes.

@@ -117,7 +117,10 @@ def parse_target(name: str) -> Target:
         (2, 2, 2)
     """
     called, _, text = name.partition(":")
-    chip = _chip(called, name)
+    known = {_EMULATED: _EMULATED, **chip_names()}
+    if called not in known:
+        raise ConfigError(f"no target chip {called!r} in {name!r}.{did_you_mean(called, known)}")
+    chip = known[called]
     row = _wiring(chip)
     parts = text.split("x")
     shape = tuple(int(part) for part in parts if re.fullmatch("[0-9]{1,9}", part))
@@ -158,13 +161,6 @@ def target_options(target: Target | str) -> CompilerOptions:
     """
     target = as_target(target)
     return target.machine.options_for(target.num_devices) if target.machine else {}
-
-
-def _chip(called: str, name: str) -> str:
-    known = {_EMULATED: _EMULATED, **chip_names()}
-    if called not in known:
-        raise ConfigError(f"no target chip {called!r} in {name!r}.{did_you_mean(called, known)}")
-    return known[called]
 
 
 def _wiring(chip: str) -> Wiring:

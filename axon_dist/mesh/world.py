@@ -44,7 +44,11 @@ def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
         MeshError: when the rows of two processes overlap in part.
     """
     process_of = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-    rows = _rows_of_devices(mesh, axes)
+    # The position of every device along the batch axes, the first axis being the slowest.
+    rows = np.zeros(mesh.devices.shape, int)
+    for axis in axes:
+        position = mesh.axis_names.index(axis)
+        rows = rows * mesh.shape[axis] + np.indices(mesh.devices.shape)[position]
     owned = {int(p): tuple(np.unique(rows[process_of == p])) for p in np.unique(process_of)}
     parts = sorted(set(owned.values()))
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != rows.max() + 1:
@@ -66,15 +70,6 @@ def check_axes(mesh: Mesh, axes: Sequence[str]) -> None:
             f"got {odd[0]!r:.80} for batch axes; give a list of axes of the mesh, such as "
             f"{list(mesh.axis_names)}"
         )
-
-
-def _rows_of_devices(mesh: Mesh, axes: Sequence[str]) -> np.ndarray[Any, Any]:
-    """The position of every device along the batch axes, the first axis being the slowest."""
-    rows = np.zeros(mesh.devices.shape, int)
-    for axis in axes:
-        position = mesh.axis_names.index(axis)
-        rows = rows * mesh.shape[axis] + np.indices(mesh.devices.shape)[position]
-    return rows
 
 
 class Backend(NamedChoice):
@@ -376,15 +371,80 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
 
 def _backend_of(devices: Sequence[Any]) -> Backend:
     platform = devices[0].platform
-    if platform == "cpu":
-        processes = {device.process_index for device in devices}
-        return Backend.GLOO if len(processes) > 1 else Backend.EMULATED
-    known = {"gpu": Backend.NCCL, "cuda": Backend.NCCL, "tpu": Backend.TPU}
+    if platform == "cpu" and len({device.process_index for device in devices}) > 1:
+        return Backend.GLOO
+    known = {
+        "cpu": Backend.EMULATED,
+        "gpu": Backend.NCCL,
+        "cuda": Backend.NCCL,
+        "tpu": Backend.TPU,
+    }
     if platform not in known:
         raise UnsupportedError(
             f"devices of platform {platform!r} are not supported; use cpu, gpu (CUDA) or tpu"
         )
     return known[platform]
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperDevice:
+    """What a trace asks of a device; nothing runs on it, and nothing is compiled for it.
+
+    Args:
+        id: its number in the mesh.
+        platform: `cpu`, `gpu` or `tpu`, as devices call it.
+        process_index: of the process that has it.
+        device_kind: the name of no chip, so that no compiler is asked for its options.
+        compute_capability: of an NVIDIA GPU, such as `9.0`, as devices call it; None for others.
+    """
+
+    id: int
+    platform: str
+    process_index: int = 0
+    device_kind: str = "paper"
+    compute_capability: str | None = None
+
+    def memory_stats(self) -> None:
+        """Nothing is known of its memory."""
+
+    def addressable_memories(self) -> list[object]:
+        """It has none."""
+        return []
+
+
+def is_on_paper(world: World) -> bool:
+    """Whether a world is one of `paper_world`, for which nothing can be lowered."""
+    return isinstance(world.mesh.devices.flat[0], PaperDevice)
+
+
+def paper_world(
+    axes: AxesLike, num_devices: int, platform: str, compute_capability: str | None = None
+) -> World:
+    """A world of devices that are nowhere, for which steps can be built and traced.
+
+    Args:
+        axes: anything `MeshSpec` reads.
+        num_devices: what the axes multiply to.
+        platform: `cpu`, `gpu` or `tpu`.
+        compute_capability: of NVIDIA GPUs, which says what kernels take; None where it is unknown.
+
+    Returns:
+        The world; programs for it can be read and not compiled.
+
+    Raises:
+        MeshError: when the axes do not multiply to the number of devices.
+
+    Example:
+        >>> paper_world("dp=2,tp=4", 8, "tpu").size
+        8
+    """
+    spec = MeshSpec(axes).resolve(num_devices)
+    device = PaperDevice(0, platform, compute_capability=compute_capability)
+    devices = [dataclasses.replace(device, id=number) for number in range(num_devices)]
+    # Not by `build_mesh`, which asks the devices of a TPU how they are wired.
+    types = (AxisType.Auto,) * len(spec.names)
+    mesh = Mesh(np.array(devices).reshape(spec.sizes), spec.names, axis_types=types)
+    return World(mesh, _backend_of(devices))
 
 
 GROUP = ArgumentKind(

@@ -1,9 +1,9 @@
 """Small reference models in plain Flax NNX, written for one device, and their losses.
 
 No word of parallelism: strategies shard these modules from outside, by the paths of their leaves.
-Imports `core` only. Start reading in `transformer.py`; `layers.py` holds its pieces,
-`attention.py` the forms of attention, `presets.py` the named sizes; `generate.py` goes on with
-prompts. `vit.py` and `resnet.py` classify images.
+Start reading in `transformer.py`; `transformer_config.py` has its named sizes, `layers.py` its
+pieces, `attention.py` the forms of attention; `generate.py` goes on with prompts. `vit.py` and
+`resnet.py` classify images.
 """
 
 from .attention import ATTENTION_FORMS as ATTENTION_FORMS

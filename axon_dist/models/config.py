@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -99,6 +99,12 @@ def check_above_zero(config: object, fields: tuple[str, ...]) -> None:
                 f"{field}={getattr(config, field)} must be above 0, and a number that float32 "
                 "holds; set it so."
             )
+
+
+def check_choice(field: str, name: str, known: Collection[str], what: str) -> None:
+    """Raises `ConfigError` unless the value of a field is one of some names of something."""
+    if name not in known:
+        raise ConfigError(f"{field}={name!r} is not {what}.{did_you_mean(name, known)}")
 
 
 def check_rate(config: object, field: str) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from axon_dist.core.typing import Array, Shape
 from axon_dist.ops.routing import Choice, Product, in_order
@@ -64,14 +62,18 @@ class Experts(nnx.Module):
         assert experts is not None
         width, hidden = config.width, experts.width or config.hidden_size
         std = init_std(config)
-        make = functools.partial(_kernels, rngs, jnp.dtype(config.param_dtype))
+
+        def make(shape: Shape, std: float) -> nnx.Param:
+            draw = nnx.initializers.normal(std)
+            return nnx.Param(draw(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+
         self.router = make((width, experts.count), std)
         if config.gated:
             self.gate = make((experts.count, width, hidden), std)
         self.up = make((experts.count, width, hidden), std)
         self.down = make((experts.count, hidden, width), std / (2 * config.num_layers) ** 0.5)
         if experts.shared:
-            shared = _shared_config(config, experts.shared * hidden)
+            shared = dataclasses.replace(config, ffn_width=experts.shared * hidden)
             kind = GatedMLP if config.gated else PlainMLP
             self.shared_mlp = kind(shared, rngs=rngs)
         if experts.bias_rate:
@@ -96,7 +98,10 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Maps `[B, T, D]` to `[B, T, D]`."""
-        kernels, x = _in_one_dtype(self.kernels, x, self.dtype)
+        kernels = self.kernels
+        dtype = self.dtype or jnp.result_type(x, *kernels.values())
+        kernels = {name: kernel.astype(dtype) for name, kernel in kernels.items()}
+        x = x.astype(dtype)
         logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
         scores = jax.nn.softmax(logits, axis=-1)
         gates, chosen = self._choose(scores)
@@ -182,19 +187,3 @@ class Experts(nnx.Module):
         if experts.bias_rate:
             moved = experts.bias_rate * jnp.sign(1 / count - of_batch)
             self.bias.set_value(self.bias[...] + moved)
-
-
-def _kernels(rngs: nnx.Rngs, dtype: DTypeLike, shape: Shape, std: float) -> nnx.Param:
-    return nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape, dtype))
-
-
-def _shared_config(config: TransformerConfig, hidden: int) -> TransformerConfig:
-    return dataclasses.replace(config, ffn_width=hidden)
-
-
-def _in_one_dtype(
-    kernels: dict[str, Array], x: Array, dtype: DTypeLike | None
-) -> tuple[dict[str, Array], Array]:
-    """Kernels and tokens in the dtype that products are computed in."""
-    dtype = dtype or jnp.result_type(x, *kernels.values())
-    return {name: kernel.astype(dtype) for name, kernel in kernels.items()}, x.astype(dtype)

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError
 from ..core.told import RNGS, is_whole
 from ..core.typing import Array, PyTree
 from .attention import ATTENTION_FORMS, capped, einsum_attention, in_window
-from .config import ACTIVATIONS, numerics
+from .config import ACTIVATIONS, check_choice, numerics
 from .rotary import Rotary
 from .transformer_config import TransformerConfig
 
@@ -253,25 +253,6 @@ class SelfAttention(nnx.Module):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
 
 
-class GatedMLP(nnx.Module):
-    """The feed-forward `down(act(gate(x)) * up(x))`, with silu SwiGLU (arXiv:2002.05202).
-
-    Args:
-        config: sizes and numerics.
-        rngs: source of the initial weights.
-    """
-
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.gate = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.up = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.down = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
-        self.activation = config.activation
-
-    def __call__(self, x: Array) -> Array:
-        """Maps `[..., D]` to `[..., D]`."""
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
-
-
 class PlainMLP(nnx.Module):
     """The feed-forward `down(act(up(x)))`.
 
@@ -288,6 +269,23 @@ class PlainMLP(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Maps `[..., D]` to `[..., D]`."""
         return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+
+class GatedMLP(PlainMLP):
+    """The feed-forward `down(act(gate(x)) * up(x))`, with silu SwiGLU (arXiv:2002.05202).
+
+    Args:
+        config: sizes and numerics.
+        rngs: source of the initial weights.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.gate = linear(config, config.width, config.hidden_size, rngs=rngs)
+        super().__init__(config, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., D]` to `[..., D]`."""
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
 class MLP(nnx.Module):
@@ -340,9 +338,7 @@ def _check(sizes: Sequence[int], activation: str, dropout: float) -> None:
             f"sizes={sizes!r:.80} must name at least an input and an output width, each 1 or "
             "more, for example (784, 256, 10)."
         )
-    if activation not in ACTIVATIONS:
-        hint = did_you_mean(activation, ACTIVATIONS)
-        raise ConfigError(f"activation={activation!r} is not an activation.{hint}")
+    check_choice("activation", activation, ACTIVATIONS, "an activation")
     if not 0.0 <= dropout < 1.0:
         raise ConfigError(f"dropout={dropout} must lie in [0, 1); 0 turns it off.")
 

@@ -12,11 +12,11 @@ library are quoted for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError
 from ..core.told import WHOLE
 from .attention import ATTENTION_FORMS
 from .config import (
@@ -25,6 +25,7 @@ from .config import (
     Presets,
     check_above_zero,
     check_at_least_one,
+    check_choice,
     check_floats,
     check_rate,
 )
@@ -71,25 +72,22 @@ PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
 )
 
 
-NORMS = ("rms", "rms_plus_one", "layer")
-"""Kinds of normalisation."""
-
-PLACEMENTS = ("before", "after", "both")
-"""Where the norms of a block stand."""
-
-QK_NORMS = ("none", "head", "all")
-"""Over which features queries and keys are normalised."""
-
-LOGITS = ("auto", "whole", "chunked")
-"""How a loss takes the logits."""
+_CHOICES: tuple[tuple[str, Collection[str], str], ...] = (
+    ("attention", ATTENTION_FORMS, "a form of attention"),
+    ("norm", ("rms", "rms_plus_one", "layer"), "a norm"),
+    ("norms", ("before", "after", "both"), "a place of norms"),
+    ("qk_norm", ("none", "head", "all"), "a norm of queries and keys"),
+    ("positions", ("rotary", "learned"), "a kind of positions"),
+    ("activation", ACTIVATIONS, "an activation"),
+    ("logits", ("auto", "whole", "chunked"), "a way to make logits"),
+    ("logits_dtype", ("float32", "bfloat16"), "a dtype of logits"),
+)
+"""Fields that are names, the names there are, and what they are names of."""
 
 LARGE_VOCABULARY = 16_384
 """From how many tokens on logits are made in chunks, where the config does not say."""
 
 _OPTIONAL = ("local_rope_theta", "attention_scale", "attention_softcap", "logit_softcap")
-
-POSITIONS = ("rotary", "learned")
-"""How a model knows the order of its tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,14 +264,8 @@ class TransformerConfig(Presets):
         check_above_zero(self, ("norm_eps", "rope_theta", "rotary_fraction", "embedding_scale"))
         check_above_zero(self, tuple(n for n in _OPTIONAL if getattr(self, n) is not None))
         check_floats(self)
-        self._check_name("attention", ATTENTION_FORMS, "form of attention")
-        self._check_name("norm", NORMS, "norm")
-        self._check_name("norms", PLACEMENTS, "place of norms")
-        self._check_name("qk_norm", QK_NORMS, "norm of queries and keys")
-        self._check_name("positions", POSITIONS, "kind of positions")
-        self._check_name("activation", ACTIVATIONS, "activation")
-        self._check_name("logits", LOGITS, "way to make logits")
-        self._check_name("logits_dtype", ("float32", "bfloat16"), "dtype of logits")
+        for field, names, what in _CHOICES:
+            check_choice(field, getattr(self, field), names, what)
         self._check_rotation()
         self._check_attention()
         self._check_biases()
@@ -282,14 +274,6 @@ class TransformerConfig(Presets):
                 f"logits_dtype={self.logits_dtype!r} is for chunked logits, and logits="
                 f"{self.logits!r} makes those of {self.vocab_size} tokens whole: set "
                 "logits='chunked', or leave logits_dtype out."
-            )
-
-    def _check_name(self, field: str, known: Iterable[str], what: str) -> None:
-        name = getattr(self, field)
-        if name not in known:
-            article = "an" if what[0] in "aeiou" else "a"
-            raise ConfigError(
-                f"{field}={name!r} is not {article} {what}.{did_you_mean(name, known)}"
             )
 
     def _check_biases(self) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError
 from ..core.told import RNGS, ArgumentKind, told
 from ..core.typing import Array
 from .attention import ATTENTION_FORMS
@@ -18,6 +18,7 @@ from .config import (
     Presets,
     check_above_zero,
     check_at_least_one,
+    check_choice,
     check_floats,
     check_rate,
     numerics,
@@ -122,9 +123,7 @@ class ViTConfig(Presets):
         check_rate(self, "dropout")
         check_above_zero(self, ("norm_eps",))
         check_floats(self)
-        if self.attention not in ATTENTION_FORMS:
-            hint = did_you_mean(self.attention, ATTENTION_FORMS)
-            raise ConfigError(f"attention={self.attention!r} is not a form of attention.{hint}")
+        check_choice("attention", self.attention, ATTENTION_FORMS, "a form of attention")
 
 
 _CONFIG = ArgumentKind(

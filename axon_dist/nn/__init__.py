@@ -1,6 +1,6 @@
 """Pieces of models that parallelism needs: units of a model, loops over layers, rematerialisation.
 
-Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `layer_scan.py`.
+Start reading in `linear.py` and `layout.py`; units and loops over layers are in `jaxpr`.
 """
 
 from ..core.modules import wrap_calls as wrap_calls
@@ -15,7 +15,6 @@ from ..jaxpr.units import mark_units as mark_units
 from ..jaxpr.units import units_of as units_of
 from ..ops.linear_loss import linear_cross_entropy as linear_cross_entropy
 from ..ops.linear_loss import linear_scores as linear_scores
-from ..ops.ring import AROUND as AROUND
 from ..ops.ring import Ring as Ring
 from ..ops.ring import ring_attention as ring_attention
 from ..ops.ring import ulysses_attention as ulysses_attention

@@ -118,9 +118,7 @@ def mixes(module: nnx.Module) -> bool:
 
     One of them may be `segments`, integers `[B, T]`: a position sees those of its own alone.
     """
-    method = getattr(type(module), "attend", None)
-    names = list(inspect.signature(method).parameters) if method is not None else []
-    return names[1:4] == ["query", "key", "value"]
+    return _parameters(module, "attend")[1:4] == ["query", "key", "value"]
 
 
 def in_any_order(module: nnx.Module) -> bool:
@@ -129,9 +127,13 @@ def in_any_order(module: nnx.Module) -> bool:
     It promises that what it gives for a token does not depend on where in the row that stands, but
     by `positions`, and by attention: rows in another order give results in that order.
     """
-    method = getattr(type(module), "residual", None)
-    names = list(inspect.signature(method).parameters) if method is not None else []
-    return names[1:] == ["tokens", "segments", "positions"]
+    return _parameters(module, "residual")[1:] == ["tokens", "segments", "positions"]
+
+
+def _parameters(module: nnx.Module, name: str) -> list[str]:
+    """What the method of a name takes; nothing where there is none."""
+    method = getattr(type(module), name, None)
+    return [] if method is None else list(inspect.signature(method).parameters)
 
 
 def attended(

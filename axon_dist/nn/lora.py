@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
-from ..core.told import FLOATS, MODULE, ArgumentKind, told
+from ..core.told import FLOATS, MODULE, RNGS, told
 from ..core.typing import Array, Path
 from ..ops.fp8 import size_of
 
@@ -48,10 +48,7 @@ ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
 """The layers that take an adapter, and what they become: the same layer with a `lora`."""
 
 
-_RNGS = ArgumentKind("an nnx.Rngs, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
-
-
-@told(model=MODULE, rngs=_RNGS)
+@told(model=MODULE, rngs=RNGS)
 def lora(
     model: nnx.Module,
     rank: int,
@@ -97,7 +94,8 @@ def lora(
         FLOATS.or_none().check("lora", name, given)
     adapted = nnx.clone(model)
     layers = dict(_layers(adapted))
-    for path in (paths,) if isinstance(paths, str) else paths:
+    paths = (paths,) if isinstance(paths, str) else paths
+    for path in paths:
         try:
             re.compile(path)
         except re.error as error:
@@ -110,11 +108,8 @@ def lora(
                 f"lora got the path {path!r}, which finds none of the model's nnx.Linear and "
                 f"nnx.LinearGeneral layers: {', '.join(sorted(layers)) or 'it has none'}"
             )
-    chosen = re.compile(
-        "|".join(f"(?:{p})" for p in ((paths,) if isinstance(paths, str) else paths))
-    )
     for name in sorted(layers):
-        if chosen.search(name):
+        if not paths or any(re.search(path, name) for path in paths):
             layer = layers[name]
             _check_alone(name, layer)
             adapter = nnx.LoRA(

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -159,22 +159,6 @@ class Queries(NamedTuple):
 
 Tile: TypeAlias = tuple[PyTree, ...]
 """What a loop over tiles reads or carries: arrays, and None for segments that there are not."""
-
-
-class BlockKernel(Protocol):
-    """One way to compute attention with some keys."""
-
-    def obstacle(self, queries: Queries, keys: Keys) -> str | None:
-        """Says why it cannot run where this is traced, or None if it can."""
-        ...
-
-    def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
-        """The result `[B, T, H, K]` and the logarithms of its weights `[B, T, H]`, float32."""
-        ...
-
-    def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
-        """What these add to the gradients of queries, keys and values, float32."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,7 +379,7 @@ class _Splash:
         return *arrays, SegmentIds(queries.segments, keys.segments)  # pyright: ignore
 
 
-BLOCK_KERNELS: MappingProxyType[str, BlockKernel] = MappingProxyType(
+BLOCK_KERNELS: MappingProxyType[str, _Chunked | _Cudnn | _Splash] = MappingProxyType(
     {"einsum": _Chunked(), "cudnn": _Cudnn(), "flash": _Splash()}
 )
 """The forms of attention with some keys, by the names that `ATTENTION_FORMS` of models has."""
@@ -419,6 +403,15 @@ def _result(queries: Queries) -> Array:
 
 def _wide(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
     of_query, of_key, of_value = (x.astype(jnp.float32) for x in arrays)
+    return of_query, of_key, of_value
+
+
+def narrowed(
+    gradients: Iterable[Array], arrays: tuple[Array, Array, Array]
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values in the dtypes of these."""
+    pairs = zip(gradients, arrays, strict=True)
+    of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in pairs)
     return of_query, of_key, of_value
 
 

@@ -184,8 +184,7 @@ def linear_cross_entropy(
         (1.3863, 6.0)
     """
     how = HeadLoss(z_loss, label_smoothing, soft_cap, logits_dtype, num_chunks)
-    total, _, weight = _bound(how, hidden, kernel, labels, weights, bias)
-    return Weighted(total, weight)
+    return _bound(how, hidden, kernel, labels, weights, bias)[0]
 
 
 def linear_scores(
@@ -215,8 +214,8 @@ def linear_scores(
     """
     bias = options.pop("bias", None)
     how = HeadLoss(**options, scores=True)
-    total, hits, weight = _bound(how, hidden, kernel, labels, weights, bias)
-    return Weighted(total, weight), {"accuracy": Weighted(hits, weight)}
+    total, hits = _bound(how, hidden, kernel, labels, weights, bias)
+    return total, {"accuracy": hits}
 
 
 def _bound(
@@ -226,14 +225,16 @@ def _bound(
     labels: Array,
     weights: Array | None,
     bias: Array | None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Weighted, Weighted]:
+    """The loss and the hits."""
     how.validate()
     weights = jnp.ones(jnp.shape(labels), jnp.float32) if weights is None else weights
     weights = jnp.asarray(weights, jnp.float32)
     _check(hidden, kernel, labels, weights, bias)
     more = () if bias is None else (bias,)
     total, hits = _operation().bind(hidden, kernel, labels, weights, *more, how=how)
-    return total, hits, jnp.sum(weights)
+    weight = jnp.sum(weights)
+    return Weighted(total, weight), Weighted(hits, weight)
 
 
 def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Array | None) -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ..core.typing import Array, PyTree
 from ..core.weighted import per_sample
-from .attention import BlockAttention, Keys, Queries, merged
+from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
 PIECE = 1024
 """Positions of a piece: a pair is enough work for a kernel, and its mask is two megabytes."""
@@ -102,10 +102,7 @@ def _backward(
         return tuple(x.at[at].add(new) for x, at, new in zip(found, places, more, strict=True))
 
     found = _over_pairs(visit, found, _cut(segments), causal)
-    of_query, of_key, of_value = map(_joined, found)
-    return (
-        of_query.astype(query.dtype), of_key.astype(key.dtype), of_value.astype(value.dtype), None
-    )  # fmt: skip
+    return *narrowed(map(_joined, found), (query, key, value)), None
 
 
 _attend.defvjp(_forward, _backward)

@@ -143,11 +143,6 @@ class MixedPrecision:
         return self.reduce or self.compute
 
     @property
-    def gather_itemsize(self) -> int:
-        """The bytes of a weight of a dense layer within a block, where units gather it."""
-        return self.compute.itemsize if self.gather is None else 1
-
-    @property
     def needs_scaling(self) -> bool:
         """Whether small gradients vanish in the compute dtype, so that the loss is scaled."""
         return self.compute == jnp.float16
@@ -298,6 +293,11 @@ def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
     return leaf.astype(dtype) if is_float else leaf
 
 
+def _wide(x: Array) -> Array:
+    """In float32, or wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScalerState:
@@ -372,15 +372,11 @@ class GradScaler:
 
     def scale(self, loss: Array, state: ScalerState) -> Array:
         """Multiplies a loss by the scale, in float32: float16 cannot hold the first scale."""
-        return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * state.scale
+        return _wide(loss) * state.scale
 
     def unscale(self, grads: PyTree, state: ScalerState) -> PyTree:
         """Divides gradients by the scale, in float32 or wider."""
-
-        def wide(g):
-            return g.astype(jnp.promote_types(g.dtype, jnp.float32))
-
-        return jax.tree.map(lambda g: wide(g) / state.scale, grads)
+        return jax.tree.map(lambda g: _wide(g) / state.scale, grads)
 
     def update(self, state: ScalerState, finite: Array) -> ScalerState:
         """The state after a step.
@@ -457,10 +453,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | None) -> tuple[PyTree, 
     """
 
     # Squares of bfloat16 must not be added up in bfloat16.
-    def wide(g):
-        return g.astype(jnp.promote_types(g.dtype, jnp.float32))
-
-    norm = optax.tree.norm(jax.tree.map(wide, grads))
+    norm = optax.tree.norm(jax.tree.map(_wide, grads))
     if max_norm is None:
         return grads, norm
     factor = jnp.where(norm > max_norm, max_norm / (norm + _EPSILON), 1.0)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ..core.typing import Array, PyTree
-from .attention import BlockAttention, Keys, Queries, merged
+from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
 AROUND = "around_a_ring"
 """The name of what ring attention keeps under every remat policy: to recompute it would send all
@@ -326,26 +326,30 @@ def _backward(
     queries = Queries(query, segments, cotangent, log_weight, delta, out)
     keys = Keys(key, value, segments)
     of_query, of_key, of_value = kernel.backward(queries, keys, ring.causal)
+    add = functools.partial(_pair_gradients, ring, kernel)
     if ring.size > 1 and _queries_are_lighter(query, key):
-        (of_key, of_value), came = ring.around(
-            functools.partial(_host_queries, ring, kernel, keys),
-            (of_key, of_value),
-            queries._replace(out=None),
-        )
+        # Adds to the gradients of one's keys, and gives the visiting queries theirs.
+        def host_queries(of_keys, queries, back):
+            given, is_before = _zeros(queries.query), back > ring.rank
+            given, of_keys = add(is_before, queries, keys, given, of_keys)
+            return of_keys, given.astype(query.dtype)
+
+        sent = queries._replace(out=None)
+        (of_key, of_value), came = ring.around(host_queries, (of_key, of_value), sent)
         of_query += came.astype(jnp.float32)
     elif ring.size > 1:
-        visit = functools.partial(_host_keys, ring, kernel, queries)
-        of_query, came = ring.around(visit, of_query, keys)
+        # Adds to the gradients of one's queries, and gives the visiting keys theirs.
+        def host_keys(of_query, keys, back):
+            given = _zeros(keys.key), _zeros(keys.value)
+            of_query, given = add(back <= ring.rank, queries, keys, of_query, given)
+            return of_query, (given[0].astype(key.dtype), given[1].astype(value.dtype))
+
+        of_query, came = ring.around(host_keys, of_query, keys)
         of_key, of_value = (
-            of_key + came[0].astype(jnp.float32),
-            of_value + came[1].astype(jnp.float32),
+            mine + theirs.astype(jnp.float32)
+            for mine, theirs in zip((of_key, of_value), came, strict=True)
         )
-    return (
-        of_query.astype(query.dtype),
-        of_key.astype(key.dtype),
-        of_value.astype(value.dtype),
-        None,
-    )
+    return *narrowed((of_query, of_key, of_value), (query, key, value)), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -361,33 +365,25 @@ def _queries_are_lighter(query: Array, key: Array) -> bool:
     return query.shape[2] * (3 * per_head + 8) < key.shape[2] * 4 * per_head
 
 
-def _host_keys(
-    ring: Ring, kernel: BlockAttention, queries: Queries, of_query: Array, keys: Keys, back: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    """Adds to the gradients of one's queries, and gives the visiting keys theirs."""
-    given = keys.key.astype(jnp.float32) * 0, keys.value.astype(jnp.float32) * 0
-    for mine, theirs in ring.pairs(back <= ring.rank):
-        found = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
-        of_query = ring.with_piece(of_query, mine, functools.partial(_added, found[0]))
-        given = ring.with_piece(given, theirs, functools.partial(_added, found[1:]))
-    return of_query, (given[0].astype(keys.key.dtype), given[1].astype(keys.value.dtype))
+def _zeros(x: Array) -> Array:
+    return x.astype(jnp.float32) * 0
 
 
-def _host_queries(
+def _pair_gradients(
     ring: Ring,
     kernel: BlockAttention,
-    keys: Keys,
-    of_keys: tuple[Array, Array],
+    precedes: Array,
     queries: Queries,
-    back: Array,
-) -> tuple[tuple[Array, Array], Array]:
-    """Adds to the gradients of one's keys, and gives the visiting queries theirs."""
-    given = queries.query.astype(jnp.float32) * 0
-    for visiting, mine in ring.pairs(back > ring.rank):
-        found = kernel.backward(ring.piece(queries, visiting), ring.piece(keys, mine))
-        given = ring.with_piece(given, visiting, functools.partial(_added, found[0]))
-        of_keys = ring.with_piece(of_keys, mine, functools.partial(_added, found[1:]))
-    return of_keys, given.astype(queries.query.dtype)
+    keys: Keys,
+    of_query: Array,
+    of_keys: tuple[Array, Array],
+) -> tuple[Array, tuple[Array, Array]]:
+    """Adds what the pieces of queries and keys that meet give to the gradients of both."""
+    for mine, theirs in ring.pairs(precedes):
+        found = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
+        of_query = ring.with_piece(of_query, mine, functools.partial(_added, found[0]))
+        of_keys = ring.with_piece(of_keys, theirs, functools.partial(_added, found[1:]))
+    return of_query, of_keys
 
 
 def _added(addend: Tree, so_far: Tree) -> Tree:

@@ -122,12 +122,6 @@ def into_columns(
     return circle.joined([_apart(product, piece, kernel) for piece in pieces])
 
 
-def _columns_forward(
-    circle: Circle, product: Product, pieces: tuple[Array, ...], kernel: Array
-) -> tuple[Array, tuple[tuple[Array, ...], Array]]:
-    return into_columns(circle, product, pieces, kernel), (pieces, kernel)
-
-
 def _columns_backward(
     circle: Circle, product: Product, residuals: tuple[tuple[Array, ...], Array], cotangent: Array
 ) -> tuple[tuple[Array, ...], Array]:
@@ -140,7 +134,13 @@ def _columns_backward(
     return of_pieces, _of_kernel(product, circle.joined(pieces), kernel, cotangent)
 
 
-into_columns.defvjp(_columns_forward, _columns_backward)
+into_columns.defvjp(
+    lambda circle, product, pieces, kernel: (
+        into_columns(circle, product, pieces, kernel),
+        (pieces, kernel),
+    ),
+    _columns_backward,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -159,12 +159,6 @@ def into_rows(circle: Circle, product: Product, x: Array, kernel: Array) -> Arra
     return circle.summed(lambda number: _apart(product, circle.piece(x, number), kernel))
 
 
-def _rows_forward(
-    circle: Circle, product: Product, x: Array, kernel: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return into_rows(circle, product, x, kernel), (x, kernel)
-
-
 def _rows_backward(
     circle: Circle, product: Product, residuals: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
@@ -175,7 +169,10 @@ def _rows_backward(
     return of_x, _of_kernel(product, x, kernel, circle.joined(pieces))
 
 
-into_rows.defvjp(_rows_forward, _rows_backward)
+into_rows.defvjp(
+    lambda circle, product, x, kernel: (into_rows(circle, product, x, kernel), (x, kernel)),
+    _rows_backward,
+)
 
 
 def _apart(product: Product, left: Array, right: Array) -> Array:

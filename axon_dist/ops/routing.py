@@ -153,10 +153,20 @@ class Choice:
     experts: Array
     gates: Array
 
-    def among(self, first: Array | int, count: int) -> Array:
-        """The experts `[N k]`, counted from `first`; `count` stands for all others."""
+    def by_expert(self, first: Array | int, count: int) -> tuple[Array, Array, Array]:
+        """The expert of every assignment, the order that sorts them, and how many each gets.
+
+        Args:
+            first: the expert from which they are counted.
+            count: how many there are; it stands for all others.
+
+        Returns:
+            `[N k]`, `[N k]` and int32 `[count]`.
+        """
         own = self.experts.reshape(-1) - first
-        return jnp.where((own >= 0) & (own < count), own, count)
+        own = jnp.where((own >= 0) & (own < count), own, count)
+        order = jnp.argsort(own, stable=True)
+        return own, order, jnp.sum(own[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
 
 
 def in_order(
@@ -178,9 +188,7 @@ def in_order(
         `[N, D]` in the dtype of the tokens.
     """
     count, per_token = _num_experts(kernels), choice.experts.shape[1]
-    own = choice.among(first, count)
-    order = jnp.argsort(own, stable=True)
-    sizes = _sizes(own, count)
+    own, order, sizes = choice.by_expert(first, count)
     is_here = (jnp.arange(own.shape[0]) < jnp.sum(sizes))[:, None]
     # Masked on both ways: what a product leaves in the rows behind the last group is its own.
     rows = jnp.where(is_here, _permuted(jnp.repeat(tokens, per_token, axis=0), order), 0)
@@ -195,7 +203,7 @@ def in_order(
 def in_blocks(
     feed: Feed, tokens: Array, choice: Choice, kernels: PyTree, first: Array | int = 0
 ) -> Array:
-    """As `in_order`, block of rows by block (`grouped.by_block`).
+    """As `in_order`, block of rows by block (`by_block`).
 
     Args:
         feed: the experts.
@@ -208,10 +216,8 @@ def in_blocks(
         `[N, D]` in the dtype of the tokens.
     """
     count, per_token = _num_experts(kernels), choice.experts.shape[1]
-    own = choice.among(first, count)
+    own, order, sizes = choice.by_expert(first, count)
     size = block_rows(own.shape[0], count)
-    order = jnp.argsort(own, stable=True)
-    sizes = _sizes(own, count)
     starts, blocks = jnp.cumsum(sizes) - sizes, -(-sizes // size)
     ends = jnp.cumsum(blocks)
     # The blocks behind the last are empty, and of any group.
@@ -266,9 +272,7 @@ def in_slots(
     Returns:
         `[N, D]` in the dtype of the tokens, and how many assignments were left out, float32.
     """
-    own = choice.among(first, num_experts)
-    order = jnp.argsort(own, stable=True)
-    sizes = _sizes(own, num_experts)
+    own, order, sizes = choice.by_expert(first, num_experts)
     starts = jnp.cumsum(sizes) - sizes
     number = jnp.arange(capacity)
     is_taken = number < sizes[:, None]
@@ -300,11 +304,6 @@ def slots_for(num_tokens: int, per_token: int, num_experts: int, factor: float) 
 
 def _num_experts(kernels: PyTree) -> int:
     return jax.tree.leaves(kernels)[0].shape[0]
-
-
-def _sizes(own: Array, count: int) -> Array:
-    """How many assignments each expert has, int32 `[count]`."""
-    return jnp.sum(own[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
 
 
 def _permuted(rows: Array, order: Array) -> Array:

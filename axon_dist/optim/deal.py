@@ -163,7 +163,9 @@ class Distributor:
 
     def _together(self, plan: Distribution, calls: Sequence[RowCall]) -> list[Array]:
         """Runs the calls of one stack."""
-        places = [PartitionSpec(*self._lead_of(call), *_full(plan)) for call in calls]
+        inner = (*plan.spec, *[None] * (len(plan.shape) - len(plan.spec)))
+        leads = [(self._specs(call)[0], call.lead) for call in calls]
+        places = [PartitionSpec(*lead, *[None] * (n - len(lead)), *inner) for lead, n in leads]
         more = calls[0].more
         run = jax.shard_map(
             functools.partial(_on_device, plan, [call.lead for call in calls]),
@@ -173,14 +175,6 @@ class Distributor:
             check_vma=False,
         )
         return run([call.x for call in calls], more)
-
-    def _lead_of(self, call: RowCall) -> tuple[Any, ...]:
-        lead, _ = self._specs(call)
-        return (*lead, *(None for _ in range(call.lead - len(lead))))
-
-
-def _full(plan: Distribution) -> tuple[Any, ...]:
-    return (*plan.spec, *(None for _ in range(len(plan.shape) - len(plan.spec))))
 
 
 def _on_device(
@@ -193,16 +187,12 @@ def _on_device(
     stack = jnp.concatenate([stack, zeros]) if plan.padding else stack
     # XLA:CPU slices the parts out again for its all-to-all, and gives them different layouts.
     stack = jax.lax.optimization_barrier(stack)
-    whole = _exchanged(plan, stack, functools.partial(_applied, plan.function, more=more))
+    whole = _exchanged(plan, stack, jax.vmap(lambda x: plan.function(x, *more)))
     ends, made = 0, []
     for part, x in zip(flat, arrays, strict=True):
         made.append(whole[ends : ends + part.shape[0]].reshape(x.shape))
         ends += part.shape[0]
     return made
-
-
-def _applied(function: Callable[..., Array], stack: Array, more: Sequence[Array]) -> Array:
-    return jax.vmap(lambda x: function(x, *more))(stack)
 
 
 def _exchanged(plan: Distribution, stack: Array, work: Callable[[Array], Array]) -> Array:

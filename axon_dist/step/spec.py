@@ -18,8 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
 from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
-from ..mesh import Backend, World
-from ..mesh.abstract import is_on_paper
+from ..mesh import Backend, World, is_on_paper
 from ..mesh.chips import option_names, relative_of
 from ..nn import Layout
 from ..parallel import Reduction, Strategy

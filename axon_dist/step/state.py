@@ -15,7 +15,7 @@ from ..core.errors import ConfigError, NamedChoice, did_you_mean
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Leaf, PyTree
 from ..ops.precision import all_finite
-from ..optim.watch import SPIKE as SPIKE
+from ..optim.wrappers import SPIKE as SPIKE
 
 
 @jax.tree_util.register_dataclass

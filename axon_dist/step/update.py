@@ -11,7 +11,7 @@ import optax
 
 from ..core.typing import Array, PyTree
 from ..ops.precision import GradScaler, all_finite, clip_by_global_norm, keep_if
-from ..optim.watch import metrics_of
+from ..optim.wrappers import metrics_of
 from .batch import Placed
 from .global_view import global_gradients
 from .local_view import local_gradients

@@ -76,6 +76,12 @@ _BOTH = {"input_layernorm": "attention_norm", **_AFTER, "pre_feedforward_layerno
 _NORMS = {"before": _BEFORE, "after": _AFTER, "both": _BOTH}
 
 
+RESOLVED: Mapping[str, str] = MappingProxyType(
+    {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
+)
+"""The properties that give fields of a `TransformerConfig` with their defaults resolved."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
     """What the tensors of a family are called.
@@ -479,8 +485,7 @@ def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> dict[str, A
         config: of the model.
         names: fields of a `TransformerConfig` -> keys of `config.json`.
     """
-    resolved = {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
-    return {theirs: getattr(config, resolved.get(ours, ours)) for ours, theirs in names.items()}
+    return {theirs: getattr(config, RESOLVED.get(ours, ours)) for ours, theirs in names.items()}
 
 
 def require(config: object, family: str, wanted: Mapping[str, Any]) -> None:

@@ -76,15 +76,13 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
     Raises:
         CheckpointError: when there is none, one cannot be read, or two have the same name.
     """
-    if isinstance(files, str | Path):
-        path = as_path(fetched(files), "the weights", CheckpointError)
-        return _of_folder(path) if path.is_dir() else _of_file(path)
-    if not isinstance(files, Sequence) or not files:
+    several = [files] if isinstance(files, str | Path) else files
+    if not isinstance(several, Sequence) or not several:
         raise CheckpointError(
             f"got {files!r:.80} for the files of weights; give a path, or a list of them"
         )
     found: dict[str, TensorEntry] = {}
-    for each in files:
+    for each in several:
         path = as_path(fetched(each), "the weights", CheckpointError)
         for name, entry in (_of_folder if path.is_dir() else _of_file)(path).items():
             if name in found:

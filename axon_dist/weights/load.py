@@ -19,10 +19,9 @@ from ..mesh import World, agree
 from ..step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
 from .adapters import adapter_rules
 from .files import Files, find_tensors
-from .formats import rules_for
+from .formats import check_snapshot, rules_for
 from .match import ParameterSource, match_weights
 from .rule import WeightRules
-from .snapshot import check_snapshot
 
 
 def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:

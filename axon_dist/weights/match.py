@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..checkpoint import TensorEntry
 from ..core.errors import CheckpointError
+from ..core.told import is_dtype
 from ..core.typing import Path, Shape
 from ..core.words import first_few
 from .rule import Form, WeightRule, WeightRules, shorten
@@ -280,16 +282,11 @@ def _cuts(
     """By parameter and tensor, of which one side is alone: start, at, size and dim of the piece."""
     if len(tensors) == len(params) == 1:
         return {(0, 0): (0, 0, 0, None)}
-    found: dict[tuple[int, int], tuple[int, int, int, int | None]] = {}
-    passed = 0
-    for number, shape in enumerate(params if len(tensors) == 1 else tensors):
-        size = shape[dim]
-        if len(tensors) == 1:
-            found[number, 0] = (passed, 0, size, dim)
-        else:
-            found[0, number] = (0, passed, size, dim)
-        passed += size
-    return found
+    sizes = [shape[dim] for shape in (params if len(tensors) == 1 else tensors)]
+    places = enumerate(zip(itertools.accumulate([0, *sizes]), sizes, strict=False))
+    if len(tensors) == 1:
+        return {(number, 0): (start, 0, size, dim) for number, (start, size) in places}
+    return {(0, number): (0, at, size, dim) for number, (at, size) in places}
 
 
 def _shape_text(
@@ -314,16 +311,12 @@ def _check_dtypes(
 ) -> None:
     others = {piece.entry.dtype for piece in source.pieces} - {source.dtype}
     for dtype in others:
-        is_float = all(_is_float(kind) for kind in (dtype, source.dtype))
+        is_float = all(is_dtype(kind, jnp.floating) for kind in (dtype, source.dtype))
         if cast and is_float:
             continue
         name = next(iter(target.found.values()))
         advice = "cast=True converts" if is_float else "only floats can be converted"
         problems.others.append(f"{name} is {dtype} and {path} is {source.dtype} ({advice})")
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return dtype.kind == "f" or "float" in dtype.name
 
 
 def _name(target: _Target, number: int, row: tuple[int, ...]) -> str:

@@ -159,14 +159,15 @@ def _groups(side: str) -> Side:
             found.append(tuple(group))
             group = None
         elif token in "()":
-            raise ConfigError(f"the parentheses in {side.strip()!r} do not pair up around names")
+            break
         elif group is None:
             found.append((token,))
         else:
             group.append(token)
-    if group is not None:
-        raise ConfigError(f"the parentheses in {side.strip()!r} do not pair up around names")
-    return tuple(found)
+    else:
+        if group is None:
+            return tuple(found)
+    raise ConfigError(f"the parentheses in {side.strip()!r} do not pair up around names")
 
 
 _GROUP = re.compile(r"\(\?P<(\w+)>([^()]*)\)")

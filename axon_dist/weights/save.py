@@ -18,7 +18,7 @@ from flax import nnx
 from ..checkpoint import gather, on_main, plan_order, write_gathered
 from ..core.errors import ConfigError, DTypeError
 from ..core.files import as_path, read_bytes
-from ..core.told import COUNT
+from ..core.told import COUNT, is_dtype
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, Shape
 from ..step import TrainState, TrainStep
@@ -119,8 +119,7 @@ def _tensors(
 ) -> Iterator[Outgoing]:
     first, *others = leaves.values()
     kept = np.dtype(first.dtype)
-    is_float = kept.kind == "f" or "float" in kept.name
-    kind = dtype if dtype is not None and is_float else kept
+    kind = dtype if dtype is not None and is_dtype(kept, jnp.floating) else kept
     lead = len(rule.stacked)
     rows = list(itertools.product(*map(range, first.shape[:lead])))
     shape = list(first.shape[lead:])
@@ -337,15 +336,9 @@ def _weights(
 
 
 def _float_dtype(name: str | None) -> np.dtype | None:
-    if name is None:
-        return None
-    try:
-        dtype = jnp.dtype(name)
-    except TypeError:
-        dtype = np.dtype(bool)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if name is not None and not is_dtype(name, jnp.floating):
         raise DTypeError(f"dtype={name!r} is no dtype of floats; write 'float32' or 'bfloat16'")
-    return dtype
+    return None if name is None else jnp.dtype(name)
 
 
 def _place(path: FilePath) -> tuple[FilePath, str]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_dist.mesh.replica_groups import (
+from axon_dist.mesh.group import (
     permuted_axes,
     replica_groups,
     source_target_pairs,

@@ -31,7 +31,7 @@ from axon_dist import (
     zero,
 )
 from axon_dist.mesh import Backend, MeshSpec
-from axon_dist.mesh.abstract import PaperDevice
+from axon_dist.mesh.world import PaperDevice
 from axon_dist.models import ExpertConfig, ResNet, ResNetConfig, next_token_loss
 from axon_dist.models.loss import cross_entropy
 from axon_dist.nn import ActivationCheckpointing

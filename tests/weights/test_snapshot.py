@@ -20,8 +20,7 @@ from axon_dist.models import (
 from axon_dist.parallel import fsdp
 from axon_dist.step import build_train_step
 from axon_dist.weights import hub_config, load_weights, save_weights
-from axon_dist.weights.formats import FORMATS
-from axon_dist.weights.snapshot import meaning
+from axon_dist.weights.formats import FORMATS, meaning
 
 from . import hub
 

@@ -1,8 +1,10 @@
-"""What an optimizer can see of a step beside its update: spikes to skip, and norms by layer."""
+"""Optimizers around others: groups of parameters by path, spikes to skip, norms by layer."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +12,59 @@ import jax.numpy as jnp
 import optax
 
 from ..core.errors import ConfigError
-from ..core.tree import leaves_with_paths
+from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, PyTree
+
+_UNDECAYED = re.compile(r"(bias|scale|embedding|positions?)$")
+_OTHERWISE = "*"
+"""A label that is no regular expression."""
+
+
+def matrices(params: PyTree) -> PyTree:
+    """A mask for `optax.adamw(mask=...)`: no norm, bias, embedding or position decays.
+
+    A parameter decays unless it has fewer than two dims or its name ends in `bias`, `scale`,
+    `embedding` or `positions`, as Flax names them; in stacked blocks these have two dims.
+
+    Args:
+        params: a nested dict.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> matrices({"kernel": jnp.ones((2, 2)), "bias": jnp.ones((4, 2))})
+        {'bias': False, 'kernel': True}
+    """
+    return map_with_path(lambda path, x: x.ndim > 1 and not _UNDECAYED.search(path), params)
+
+
+def by_path(
+    groups: Mapping[str, optax.GradientTransformation], otherwise: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """An optimizer for each group of parameters: `optax.partition` by patterns of paths.
+
+    Args:
+        groups: regular expressions, searched for in paths such as `blocks/0/mlp/up/kernel`; of
+            several that are found, the first counts. `optax.set_to_zero()` freezes a group, though
+            `build_train_step(trainable=...)` saves its gradients and moments, too.
+        otherwise: what trains all others.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> optimizer = by_path({"head": optax.sgd(0.1)}, optax.sgd(1.0))
+        >>> ones = {"head": jnp.ones(()), "body": jnp.ones(())}
+        >>> updates, _ = optimizer.update(ones, optimizer.init(ones), ones)
+        >>> float(updates["body"]), round(float(updates["head"]), 2)
+        (-1.0, -0.1)
+    """
+
+    def labels(params: PyTree) -> PyTree:
+        def first_found(path: str, _: object) -> str:
+            return next((one for one in groups if re.search(one, path)), _OTHERWISE)
+
+        return map_with_path(first_found, params)
+
+    return optax.partition({**groups, _OTHERWISE: otherwise}, labels)
+
 
 SPIKE = "spike"
 """The metric that is 1 where a step was skipped as a spike."""
@@ -95,7 +148,8 @@ def watched(
         return by_name | ({SPIKE: jnp.zeros(())} if spikes is not None else {})
 
     def init(params: PyTree) -> Watched:
-        averages = {name: _start() for name in ("loss", "norm") if spikes is not None}
+        start = Average(jnp.zeros(()), jnp.zeros(()))
+        averages = {} if spikes is None else {"loss": start, "norm": start}
         zeros = jax.tree.map(jnp.zeros_like, norms(grad=params, param=params, update=params))
         return Watched(clipped.init(params), jnp.zeros((), jnp.int32), averages, zeros)
 
@@ -127,10 +181,6 @@ def metrics_of(opt_state: PyTree) -> dict[str, Array]:
 
     found = jax.tree.leaves(opt_state, is_leaf=is_watched)
     return {name: x for one in found if is_watched(one) for name, x in one.metrics.items()}
-
-
-def _start() -> Average:
-    return Average(jnp.zeros(()), jnp.zeros(()))
 
 
 def _judged(
