@@ -92,7 +92,9 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
     if ranks * count == 1:
         return None
     try:
-        rows = sample_rows(spec, batch, ranks)
+        samples, shapes = spec.microbatch(batch)
+        trace = functools.partial(spec.separator.program, shapes)
+        rows = find_rows(trace, samples // ranks, ranks * count)
     except UnsupportedError as error:
         if ranks > 1:
             raise
@@ -128,19 +130,6 @@ def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
     num_samples = len(jax.tree.leaves(shapes))
     once = results_of_no_sample(part, whole, num_samples, len(paths))
     return frozenset(paths[number] for number in once) - spec.parts.counts
-
-
-def sample_rows(spec: StepSpec, batch: Batch, ranks: int) -> Mapping[Drawn, SampleRows] | None:
-    """Which random draws count samples, and whose rows of them a part owns; None without draws.
-
-    Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-        batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
-        ranks: how many ranks split a microbatch.
-    """
-    samples, shapes = spec.microbatch(batch)
-    trace = functools.partial(spec.separator.program, shapes)
-    return find_rows(trace, samples // ranks, ranks * spec.num_microbatches)
 
 
 def accumulate(

@@ -342,13 +342,13 @@ class StagedPlan:
         def reduced(x: Array | None, spec: PartitionSpec, axes: tuple[str, ...]) -> Array | None:
             return x if x is None else reduce_by(x, only_axes(spec, axes), axes, wire)
 
+        pairs = enumerate(zip(rest, rest_specs, strict=True))
+        of_rest = [reduced(x, s, batch_axes if i in parted else self.axes) for i, (x, s) in pairs]
         of_rows = jax.tree.map(
             lambda x, spec, row: reduced(x, spec, self._added_over(row)),
             *(rows, row_specs, self.row_specs),
             is_leaf=lambda x: x is None,
         )
-        pairs = enumerate(zip(rest, rest_specs, strict=True))
-        of_rest = [reduced(x, s, batch_axes if i in parted else self.axes) for i, (x, s) in pairs]
         return of_rows, of_rest
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:

@@ -260,7 +260,7 @@ class ReplicaForm(StateForm):
         return self.spec.replica()
 
     @property
-    def layout(self) -> Strategy:
+    def state_strategy(self) -> Strategy:
         """The strategy that lays the parameters and moments of all replicas out."""
         strategy, axis = self.spec.storage.strategy, self.outer.plan.axis
         params, moments = Copies(strategy.params, axis), Copies(strategy.opt_state, axis)

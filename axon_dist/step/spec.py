@@ -297,8 +297,6 @@ class StepSpec:
 
         What is derived is kept, the separator too: what it knows is about the user's loss.
         """
-        if loss_fn is self.loss_fn:
-            return self
         other = dataclasses.replace(self, loss_fn=loss_fn)
         fields = {field.name for field in dataclasses.fields(self)}
         derived = {name: x for name, x in self.__dict__.items() if name not in fields}

@@ -140,19 +140,19 @@ class StateForm:
         )
 
     @property
-    def layout(self) -> Strategy:
+    def state_strategy(self) -> Strategy:
         """The strategy that lays trained parameters and their moments out."""
         return self.spec.storage.strategy
 
     @cached_property
     def places(self) -> Any:
         """A `TrainState` of shardings."""
-        spec, state, layout = self.spec, self.shapes, self.layout
+        spec, state, strategy = self.spec, self.shapes, self.state_strategy
         mesh, offload, whole = spec.mesh, spec.strategy.offload, self.whole
-        moments = layout.opt_state, state.params, state.opt_state, mesh, offload.opt_state
+        moments = strategy.opt_state, state.params, state.opt_state, mesh, offload.opt_state
         return TrainState(
             step=whole,  # type: ignore[arg-type]
-            params=shardings(layout.params, state.params, mesh, offload.params),
+            params=shardings(strategy.params, state.params, mesh, offload.params),
             opt_state=optimizer_shardings(*moments),
             buffers=jax.tree.map(lambda lies: NamedSharding(mesh, lies), self._buffer_specs),
             scaler=jax.tree.map(lambda _: whole, state.scaler),
@@ -161,7 +161,7 @@ class StateForm:
             # parameters.
             ema=None
             if state.ema is None
-            else shardings(layout.opt_state, state.ema, mesh, offload.opt_state),
+            else shardings(strategy.opt_state, state.ema, mesh, offload.opt_state),
         )
 
     @cached_property
@@ -182,13 +182,14 @@ class StateForm:
     @cached_property
     def claims(self) -> Claims:
         """Where the strategy says that arrays lie, and why."""
-        state, layout, mesh = self.shapes, self.layout, self.spec.mesh
-        under, frozen = f"under {layout.name}", self.spec.storage.strategy.params
-        moments = layout.opt_state, state.params, state.opt_state, mesh, f"optimizer state {under}"
+        state, strategy, mesh = self.shapes, self.state_strategy, self.spec.mesh
+        under, frozen = f"under {strategy.name}", self.spec.storage.strategy.params
+        params, policy = state.params, strategy.opt_state
+        what = f"optimizer state {under}"
         return Claims(
-            explain(layout.params, state.params, mesh, f"parameters {under}"),
-            explain(layout.opt_state, state.params, mesh, f"gradients {under}"),
-            explain_optimizer(*moments),
+            explain(strategy.params, params, mesh, f"parameters {under}"),
+            explain(policy, params, mesh, f"gradients {under}"),
+            explain_optimizer(policy, params, state.opt_state, mesh, what),
             explain(frozen, state.frozen, mesh, f"frozen parameters {under}")
             if jax.tree.leaves(state.frozen)
             else None,
@@ -197,7 +198,7 @@ class StateForm:
     @property
     def owners(self) -> Any:
         """Where gradients lie in the end: with their moments."""
-        return shardings(self.layout.opt_state, self.shapes.params, self.spec.mesh)
+        return shardings(self.state_strategy.opt_state, self.shapes.params, self.spec.mesh)
 
     @property
     def reported(self) -> NamedSharding:

@@ -160,13 +160,16 @@ def mean_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
     Returns:
         Gradients in stored form, where their moments lie; metrics; and the new buffers.
     """
-    here = spec.with_shared(given.buffers.get(SHARED, {}))
+    shared = given.buffers.get(SHARED)
+    here = spec.with_shared(shared) if shared else spec
     found = here.separator.of(given.batch)
     if spec.strategy.pipeline is not None:
         view = pipeline_gradients
     else:
         view = local_gradients if found.is_per_rank and spec.is_local else global_gradients
-    result = view(here.with_loss(found.loss_fn), given)
+    if found.loss_fn is not spec.loss_fn:
+        here = here.with_loss(found.loss_fn)
+    result = view(here, given)
     return result if found.complete is None else found.complete(result)
 
 
