@@ -7,9 +7,10 @@ import pytest
 from flax import linen, nnx
 
 from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.core.tree import is_key
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.step.objective import buffers_like
-from axon_dist.step.parts import is_key, stored_as, take_apart
+from axon_dist.step.parts import stored_as, take_apart
 
 
 class Net(nnx.Module):
