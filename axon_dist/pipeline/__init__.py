@@ -11,6 +11,7 @@ from .layout import Stacks as Stacks
 from .layout import Staged as Staged
 from .layout import Stages as Stages
 from .layout import buffers_together as buffers_together
+from .layout import flatten as flatten
 from .layout import has_apart as has_apart
 from .loss_trace import LossTrace as LossTrace
 from .loss_trace import buffers_over_time as buffers_over_time
@@ -26,8 +27,10 @@ from .stage import Wire as Wire
 from .storage import FlatStorage as FlatStorage
 from .storage import ModelStorage as ModelStorage
 from .storage import storage_for as storage_for
+from .switch import BATCH as BATCH
 from .switch import Calls as Calls
 from .switch import SwitchStages as SwitchStages
+from .switch import stages_by_calls as stages_by_calls
 from .tables import Totals as Totals
 from .uniform import UniformStages as UniformStages
 from .vocabulary import lookups_in as lookups_in

@@ -27,6 +27,7 @@ from ..jaxpr.walk import opened
 from ..ops.int8 import Int8Form, narrowed, widened
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
+    BATCH,
     Calls,
     FlatStorage,
     Keys,
@@ -37,12 +38,12 @@ from ..pipeline import (
     Staged,
     Stages,
     buffers_together,
+    flatten,
     has_apart,
+    stages_by_calls,
     storage_for,
     trace_loss,
 )
-from ..pipeline.layout import flatten
-from ..pipeline.switch import BATCH, stages_by_calls
 from ..schedule import partition, stage_ranges
 from ..sharding import InPlaceOf, Policy
 from .objective import Outcome, evaluate, weighed_metrics

@@ -141,6 +141,10 @@ class ExpertKeys:
     normalize: str | None = None
 
 
+def _nothing(_: TransformerConfig) -> dict[str, Any]:
+    return {}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
     """A family of decoders as hubs have it.
@@ -179,7 +183,7 @@ class Family:
     experts: ExpertKeys | None = None
     sizes: Mapping[str, str] = dataclasses.field(default_factory=_SIZES.copy)
     names: TensorNames = TensorNames()
-    written: Callable[[TransformerConfig], dict[str, Any]] = lambda _: {}
+    written: Callable[[TransformerConfig], dict[str, Any]] = _nothing
 
     def rules(self, config: TransformerConfig) -> WeightRules:
         """Which tensor is which parameter of a `Transformer`."""
