@@ -385,7 +385,7 @@ def kind_of(
     task = OwnTask(row.task.loss_fn) if isinstance(data, OwnData) else row.task
     if own_loss is not None:
         task = dataclasses.replace(task, loss_fn=own_loss)
-    return dataclasses.replace(row, task=task)
+    return row if task is row.task else dataclasses.replace(row, task=task)
 
 
 def _task_of(data: object, own_loss: LossFn | None) -> Task[Any]:

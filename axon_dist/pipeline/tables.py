@@ -124,6 +124,7 @@ def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
     one that is read before it is written.
 
     Example:
+        >>> from axon_dist.schedule import Action
         >>> parse = lambda *texts: tuple(map(Action.parse, texts))
         >>> [str(p) for p in lane_phases([parse("0F0"), parse("0B0"), parse("0F1", "0B1")])]
         ['F', 'B']

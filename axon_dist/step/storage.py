@@ -70,7 +70,7 @@ class Storage:
     rows: ModelStorage | None = None
     stacks: Stacks = Stacks()
     frozen: frozenset[Path] = frozenset()
-    int8: Mapping[Path, Int8Form] = MappingProxyType({})
+    int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
 
     @property
     def axis(self) -> str:
