@@ -12,6 +12,7 @@ from axon_dist.cli import machine
 from axon_dist.cli.main import main
 from axon_dist.config import load_config
 from axon_dist.launch import INTERRUPTED, LaunchPlan, from_env
+from axon_dist.launch.watchdog import EXIT_PEER_LOST
 from axon_dist.launch.local import USER_ERROR
 
 
@@ -98,14 +99,25 @@ def test_kubernetes_starts_interrupted_runs_again_and_mistakes_not():
     assert "--resume=auto" in container["command"]
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (INTERRUPTED, True)])
-def test_slurm_queues_interrupted_runs_again(tmp_path, code, requeued):
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [
+        (0, 0, False),
+        (2, 0, False),
+        (INTERRUPTED, 0, True),
+        (INTERRUPTED, 99, True),
+        (EXIT_PEER_LOST, 9, True),
+        (EXIT_PEER_LOST, 10, False),
+    ],
+)
+def test_slurm_queues_interrupted_runs_again(tmp_path, code, restarts, requeued):
     """The script as `sbatch` runs it, beside programs that stand in for SLURM's."""
     programs = {"srun": f"exit {code}", "scontrol": f"echo $@ >> {tmp_path}/asked"}
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env["SLURM_RESTART_COUNT"] = str(restarts)
     done = subprocess.run(["bash", TEMPLATES / "slurm.sbatch"], env=env, cwd=tmp_path)
     assert done.returncode == code
     asked = tmp_path / "asked"
