@@ -12,8 +12,8 @@ from axon_dist.cli import machine
 from axon_dist.cli.main import main
 from axon_dist.config import load_config
 from axon_dist.launch import INTERRUPTED, LaunchPlan, from_env
-from axon_dist.launch.watchdog import EXIT_PEER_LOST
 from axon_dist.launch.local import USER_ERROR
+from axon_dist.launch.watchdog import EXIT_PEER_LOST
 
 
 def test_the_command_follows_two_dashes(tmp_path):
