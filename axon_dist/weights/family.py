@@ -141,10 +141,6 @@ class ExpertKeys:
     normalize: str | None = None
 
 
-def _nothing(_: TransformerConfig) -> dict[str, Any]:
-    return {}
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
     """A family of decoders as hubs have it.
@@ -183,7 +179,7 @@ class Family:
     experts: ExpertKeys | None = None
     sizes: Mapping[str, str] = dataclasses.field(default_factory=_SIZES.copy)
     names: TensorNames = TensorNames()
-    written: Callable[[TransformerConfig], dict[str, Any]] = _nothing
+    written: Callable[[TransformerConfig], dict[str, Any]] | None = None
 
     def rules(self, config: TransformerConfig) -> WeightRules:
         """Which tensor is which parameter of a `Transformer`."""
@@ -282,7 +278,7 @@ class Family:
             **self._rotation_keys(config),
             **self._window_keys(config),
             **self._expert_keys(config),
-            **self.written(config),
+            **(self.written(config) if self.written else {}),
             # What no config here knows; a default there may lie beyond the vocabulary.
             **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
             "torch_dtype": config.param_dtype,

@@ -75,19 +75,20 @@ def test_a_save_in_the_background_returns_before_it_is_written(tmp_path, monkeyp
     np.testing.assert_array_equal(manager.restore_newest(state(0)).state["w"], state(1)["w"])
 
 
-@pytest.mark.parametrize("saves", [15, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("saves", [10, pytest.param(200, marks=pytest.mark.full)])
 def test_many_saves_leave_nothing_in_memory(saves, tmp_path):
     """A leak of TensorStore left 24 objects a save, and 10 blocks of memory a leaf beside them."""
     values = {f"layer{n}": jnp.ones(4) for n in range(4)}
     counts = []
     with CheckpointManager(tmp_path, Retention(last=1)) as manager:
-        for step in range(1, 2 * saves + 1):
+        for step in range(1, 3 * saves + 1):
             manager.save(step, values)
             if step % saves == 0:
                 manager.wait()
                 gc.collect()
-                counts.append((len(gc.get_objects()), sys.getallocatedblocks()))
-    objects, blocks = (after - before for before, after in zip(*counts, strict=True))
+                counts.append([len(gc.get_objects()), sys.getallocatedblocks()])
+    # What is made once may come in either part; what leaks comes in both.
+    objects, blocks = np.diff(counts, axis=0).min(0)
     assert objects < 4 * saves
     assert blocks < 40 * saves
 
