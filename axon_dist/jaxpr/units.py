@@ -191,6 +191,7 @@ class AsUnit:
         """
         _check_one_layer(module)
         kind, attributes = type(module), dict[tuple[Keys, str], object]()
+        arrays_set: list[tuple[Keys, str]] = []
         graphdef, params, rest = nnx.split(module, _is_weight, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
@@ -199,8 +200,8 @@ class AsUnit:
 
         def call(
             params: nnx.State, rest: nnx.State, arrays: Sequence[Array], state: nnx.State
-        ) -> tuple[PyTree, nnx.State, nnx.State]:
-            """What it returns, the state that it has changed, and that of its arguments."""
+        ) -> tuple[PyTree, nnx.State, nnx.State, list[object]]:
+            """What it returns, the state it has changed, its arguments', arrays it has set."""
             copy = nnx.merge(graphdef, gathered(params), rest, copy=True)
             before = {keys: _value(leaf) for keys, leaf in nnx.to_flat_state(nnx.state(copy))}
             plain, own = _plain_attributes(copy), nnx.merge(nodes_graph, state, copy=True)
@@ -214,6 +215,7 @@ class AsUnit:
             _check_unchanged(kind, given, (args, kwargs))
             _check_nothing_new(kind, before, copy)
             attributes.update(_changes(kind, plain, _plain_attributes(copy)))
+            arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
 
             # What the call has left alone is not written back: within `jax.grad` it could not be.
             def is_changed(keys, leaf):
@@ -221,7 +223,8 @@ class AsUnit:
 
             # What never changes is not handed on from block to block.
             changed = nnx.state(own, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
-            return output, nnx.state(copy, is_changed), changed
+            made = [attributes[at] for at in arrays_set]
+            return output, nnx.state(copy, is_changed), changed, made
 
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
@@ -230,12 +233,13 @@ class AsUnit:
         )(*flat)
         program, given = without_tracers(closed)
         found = self.run(self.programs.shared(program), (), [*flat, *given])
-        output, rest, changed = jax.tree.unflatten(jax.tree.structure(results), found)
+        output, rest, changed, made = jax.tree.unflatten(jax.tree.structure(results), found)
         nnx.update(module, rest)
         nnx.update(nodes, changed)
         # The plain attributes that the call has set on the copy that it ran on.
         modules = dict(nnx.iter_modules(module)) if attributes else {}
-        for (keys, name), value in attributes.items():
+        values = attributes | dict(zip(arrays_set, made, strict=True))
+        for (keys, name), value in values.items():
             setattr(modules[keys], name, value)
         return output
 
@@ -251,18 +255,10 @@ def _check_nothing_new(module_type: type, before: Mapping[Keys, Array], module: 
     Raises:
         UnsupportedError: naming the attribute.
     """
-    state = dict(nnx.to_flat_state(nnx.state(module)))
     added = [
         keys
-        for keys, leaf in state.items()
+        for keys, leaf in nnx.to_flat_state(nnx.state(module))
         if keys not in before and (not isinstance(leaf, nnx.Variable) or isinstance(keys[-1], int))
-    ]
-    # What is appended to an nnx.List within a trace is no data of it, so its state lacks it.
-    added += [
-        (*keys, name)
-        for keys, one in nnx.iter_modules(module)
-        for name, value in vars(one).items()
-        if isinstance(one, nnx.List) and is_array(value) and (*keys, int(name)) not in state
     ]
     if added:
         raise UnsupportedError(
@@ -273,12 +269,17 @@ def _check_nothing_new(module_type: type, before: Mapping[Keys, Array], module: 
 
 
 def _plain_attributes(module: nnx.Module) -> dict[tuple[Keys, str], object]:
-    """The attributes of a module and those in it that are neither state nor modules."""
+    """The attributes of a module and those in it that are neither state nor modules.
+
+    Arrays may be among them: what a call sets, or appends to an nnx.List, is no data of a module.
+    """
+    state = {(*map(str, keys),) for keys, _ in nnx.to_flat_state(nnx.state(module))}
     return {
         (keys, name): value
         for keys, one in nnx.iter_modules(module)
         for name, value in vars(one).items()
-        if not (name.startswith("_pytree__") or _is_node(value) or is_array(value))
+        if not (name.startswith("_pytree__") or _is_node(value))
+        and (*map(str, keys), name) not in state
     }
 
 
@@ -286,11 +287,12 @@ def _changes(module_type: type, before: Attributes, after: Attributes) -> Attrib
     """The attributes that a call has set to something else.
 
     Raises:
-        UnsupportedError: for one that holds an array which is no state of the module.
+        UnsupportedError: for one that holds an array within something else.
     """
     changes = {at: x for at, x in after.items() if at not in before or before[at] is not x}
     for (_, name), value in changes.items():
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+        parts = [] if isinstance(value, Tracer) else jax.tree.leaves(value)
+        if any(isinstance(leaf, Tracer) for leaf in parts):
             raise UnsupportedError(
                 f"a call of {module_type.__name__} keeps an array in its attribute {name!r}, which "
                 "is no state of the module: keep it in an nnx.Variable, or make the attribute data "

@@ -146,7 +146,7 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
     a statistic does not grow wider because its inputs are.
 
     Raises:
-        UnsupportedError: for a buffer that was whole numbers and is none after the pass.
+        UnsupportedError: for a buffer of which a cast would lose more than precision.
     """
     after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
 
@@ -154,16 +154,25 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
         new = after[path]
         if is_key(old):
             return new
-        if jnp.issubdtype(new.dtype, jnp.inexact) > jnp.issubdtype(old.dtype, jnp.inexact):
+        if _loses(new.dtype, old.dtype):
             raise UnsupportedError(
                 f"the buffer {path!r} is {old.dtype.name}, and {new.dtype.name} after a forward "
-                "pass; a step hands it on to the next in one dtype, which would round it: make it "
-                f"with the dtype that it will have, such as jnp.zeros(shape, jnp.{new.dtype.name})"
+                "pass; a step hands it on to the next in one dtype, which would change it: make "
+                f"it with the dtype it will have, such as jnp.zeros(shape, jnp.{new.dtype.name})"
             )
         return new.astype(old.dtype)
 
     own, given = own_and_given(before)
     return map_with_path(keep, own) | given
+
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def _loses(new: jnp.dtype, old: jnp.dtype) -> bool:
+    """Whether a cast loses a count, a fraction or an imaginary part, and not precision alone."""
+    kind, before = ([jnp.issubdtype(x, k) for k in _KINDS].index(True) for x in (new, old))
+    return kind > before or (kind == before == 1 and new.itemsize > old.itemsize)
 
 
 class GradientArguments(NamedTuple):
