@@ -68,8 +68,7 @@ class ReadPlan:
         device_bytes: what a device has.
         measured: the compiled step, where it was compiled.
         changed: why it trains to other numbers than the config says; None where it does not.
-        met: bytes that a device sends in a meeting of replicas that train apart, as its share of a
-            step.
+        met: bytes that a device sends in an outer step, divided by the steps between two of them.
     """
 
     arrangement: Arrangement
@@ -83,7 +82,7 @@ class ReadPlan:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in a step, and in a meeting as its share of one."""
+        """Bytes that a device sends in a step, and in an outer step as its share of one."""
         return self.reading.wire_bytes + self.met
 
     @property
@@ -143,7 +142,7 @@ def plan_config(
     `local_sgd` say, are kept where the config has them.
 
     What would train to other numbers is apart: a narrower precision, and replicas over the links
-    between nodes that seldom meet, where they are faster than all else.
+    between nodes that seldom synchronize, where they are faster than all else.
 
     Args:
         config: a run as YAML describes it; its mesh, strategies, rematerialisation and
@@ -258,7 +257,7 @@ class _Search:
         return found
 
     def with_other_numbers(self) -> Iterator[_Search]:
-        """The same config in a narrower precision, and with replicas that seldom meet."""
+        """The same config in a narrower precision, and with replicas that seldom synchronize."""
         own, narrow = MixedPrecision.of(self.config.precision), MixedPrecision.bf16()
         if self.hardware.rate(narrow.compute) > self.hardware.rate(own.compute):
             config = dataclasses.replace(self.config, precision="bf16")
@@ -267,7 +266,7 @@ class _Search:
         shares = not (self.num_devices % nodes or self.work.global_batch % nodes)
         if self.apart is None and nodes > 1 and shares:
             apart = SlowReplicas()
-            changed = f"replicas meet every {apart.every} steps"
+            changed = f"replicas synchronize every {apart.every} steps"
             yield dataclasses.replace(self, apart=apart, replicas=nodes, changed=changed)
 
 
@@ -401,7 +400,7 @@ def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
 def _with_meetings(
     time: StepCost, step: Any, reading: Reading, search: _Search, apart: SlowReplicas | None
 ) -> tuple[StepCost, float]:
-    """The time of a step with its share of what replicas do where they meet, and the bytes."""
+    """The time of a step with its share of what replicas do in an outer step, and the bytes."""
     if apart is None:
         return time, 0.0
     met = [

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes, read_text
 from axon_dist.core.told import is_whole
+from axon_dist.core.typing import JsonDict
 
 from ..config import RunConfig
 from ..config.parse import read_yaml
@@ -117,7 +117,7 @@ class RunDirectory:
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
         return [f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names]
 
-    def take_metrics(self, step: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    def take_metrics(self, step: int, tell: Callable[[str], None]) -> list[JsonDict]:
         """Reads the metrics up to a step, and drops those of steps that are to be taken again.
 
         Args:
@@ -270,7 +270,7 @@ def _newest_run(name: str) -> Path | None:
     return max((run for run in runs if pattern.fullmatch(run.name)), default=None)
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _row(line: str) -> JsonDict | None:
     """One line of `metrics.jsonl`, or None where it is none."""
     if not line.endswith("\n"):
         return None

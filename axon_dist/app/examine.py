@@ -24,10 +24,9 @@ from axon_dist.planner import read_step
 from axon_dist.step import Claims, TrainStep
 
 from ..config import CONFIG, RunConfig, abstract_batch
-from .device_memory import bytes_per_device_of
 from .directory import check_directory
 from .runs import Run, build_run
-from .steps import build_step, build_world
+from .steps import build_step, build_world, bytes_per_device_of
 from .summary import attention_line, opening_lines, parameters_of, remat_line
 
 
@@ -43,8 +42,8 @@ class Examination:
         target: the machine, or None for the devices of this one.
         attention: which attention runs, in a sentence; None for a model that is not ours.
         meetings: of replicas that train on their own, the reports of what follows the steps after
-            which they meet, a fragment each.
-        every: after how many steps each fragment meets; 0 where there is one replica.
+            which they synchronize, a fragment each.
+        every: after how many steps each fragment synchronizes; 0 where there is one replica.
     """
 
     report: Report
@@ -64,10 +63,10 @@ class Examination:
         return {**found, "meetings": [one.to_dict() for one in self.meetings], "every": self.every}
 
     def meeting_lines(self) -> list[str]:
-        """What each meeting sends, and what that comes to a step; none where there are none."""
+        """What each outer step sends, and what that comes to a step; none where there are none."""
         sent = [one.collectives.by_link() for one in self.meetings]
         lines = [
-            f"meeting of fragment {number}, every {self.every} steps: "
+            f"outer step of fragment {number}, every {self.every} steps: "
             f"{byte_size(links.get('slow', 0))} over slow links, "
             f"{byte_size(links.get('fast', 0))} over fast ones"
             for number, links in enumerate(sent)

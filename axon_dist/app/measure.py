@@ -16,7 +16,7 @@ from rich.table import Table
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.told import told
-from axon_dist.core.typing import OptionValue, PyTree
+from axon_dist.core.typing import JsonDict, OptionValue, PyTree
 from axon_dist.data import Loader, LocalBatch
 from axon_dist.inspect import memory
 from axon_dist.mesh.chips import IN_PARALLEL, UNCOPIED
@@ -134,7 +134,7 @@ class Tuning:
     items_per_step: int
     item: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """The figures as plain values."""
         return dataclasses.asdict(self)
 

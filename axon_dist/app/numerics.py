@@ -15,10 +15,11 @@ import numpy as np
 import optax
 from flax import nnx
 
+from axon_dist.core.typing import Array, Batch
+
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Batch
 from ..mesh import World
 from ..nn import Layout
 from ..parallel import ContextMode, Strategy, ddp, fsdp, zero
@@ -329,7 +330,7 @@ class Guard(nnx.Module):
 
 
 def check_numerics(
-    devices: Sequence[Any], names: Iterable[str] | None = None, full: bool = False
+    devices: Sequence[jax.Device], names: Iterable[str] | None = None, full: bool = False
 ) -> list[Finding]:
     """Compares the gradients of operations, laid out over devices, with those of one device.
 
@@ -391,7 +392,7 @@ def _on_one(model: nnx.Module, batch: Batch, device: object) -> dict[str, Array]
 
 
 def _laid_out(
-    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[Any]
+    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[jax.Device]
 ) -> dict[str, Array]:
     sizes = {row.axes[0]: len(devices) // 2, row.axes[1]: 2}
     world = World.init(sizes, list(devices))

@@ -25,8 +25,7 @@ from axon_dist.weights.load import check_weights
 
 from ..config import RunConfig, abstract_batch
 from ..config.sections import ProfileConfig, SyntheticImageData, TextData
-from .device_memory import check_memory
-from .steps import build_step, build_world
+from .steps import build_step, build_world, check_memory
 
 
 def build_loader(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -12,18 +11,18 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from axon_dist.core.tree import leaves_with_paths, num_params
+from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, clock_time, plural, si
 from axon_dist.loop import TrainResult
 from axon_dist.mesh import World, rank_table
 from axon_dist.models import TransformerConfig, describe_attention
 from axon_dist.optim import matrices
 from axon_dist.parallel import ContextMode
-from axon_dist.planner import read_step
-from axon_dist.planner.reading import AUTO, LADDER, recomputing_line
+from axon_dist.planner import AUTO, read_step, usable_bytes
+from axon_dist.planner.reading import LADDER, recomputing_line
 from axon_dist.step import ModelParts, TrainStep
 
 from ..config import Decaying, RunConfig, abstract_batch
-from .device_memory import usable_bytes
 from .runs import Run
 from .steps import build_step
 
@@ -71,7 +70,7 @@ def parameters_of(parts: ModelParts) -> str:
     return f"{count} ({si(num_params(parts.params))} trained, {frozen})"
 
 
-def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
+def summarize(run: Run, result: TrainResult) -> JsonDict:
     """What a run came to, as plain data."""
     training = [loss for _, loss in result.train_curve]
     validation = [loss for _, loss in result.validation_curve]
@@ -102,7 +101,7 @@ def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
     }
 
 
-def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
+def summary_table(summary: JsonDict, total_seconds: float) -> Table:
     """What a run came to, as a table for people.
 
     Args:

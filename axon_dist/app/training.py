@@ -25,7 +25,6 @@ from axon_dist.core.errors import (
     install_command,
 )
 from axon_dist.core.told import told
-from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
@@ -317,9 +316,9 @@ def advice(run: Run) -> list[str]:
     """
     config, mesh = run.config, run.world.mesh
     found = list(_plan_advice(run))
-    held = sum(row.bytes_per_device for row in run.step.claims.params.rows)
-    held += sum(row.bytes_per_device for row in run.step.claims.opt_state.rows)
-    whole = num_bytes(run.step.abstract_state)
+    claims = run.step.claims
+    held = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
+    whole = claims.params.bytes + claims.opt_state.bytes
     if held * 2 > whole and mesh.size > 1:
         found.append(
             f"a device holds {byte_size(held)} of {byte_size(whole)} of the train state: split it, "

@@ -26,16 +26,15 @@ from axon_dist.parallel import SlowPlan, ddp
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from ..config import CONFIG, RunConfig
-from .device_memory import check_memory
 from .runs import build_loader
-from .steps import build_step, build_world, model_of, what_is_trained
+from .steps import build_step, build_world, check_memory, model_of, what_is_trained
 
 COMPARED = ("loss", "grad_norm")
 """The metrics that are compared, beside the parameters."""
 
 
 def meeting_soon(slow: SlowPlan | None) -> SlowPlan | None:
-    """The plan with meetings after every second step, so that a few steps have some; uncompressed.
+    """The plan with an outer step after every second step, uncompressed.
 
     What travels in few bits equals nothing that one device computes.
     """
@@ -55,7 +54,7 @@ def train_replicas(
     """Trains every replica of a step by a step of one device, each on its rows of the batches.
 
     Args:
-        step: whose strategy says how many replicas there are, and when they meet.
+        step: whose strategy says how many replicas there are, and when they synchronize.
         alone: of the same model and optimizer, on one device.
         batches: of all replicas.
         first: makes the parameters that all replicas begin with from what they would be.
@@ -237,8 +236,8 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     what numbers there can be, on its first batches: Adam hides constant factors
     of a gradient, and turns rounding of gradients that should be zero into steps of full size.
     Microbatches, clipping, dropout and precision are the config's. Replicas that train on their own
-    are compared with each in turn on one device; they meet after every second step for it, and send
-    what they do without compression.
+    are compared with each in turn on one device; for that they synchronize after every second step,
+    without compression.
 
     Args:
         config: a run as YAML describes it, checked.

@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 from ..core.compat import stop_leaks_of_saves
 from ..core.errors import CheckpointError, UnsupportedError
 from ..core.files import kind_at
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, JsonDict, PyTree
 from ..core.typing import Path as LeafPath
 from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
 
@@ -92,7 +92,7 @@ def write_tensors(
         arrays: the values, in the same order; made when they are written, if this is a generator.
         metadata: texts to put into the header.
     """
-    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    header: JsonDict = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, spec in specs.items():
         dtype = np.dtype(spec.dtype)
@@ -210,7 +210,7 @@ def _entry(
     return entry
 
 
-def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
     """A section of JSON, which would have the last of two with the same name."""
     section = dict(pairs)
     if len(section) < len(pairs):

@@ -19,6 +19,7 @@ from axon_dist.app import ConfigPlans, ReadPlan, plan_config
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
+from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, plural
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
@@ -246,7 +247,7 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
             print_lines(other.arrangement, console, _of_config(other))
 
 
-def _of_config(plan: ReadPlan) -> dict[str, Any]:
+def _of_config(plan: ReadPlan) -> JsonDict:
     """The lines that say more than the arrangement: options of strategies, another precision."""
     plain = plan.config.to_dict()
     lines = {"parallel": plain["parallel"]}

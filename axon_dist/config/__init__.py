@@ -15,6 +15,7 @@ from .describe import to_text as to_text
 from .models import MODELS as MODELS
 from .models import ModelKind as ModelKind
 from .models import OwnModel as OwnModel
+from .models import make_model as make_model
 from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .optimizers import SCHEDULES as SCHEDULES
 from .optimizers import Decaying as Decaying

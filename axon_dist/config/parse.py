@@ -13,6 +13,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, read_text
 from axon_dist.core.told import ArgumentKind
 
+from ..core.typing import JsonDict
 from .schema import RunConfig
 
 CONFIG = ArgumentKind(
@@ -56,7 +57,7 @@ def load_untrusted(
     """
     if not trust:
         theirs = functions_in(read_yaml(path))
-        ours: dict[str, Any] = {}
+        ours: JsonDict = {}
         data = read_yaml(path)
         for override in overrides:
             ours, data = apply_override(ours, override), apply_override(data, override)
@@ -97,7 +98,7 @@ def functions_in(data: object, at: str = "") -> list[tuple[str, object]]:
     return found
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> JsonDict:
     """Reads a YAML file that holds a section of keys.
 
     `<<: *name` takes over the keys of the section `&name`. Sections at the top whose name begins
@@ -114,7 +115,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return {key: value for key, value in (data or {}).items() if not key.startswith("x-")}
 
 
-def apply_override(data: Mapping[str, object], override: str) -> dict[str, Any]:
+def apply_override(data: Mapping[str, object], override: str) -> JsonDict:
     """Returns the data with one value replaced or added.
 
     Args:
@@ -136,7 +137,7 @@ def apply_override(data: Mapping[str, object], override: str) -> dict[str, Any]:
     return _replaced(data, key.split("."), _parse(text, f"{override!r:.80}"), override)
 
 
-def _replaced(data: object, keys: Sequence[str], value: object, override: str) -> dict[str, Any]:
+def _replaced(data: object, keys: Sequence[str], value: object, override: str) -> JsonDict:
     if not isinstance(data, Mapping | None):
         raise ConfigError(
             f"cannot apply {override!r:.80}: the key before {keys[0]!r:.80} holds {data!r:.80} and "

@@ -310,7 +310,7 @@ def _extra(hint: object, kind: type[_T]) -> _T | None:
     return next((extra for extra in extras if isinstance(extra, kind)), None)
 
 
-def _read_dataclass(cls: Any, data: object, path: str) -> Any:
+def _read_dataclass(cls: type, data: object, path: str) -> Any:
     values = read_options(options_of(cls), _section(data, path), path)
     # A class may take one of its fields as positions: `Policy("Block", "Head")`.
     endless = [
@@ -320,7 +320,7 @@ def _read_dataclass(cls: Any, data: object, path: str) -> Any:
     return _checked(lambda: cls(*positions, **values), path)
 
 
-def _checked(make: Callable[[], Any], path: str) -> Any:
+def _checked(make: Callable[[], _T], path: str) -> _T:
     """Makes a value that checks itself, with the path put before what it complains about."""
     try:
         made = make()
@@ -406,7 +406,7 @@ def _read_own(choice: OneOf, key: str, value: Mapping[str, object], path: str) -
     return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **given), path)
 
 
-def _pick(table: Mapping[Any, Any], name: object, path: str) -> Any:
+def _pick(table: Mapping[str, _T], name: object, path: str) -> _T:
     # Only a text can be a name; a list is not even looked up.
     if not isinstance(name, (str, int)) or name not in table:
         raise ConfigError(f"{path}: there is no {name!r:.80}.{did_you_mean(str(name), table)}")

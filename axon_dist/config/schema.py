@@ -18,6 +18,7 @@ from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
 from axon_dist.parallel.plans import USUAL_EVERY
 from axon_dist.planner.reading import Remat
 
+from ..core.typing import JsonDict
 from .models import (
     LOSSES,
     MODELS,
@@ -65,7 +66,7 @@ _OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
 _REQUIRED: MappingProxyType[str, tuple[str, object]] = MappingProxyType(
     {
         "num_microbatches": ("the number of parts that a batch is cut into", 8),
-        "every": ("the steps that replicas take on their own before they meet", USUAL_EVERY),
+        "every": ("the steps that replicas take on their own before they synchronize", USUAL_EVERY),
     }
 )
 """Options without a default: what they are, and a value to show."""
@@ -130,7 +131,7 @@ def build_strategy(
     return parts[0] if len(parts) == 1 else compose(*parts)
 
 
-def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, Any]]:
+def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, JsonDict]:
     """Checks names and options against the registry, without a world.
 
     Raises:
@@ -280,7 +281,7 @@ class RunConfig:
         """
         return read(cls, with_hub_weights(data))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """Writes plain data with every default spelled out; `from_dict` reads it back."""
         return write(self)
 

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +24,13 @@ from jax._src import (
     xla_bridge,
 )
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.core import ShapedArray
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-from .typing import Array
+from .typing import Array, Function
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 """The names of equations that only call a program."""
@@ -174,7 +175,7 @@ def join_service(
     state.partition_index = None if partition is None else int(partition)
 
 
-def detect_cluster(name: str, timeout: float) -> tuple[Any, Any, Any, Sequence[int] | None]:
+def detect_cluster(name: str, timeout: float) -> tuple[str, int, int, Sequence[int] | None]:
     """Asks JAX for the processes of a cluster that it knows.
 
     Args:
@@ -238,15 +239,15 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def inner_programs(equation: JaxprEqn) -> Iterator[Any]:
+def inner_programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
     """The open jaxprs that an equation of a jaxpr runs: of calls, loops and branches."""
     for value in equation.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(inner, (Jaxpr, ClosedJaxpr)):
-                yield getattr(inner, "jaxpr", inner)
+                yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
 
 
-def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
+def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """Drops all equations that the used outputs do not need, inside calls and loops too.
 
     Returns:
@@ -268,9 +269,9 @@ def source_line(equation: JaxprEqn) -> str:
 
 def new_operation(
     name: str,
-    run: Callable[..., tuple[Any, ...]],
-    batched: Callable[..., Any] | None = None,
-    moved: Callable[..., Any] | None = None,
+    run: Callable[..., tuple[Array, ...]],
+    batched: Function | None = None,
+    moved: Function | None = None,
 ) -> Primitive:
     """An operation that programs show as one equation, and that is compiled as what it runs.
 
@@ -291,12 +292,14 @@ def new_operation(
     operation.multiple_results = True
     compiled = functools.cache(lambda items: jax.jit(functools.partial(run, **dict(items))))
 
-    def shapes(*avals: Any, **parameters: Any) -> list[Any]:
+    def shapes(*avals: ShapedArray, **parameters: Hashable) -> list[ShapedArray]:
         likes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         results = jax.eval_shape(functools.partial(run, **parameters), *likes)
         return [avals[0].update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in results]
 
-    def mapped(arrays: Sequence[Array], dims: Sequence[Any], **parameters: Any) -> Any:
+    def mapped(
+        arrays: Sequence[Array], dims: Sequence[int | None], **parameters: Hashable
+    ) -> tuple[list[Array], list[int]]:
         one = functools.partial(run, **parameters)
         axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
         results = jax.vmap(one, in_axes=axes)(*arrays)
@@ -308,7 +311,9 @@ def new_operation(
     mlir.register_lowering(operation, mlir.lower_fun(run, multiple_results=True))
     if moved is not None:
 
-        def derived(arrays: Sequence[Array], tangents: Sequence[Any], **parameters: Any) -> Any:
+        def derived(
+            arrays: Sequence[Array], tangents: Sequence[Array | ad.Zero], **parameters: Hashable
+        ) -> tuple[list[Array], list[Array]]:
             moves = [None if isinstance(x, ad.Zero) else x for x in tangents]
             results, of_results = moved(arrays, moves, **parameters)
             return list(results), list(of_results)
@@ -319,7 +324,7 @@ def new_operation(
 
 def cudnn_attention_forward(
     query: Array, key: Array, value: Array, bias: Array | None, causal: bool, keeps_weights: bool
-) -> tuple[Any, ...]:
+) -> tuple[Array, ...]:
     """The forward kernel of cuDNN's attention, asked of no process whether it has cuDNN.
 
     The public call asks that, and scrambles the logarithms of the weights besides: it gives them as
@@ -344,13 +349,15 @@ def cudnn_attention_forward(
     return tuple(found[: 1 + keeps_weights])
 
 
-def _cudnn_operands(query: Array, key: Array, value: Array, bias: Array | None) -> tuple[Any, ...]:
+def _cudnn_operands(
+    query: Array, key: Array, value: Array, bias: Array | None
+) -> tuple[Array, ...]:
     """The arrays of a call: no lengths, offsets or pages."""
     unused = jnp.zeros(0, query.dtype)
     return query, key, value, unused if bias is None else bias, *[unused] * 6
 
 
-def _cudnn_parameters(query: Array, bias: Array | None, causal: bool) -> dict[str, Any]:
+def _cudnn_parameters(query: Array, bias: Array | None, causal: bool) -> dict[str, object]:
     # Since 0.11 a score may be changed by a function.
     names = inspect.signature(cudnn.dot_product_attention).parameters
     more = {"score_mod": None} if "score_mod" in names else {}
@@ -375,7 +382,7 @@ def cudnn_attention_gradients(
     log_weight: Array,
     out: Array,
     cotangent: Array,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Array, Array, Array]:
     """The backward kernel of cuDNN by itself, with the weights that the caller names.
 
     Args:
@@ -410,7 +417,7 @@ def splash_gradients(
     log_weight: Array,
     out: Array,
     cotangent: Array,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Array, Array, Array]:
     """The backward kernels of splash attention, with the weights that the caller names.
 
     Args:

@@ -7,7 +7,7 @@ import difflib
 import enum
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 
 class AxonDistError(Exception):
@@ -110,7 +110,7 @@ def install_command(extra: str) -> str:
     return f"pip install 'axon_dist[{extra}]'"
 
 
-def unknown(cls: type[enum.Enum], value: Any) -> ConfigError:
+def unknown(cls: type[enum.Enum], value: object) -> ConfigError:
     """The error about a value that no member of an enum has."""
     names = [str(member.value) for member in cls]
     hint = did_you_mean(str(value), names)
@@ -125,7 +125,7 @@ class NamedChoice(enum.StrEnum):
     """
 
     @classmethod
-    def _missing_(cls, value: object) -> Any:
+    def _missing_(cls, value: object) -> NoReturn:
         raise unknown(cls, value)
 
 
@@ -142,7 +142,7 @@ class Requirement(Generic[T]):
     """
 
     name: str
-    check: Callable[[T], Any]
+    check: Callable[[T], object]
 
     @classmethod
     def row(
@@ -150,7 +150,7 @@ class Requirement(Generic[T]):
         name: str,
         error: type[AxonDistError],
         sentence: str,
-        when: Callable[[T], Mapping[str, Any] | None],
+        when: Callable[[T], Mapping[str, object] | None],
     ) -> Requirement[T]:
         """A requirement by when it is broken and what is said then.
 

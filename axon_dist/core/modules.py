@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 
-from .typing import Path
+from .typing import Function, Path, PyTree
 
-Around: TypeAlias = Callable[..., Any]
+Around: TypeAlias = Function
 """`around(method, module, *args, **kwargs)` runs in place of `method(module, *args, **kwargs)`."""
 
 # Bridged Linen modules take all their attributes for variables, but those that begin like this.
@@ -51,11 +51,11 @@ class Beneath:
     depth: int
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Function:
         """The method itself, whose signature `inspect` then finds."""
         return getattr(self.module_type, self.name)
 
-    def __call__(self, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nnx.Module, *args: object, **kwargs: object) -> PyTree:
         """Runs it."""
         if not self.depth:
             return getattr(self.module_type, self.name)(module, *args, **kwargs)
@@ -100,10 +100,10 @@ def layers_of(module: nnx.Module) -> Layers:
 def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Module]:
     """A class like another, whose methods look in the module for what runs around them."""
 
-    def member(name: str) -> Callable[..., Any]:
+    def member(name: str) -> Function:
         # Keeps the signature, by which attention is told from other modules.
         @functools.wraps(getattr(module_type, name))
-        def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(self: nnx.Module, *args: object, **kwargs: object) -> PyTree:
             depth = len(layers_of(self).around(name))
             return Beneath(module_type, name, depth)(self, *args, **kwargs)
 

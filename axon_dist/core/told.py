@@ -7,15 +7,17 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from .errors import AxonDistError, ConfigError
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class ArgumentKind:
     holds: Callable[[Any], bool]
     error: type[AxonDistError] = ConfigError
 
-    def check(self, who: str, name: str, value: Any) -> None:
+    def check(self, who: str, name: str, value: object) -> None:
         """Raises the error of the kind unless a value is of it.
 
         Example:
@@ -50,7 +52,9 @@ class ArgumentKind:
         )
 
 
-def told(who: str | None = None, /, **kinds: ArgumentKind) -> Callable[[_Function], _Function]:
+def told(
+    who: str | None = None, /, **kinds: ArgumentKind
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Has a function compare some of its arguments, by name, before it runs.
 
     Args:
@@ -66,33 +70,33 @@ def told(who: str | None = None, /, **kinds: ArgumentKind) -> Callable[[_Functio
         axon_dist.core.errors.ConfigError: half got number='8', a str; give a whole number
     """
 
-    def wrap(function: _Function) -> _Function:
+    def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
         names = tuple(inspect.signature(function).parameters)
         name_of = who or function.__name__
 
         @functools.wraps(function)
-        def checked(*args: object, **kwargs: object) -> Any:
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
                 if name in kinds:
                     kinds[name].check(name_of, name, value)
             return function(*args, **kwargs)
 
-        return cast(_Function, checked)
+        return checked
 
     return wrap
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Whether a value is a whole number; true and false are none."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value is a finite number of Python or numpy."""
     return is_whole(value) or (isinstance(value, (float, np.floating)) and math.isfinite(value))
 
 
-def is_dtype(value: Any, kind: Any) -> bool:
+def is_dtype(value: object, kind: DTypeLike) -> bool:
     """Whether a value is a dtype of a kind, such as `jnp.floating`, or names one that JAX has."""
     try:
         return jnp.issubdtype(jnp.dtype(value), kind)
@@ -100,12 +104,12 @@ def is_dtype(value: Any, kind: Any) -> bool:
         return False
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
     """Whether a value is a module, or a function that makes one; a wrapper of one is neither."""
     return isinstance(value, nnx.Module) or (callable(value) and not hasattr(value, "strategy"))
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     """A value and its type in a few words; what prints over many lines is its type alone."""
     kind = f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"
     is_plain = value is None or isinstance(value, (str, int, float, tuple, list, dict))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection, Hashable
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 
 from .errors import ConfigError, DTypeError
-from .typing import Path, PyTree
+from .typing import Function, Path, PyTree
 
 
-def path_str(key_path: tuple[Any, ...]) -> Path:
+def path_str(key_path: KeyPath) -> Path:
     """Spells a JAX key path as names joined by slashes.
 
     Args:
@@ -31,7 +31,7 @@ def path_str(key_path: tuple[Any, ...]) -> Path:
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
-def leaves_with_paths(tree: PyTree) -> list[tuple[Path, Any]]:
+def leaves_with_paths(tree: PyTree) -> list[tuple[Path, PyTree]]:
     """Lists the leaves of a tree with their paths, in the order of `jax.tree.leaves`.
 
     Raises:
@@ -69,7 +69,7 @@ def check_depth(tree: PyTree) -> None:
 _DEEPEST = 200
 
 
-def _descend(node: Any, keys: tuple[Any, ...], seen: dict[int, int]) -> None:
+def _descend(node: PyTree, keys: tuple[object, ...], seen: dict[int, int]) -> None:
     if len(keys) > _DEEPEST:
         raise ConfigError(
             f"a tree has dicts, lists or tuples more than {_DEEPEST} deep in each other, at "
@@ -84,7 +84,7 @@ def _descend(node: Any, keys: tuple[Any, ...], seen: dict[int, int]) -> None:
             _descend(inner, (*keys, key), seen)
 
 
-def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+def map_with_path(function: Function, tree: PyTree, *rest: PyTree) -> PyTree:
     """Maps `function(path, leaf, *rest_leaves)` over a tree, the path spelled with slashes."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(path_str(path), *leaves), tree, *rest
@@ -107,8 +107,8 @@ def parted(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
     """
     if not paths:
         return tree, {}
-    others: dict[Any, Any] = {}
-    named: dict[Any, Any] = {}
+    others: dict[str, PyTree] = {}
+    named: dict[str, PyTree] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         node = named if path_str(keys) in paths else others
         *outer, last = (entry.key for entry in keys)
@@ -131,7 +131,7 @@ def joined(tree: PyTree, other: PyTree) -> PyTree:
     return {**tree, **other, **shared}
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> bool:
     """Whether a leaf is, or describes, an array of typed random keys."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
@@ -168,13 +168,13 @@ def shapes_of(tree: PyTree, lead: int = 0) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
 
 
-def shape_key(tree: PyTree) -> tuple[Any, ...]:
+def shape_key(tree: PyTree) -> tuple[Hashable, ...]:
     """What trees of arrays of the same shapes and dtypes have alike; a key of a dict."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((x.shape, x.dtype) for x in leaves)
 
 
-def problem_of(leaf: Any) -> str | None:
+def problem_of(leaf: object) -> str | None:
     """Why JAX cannot take an array, to follow its name; None if nothing speaks against it.
 
     Example:
@@ -192,7 +192,7 @@ def problem_of(leaf: Any) -> str | None:
         )
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iufc":
         return None
-    dtype: np.dtype[Any] = leaf.dtype
+    dtype: np.dtype = leaf.dtype
     if dtype.isnative and dtype not in _WIDER:
         return None
     return (
@@ -201,7 +201,7 @@ def problem_of(leaf: Any) -> str | None:
     )
 
 
-_WIDER: tuple[Any, ...] = (np.longdouble, np.clongdouble)
+_WIDER: tuple[type[np.generic], ...] = (np.longdouble, np.clongdouble)
 
 
 def has_64_bits() -> bool:
@@ -213,7 +213,7 @@ _NARROW = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32), "f": np.finfo(np.f
 """What JAX keeps of the wide numbers of a kind."""
 
 
-def check_32_bits(what: str, leaf: Any) -> None:
+def check_32_bits(what: str, leaf: object) -> None:
     """Raises where a number of a numpy array is too large for the 32 bits that JAX keeps.
 
     Args:

@@ -33,3 +33,12 @@ OptionValue: TypeAlias = str | bool | int | float
 
 Trainable: TypeAlias = Any
 """What of a model is trained: a Variable type, a pattern of paths, a filter of nnx, or several."""
+
+Function: TypeAlias = Callable[..., PyTree]
+"""A function of arrays, in whatever they are nested."""
+
+Metrics: TypeAlias = dict[str, PyTree]
+"""What a step or an evaluation says, by name: scalars, and groups of them where a loss nests."""
+
+JsonDict: TypeAlias = dict[str, Any]
+"""An object as JSON and YAML write it: texts, numbers, lists and further objects by name."""

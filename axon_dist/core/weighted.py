@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 
-from .typing import Array
+from .typing import Array, Function
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +67,7 @@ PER_SAMPLE = "axon_dist_per_sample"
 """The name of a call that is promised to treat the samples, dim 0 of its arrays, one by one."""
 
 
-def per_sample(function: Callable[..., Any]) -> Callable[..., Any]:
+def per_sample(function: Function) -> Function:
     """Promises that a function treats samples one by one, forwards and backwards.
 
     A step that computes a loss in parts reads from its program that samples do not mix. A kernel

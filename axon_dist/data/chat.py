@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from ..core.errors import ConfigError, did_you_mean, install_command
 from ..core.files import read_text
+from ..core.typing import JsonDict
 
 LEARNED = "assistant"
 """The role whose turns are learned."""
@@ -342,7 +343,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: x for name, x in texts.items() if isinstance(x, str)}
 
 
-def _config_in(path: Path) -> dict[str, Any]:
+def _config_in(path: Path) -> JsonDict:
     """A `tokenizer_config.json`, which is an object."""
     what = f"the config of a tokenizer {str(path)!r}"
     try:

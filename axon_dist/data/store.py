@@ -29,6 +29,7 @@ import numpy as np
 
 from ..core.errors import ConfigError
 from ..core.files import kind_at
+from ..core.typing import JsonDict
 from .files import TextFile
 
 Document = tuple[np.ndarray, np.ndarray | None]
@@ -351,7 +352,7 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _read_index(path: Path) -> dict[str, Any]:
+def _read_index(path: Path) -> JsonDict:
     try:
         known = json.loads(path.read_text()) if kind_at(path) == "a file" else {}
         rows = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from rich import box
 from rich.table import Table
 
 from ..core.errors import ConfigError, MeshError, did_you_mean
+from ..core.typing import JsonDict
 from ..core.words import byte_size
 
 KINDS = (
@@ -250,7 +251,7 @@ class Ledger:
                 )
         return findings
 
-    def to_rows(self) -> list[dict[str, Any]]:
+    def to_rows(self) -> list[JsonDict]:
         """The ledger as plain dictionaries, ready for JSON."""
         return [
             {**dataclasses.asdict(row), "axis": row.axis, "total_bytes": row.total_bytes}

@@ -21,7 +21,7 @@ from rich.table import Table
 from ..core.compat import gpu_pipelining
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Leaf, PyTree
+from ..core.typing import JsonDict, Leaf, PyTree
 from ..core.words import byte_size, si
 from ..mesh import AxesLike, MeshSpec, World, build_mesh
 from ..mesh.chips import Hardware, machine_of, unknown_chip
@@ -296,7 +296,7 @@ class Report:
         """Whether the peak fits the memory of the machine; None where that is not known."""
         return None if self.machine is None else self.memory.peak <= self.machine.memory_bytes
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonDict:
         """The report as plain values."""
         ledger = self.collectives
         return {

@@ -182,7 +182,7 @@ class _Reader:
 
     def _add_up(self, one: Sum, scatter: Axes) -> None:
         shard, rest = one.axes & scatter, one.axes - scatter
-        if shard and self._gathers_rows(one, shard):
+        if shard and self._sends_rows(one, shard):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
@@ -194,7 +194,7 @@ class _Reader:
             return
         self._send_sum(one, shard, rest, one.num_bytes)
 
-    def _gathers_rows(self, one: Sum, over: Axes) -> bool:
+    def _sends_rows(self, one: Sum, over: Axes) -> bool:
         """Lets a rank gather what all scatter, and add what belongs to its own part of the table.
 
         XLA's partitioner does so where the rows of all ranks, as of a step's tokens, are fewer
@@ -365,7 +365,7 @@ class _Reader:
             keep = once([(a - manual) | s for a, s in zip(value.splits, said, strict=True)])
             if keep != value.splits and value.buffer >= 0:
                 lost = union(value.splits) & manual - union(said)
-                value = self._gather(value, keep, lost, atom)
+                value = self._resplit(value, keep, lost, atom)
             given.append(Sharded(value.buffer, tuple(axes - manual for axes in keep)))
         program = params["jaxpr"]
         results = self.run(getattr(program, "jaxpr", program), (), given)
@@ -375,7 +375,7 @@ class _Reader:
             found.append(Sharded(self.resolved(value).buffer, once([a | s for a, s in pairs])))
         return found
 
-    def _gather(self, value: Sharded, splits: Splits, lost: Axes, atom: Atom) -> Sharded:
+    def _resplit(self, value: Sharded, splits: Splits, lost: Axes, atom: Atom) -> Sharded:
         """Gathers a value before a program of ranks that is given it less split, or cuts it.
 
         XLA gathers dim by dim, the last one first; and a cast to fewer bytes it does before the

@@ -381,7 +381,7 @@ def _windows_of(rank: int, *hidden: Sequence[int]) -> list[int]:
     return [dim for dim in range(rank) if not any(dim in dims for dims in hidden)]
 
 
-def _gather(draft: _Draft) -> None:
+def _take(draft: _Draft) -> None:
     numbers, sizes = draft.params["dimension_numbers"], draft.params["slice_sizes"]
     table, indices, shape = draft.inputs[0], draft.inputs[1], draft.outputs[0]
     batching = dict(
@@ -483,7 +483,7 @@ RULES: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
         "unstack": lambda d: _drop(d, [d.params["axis"]], Role.PART),
         "dot_general": _dot,
         "conv_general_dilated": _convolution,
-        "gather": _gather,
+        "gather": _take,
         **dict.fromkeys(
             ("random_bits", "random_split", "random_wrap", "random_unwrap"), _Draft.keep
         ),

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import eval_equation, eval_jaxpr, inner_programs
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Function, PyTree
 from .units import UNIT_NAME, RealOnly, RematPolicy
 from .walk import (
     CALLS,
@@ -34,7 +34,6 @@ from .walk import (
     REMATS,
     Atom,
     Aval,
-    Function,
     Known,
     called,
     depends_on,

@@ -26,8 +26,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from ..core.compat import eval_equation, eval_jaxpr
-from ..core.typing import Array, Path, PyTree
-from .walk import Function, Known, inners, same_program, variables
+from ..core.typing import Array, Function, Path, PyTree
+from .walk import Known, inners, opened, same_program, variables
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -253,8 +253,9 @@ def without_keys(
     return program, [*values, *(known[v] for v in made)]
 
 
-def looped_inputs(program: Jaxpr) -> dict[int, int]:
+def looped_inputs(closed: ClosedJaxpr) -> dict[int, int]:
     """Which inputs of a program a scan reads row by row, each with the length of the scan."""
+    program = opened(closed, [v.aval for v in closed.jaxpr.invars]).jaxpr
     numbers = {variable: number for number, variable in enumerate(program.invars)}
     return {
         numbers[read]: equation.params["length"]

@@ -28,9 +28,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.compat import CALLS, REMATS, eval_equation, in_place_of, inner_programs
 from ..core.errors import UnsupportedError
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Function, PyTree
 from .factors import Role, factors
-from .walk import LOOPS, Function, Params, equations, interpret
+from .walk import LOOPS, Params, equations, interpret
 
 Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Array]], Sequence[Array] | None]
 """(equation, operands) -> its results, or None where it may stay as it is."""

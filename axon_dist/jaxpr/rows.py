@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs, new_operation
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Function, PyTree
 from .factors import ELEMENTWISE, Role, factors
 from .layer_scan import has_units, is_unit
 from .walk import (
-    Function,
     Known,
     Params,
     called,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from types import MappingProxyType
-from typing import Any
 
 from .factors import SCATTERS, Role
 from .sample_pairs import (
@@ -31,7 +30,7 @@ from .sample_values import (
 )
 
 
-def _gather(op: Operation, values: list[Value]) -> Value:
+def _take(op: Operation, values: list[Value]) -> Value:
     table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
     if table.kind is Kind.CARRY:
         # What a loop adds to has to stay at its places.
@@ -54,7 +53,7 @@ def _gather(op: Operation, values: list[Value]) -> Value:
         numbers = op.params["dimension_numbers"]
         is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
         return table.at(None) if is_row else _stray()
-    return _gather_rows(op, table, indices)
+    return _take_rows(op, table, indices)
 
 
 _TABLE, _INDICES, _UPDATES = range(3)
@@ -80,7 +79,7 @@ def _is_alike(op: Operation, table: Value, indices: Value) -> bool | None:
     return _factor(op, indices, _INDICES) == factor and indices.outer == table.outer
 
 
-def _gather_rows(op: Operation, table: Value, indices: Value) -> Value:
+def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
     numbers, dim = op.params["dimension_numbers"], table.dim
     is_alike = _is_alike(op, table, indices)
     if is_alike is not None:
@@ -200,7 +199,9 @@ def _slice(op: Operation, values: list[Value]) -> Value:
     return _sliced(values[0], op.inputs[0], op.outputs[0], found)
 
 
-def _sliced(value: Value, shapes: Shapes, new: Shapes, found: list[Any]) -> Value:
+def _sliced(
+    value: Value, shapes: Shapes, new: Shapes, found: list[list[tuple[int, int, int]]]
+) -> Value:
     dim = value.dim
     if dim is None:
         return not_numbered(value)
@@ -257,7 +258,7 @@ def _reverse(op: Operation, values: list[Value]) -> Value:
 
 INDEXING: MappingProxyType[str, Rule] = MappingProxyType(
     {
-        "gather": _gather,
+        "gather": _take,
         **dict.fromkeys(SCATTERS, _scatter),
         "dynamic_slice": _dynamic_slice,
         "dynamic_update_slice": _dynamic_update,

@@ -16,17 +16,22 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ..core.compat import eval_equation, source_line
 from ..core.tree import is_key
+from ..core.typing import Array, PyTree
 from .factors import Factors, Role, factors_of
 from .sample_values import (
     CONSTANT,
     Coupling,
     Kind,
+    Number,
     Value,
     Why,
     coupled,
     rows,
 )
-from .walk import OPENED, Atom, called, dtype_of, equations, shape_of, struct_of
+from .walk import OPENED, Atom, Aval, Params, called, dtype_of, equations, shape_of, struct_of
+
+Constant: TypeAlias = Array | np.ndarray | Number
+"""A literal or a constant of a program."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The shapes of an array for a part of the batch and for the whole."""
@@ -47,11 +52,11 @@ class Operation:
     """
 
     name: str
-    params: dict[str, Any]
-    others: dict[str, Any]
+    params: Params
+    others: Params
     inputs: tuple[Shapes, ...]
     outputs: tuple[Shapes, ...]
-    dtypes: tuple[Any, Any]
+    dtypes: tuple[np.dtype, np.dtype]
     generator: str = ""
 
     @cached_property
@@ -141,7 +146,7 @@ class PairValues:
         constant: what is known of a literal, by its values in both.
     """
 
-    def __init__(self, constant: Callable[[Any, Any], Value]):
+    def __init__(self, constant: Callable[[Constant, Constant], Value]):
         self._constant = constant
         self._values: dict[Atom, Value] = {}
         self._mates: dict[Atom, Atom] = {}
@@ -176,12 +181,12 @@ class PairValues:
         return self._origins.get(part, part)
 
 
-def both(pair: tuple[Any, Any], name: str) -> Iterator[tuple[Any, Any]]:
+def both(pair: Pair | tuple[Jaxpr, Jaxpr], name: str) -> Iterator[tuple[Any, Any]]:
     """What stands at the same places of two programs or equations, by the name of a list."""
     return zip(*(getattr(one, name) for one in pair), strict=True)
 
 
-def have_one_form(one: Any, other: Any, *names: str) -> bool:
+def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -> bool:
     """Whether lists of two programs or equations are of one length each."""
     return all(len(getattr(one, name)) == len(getattr(other, name)) for name in names)
 
@@ -200,7 +205,7 @@ def are_alike(op: Operation) -> bool:
 
     Example:
         >>> square = {"y": 2}
-        >>> are_alike(Operation("integer_pow", square, {"y": 3}, (), (), (float, float)))
+        >>> are_alike(Operation("integer_pow", square, {"y": 3}, (), (), (np.dtype(float),) * 2))
         False
     """
     return all(
@@ -208,7 +213,7 @@ def are_alike(op: Operation) -> bool:
     )
 
 
-def are_equal_keys(one: Any, other: Any) -> bool:
+def are_equal_keys(one: Array, other: Array) -> bool:
     """Whether two constants are random keys, and equal."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -217,7 +222,7 @@ def are_equal_keys(one: Any, other: Any) -> bool:
     return np.array_equal(a, b)
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: object, other: object) -> bool:
     if one is other or (callable(one) and callable(other)):
         return True
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
@@ -225,7 +230,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other) or str(one) == str(other)
 
 
-_FOLDED: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
+_FOLDED: MappingProxyType[str, Callable[..., Constant]] = MappingProxyType(
     {
         "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
         "min": np.minimum, "neg": np.negative, "abs": np.abs, "sign": np.sign, "log": np.log,
@@ -239,7 +244,7 @@ _FOLDED: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
 """What is computed of numbers that differ between a part and the whole."""
 
 
-def folded(op: Operation, values: list[Value]) -> tuple[Any, Any] | None:
+def folded(op: Operation, values: list[Value]) -> tuple[Number, Number] | None:
     """The results for a part and the whole of an operation on numbers that depend on the size.
 
     Args:
@@ -252,7 +257,7 @@ def folded(op: Operation, values: list[Value]) -> tuple[Any, Any] | None:
     known = [value.known for value in values]
     if not known or any(pair is None for pair in known):
         return None
-    pairs: list[Any] = [pair for pair in known if pair is not None]
+    pairs = [pair for pair in known if pair is not None]
     if all(a == b or (a != a and b != b) for a, b in pairs):
         return None
     run = _run_of(op)
@@ -270,7 +275,7 @@ def folded(op: Operation, values: list[Value]) -> tuple[Any, Any] | None:
     return a.item(), b.item()
 
 
-def _run_of(op: Operation) -> Callable[..., Any] | None:
+def _run_of(op: Operation) -> Callable[..., Constant] | None:
     if op.name == "integer_pow":
         return lambda x: float(x) ** op.params["y"]
     if op.name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"):
@@ -324,7 +329,7 @@ def is_of_jax(name: str) -> bool:
     return name.startswith("_") or any(hasattr(room, name) for room in rooms)
 
 
-def is_float(aval: Any) -> bool:
+def is_float(aval: Aval) -> bool:
     """Whether there are gradients of such an array."""
     return not is_key(aval) and jnp.issubdtype(getattr(aval, "dtype", int), jnp.inexact)
 
@@ -332,10 +337,10 @@ def is_float(aval: Any) -> bool:
 def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
     """The program (operands, cotangents of the results) -> cotangents of some operands."""
 
-    def pull(*values: Any) -> Any:
+    def pull(*values: Array) -> PyTree:
         operands = list(values[: len(equation.invars)])
 
-        def run(*changed: Any) -> list[Any]:
+        def run(*changed: Array) -> list[Array]:
             for index, value in zip(floats, changed, strict=True):
                 operands[index] = value
             made = zip(eval_equation(equation, operands), equation.outvars, strict=True)
@@ -391,7 +396,7 @@ def promised(pair: Pair, operands: list[Value]) -> list[Value]:
     return [found or of(grown(shapes)) for shapes in operation(pair).outputs]
 
 
-def _number(value: np.ndarray) -> Any:
+def _number(value: np.ndarray) -> Number | None:
     """A scalar as a number of Python; None of what is none."""
     if value.dtype.kind in "biuf":
         return value.item()
@@ -429,13 +434,13 @@ def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
     return Value(Kind.CONSTANT, _rounded(float(scales[0]), ratio, eps))
 
 
-def _scalar(value: Any) -> Value:
+def _scalar(value: Constant) -> Value:
     """A constant that is the same for a part and the whole, its value known."""
     number = _number(np.asarray(value))
     return CONSTANT if number is None else Value(known=(number, number))
 
 
-def grown_scalar(first: Any, second: Any, ratio: float, eps: float = 2**-23) -> Value:
+def grown_scalar(first: Number, second: Number, ratio: float, eps: float = 2**-23) -> Value:
     """A scalar that differs between a part and the whole.
 
     Args:

@@ -179,7 +179,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
     """
     shapes = [canonical(v, *s, ratio) for v, s in zip(values, op.inputs, strict=True)]
     if op.name == "gather":
-        return _gathered(op, values)
+        return _taken(op, values)
     if op.name == "reduce_sum":
         ends = {math.prod(shape) for shape in op.outputs[0]}
         value = values[0]
@@ -202,7 +202,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
     return found if isinstance(found, Value) else found[0]
 
 
-def _gathered(op: Operation, values: list[Value]) -> Value | None:
+def _taken(op: Operation, values: list[Value]) -> Value | None:
     """Look-ups of each sample in its own row, where a part's only row is a window."""
     table, indices = values[:2]
     one, other = op.params["dimension_numbers"], op.others["dimension_numbers"]

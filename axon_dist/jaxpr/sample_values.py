@@ -15,9 +15,12 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 from ..core.typing import Path
+
+Number: TypeAlias = bool | int | float
+"""A scalar as a number of Python."""
 
 
 class Kind(enum.Enum):
@@ -109,7 +112,7 @@ class Value:
     numbers: tuple[bool, ...] = ()
     over: int = 0
     slot: int = 0
-    known: tuple[Any, Any] | None = None
+    known: tuple[Number, Number] | None = None
     made: bool = False
     why: str = ""
     where: str = ""
@@ -136,7 +139,7 @@ class Value:
         return not same_scale(self.scale, 1.0)
 
     @property
-    def chosen(self) -> Any:
+    def chosen(self) -> Number | None:
         """Its value, where that is known and the same for a part and the whole; else None."""
         known = self.known
         return known[0] if known is not None and known[0] == known[1] else None

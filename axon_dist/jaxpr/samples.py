@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -24,6 +23,7 @@ from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from .sample_pairs import (
     WITHIN,
+    Constant,
     Operation,
     Pair,
     PairValues,
@@ -109,7 +109,7 @@ class Walk:
 
     def __init__(self, ratio: float, is_single: bool = False):
         self._ratio, self._is_single = ratio, is_single
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._in_backward = False
 
     def program(
@@ -165,7 +165,7 @@ class Walk:
         is_same = len(jaxprs[0].eqns) == len(jaxprs[1].eqns)
         return zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=True) if is_same else None
 
-    def _constant(self, first: Any, second: Any) -> Value:
+    def _constant(self, first: Constant, second: Constant) -> Value:
         """A constant of the program, which may depend on the number of samples."""
         if first is second and np.ndim(first):
             return self._named(CONSTANT, ("constant", id(first)))
@@ -175,7 +175,7 @@ class Walk:
         key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
         return self._named(constant(a, b, self._ratio), key)
 
-    def _named(self, value: Value, key: Any) -> Value:
+    def _named(self, value: Value, key: Hashable) -> Value:
         """The value with the number of its computation."""
         number = self._numbers.setdefault(key, len(self._numbers) + 1)
         return dataclasses.replace(value, number=number)
@@ -363,7 +363,7 @@ class Walk:
             for i in range(len(carry))
         ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
-        lengths: Any = loops[0].times, loops[1].times
+        lengths = loops[0].times, loops[1].times
         counters = [
             first.is_zero and all(counts(body.jaxpr, own + i, i) for body in bodies)
             for i, first in enumerate(carry)

@@ -22,7 +22,7 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.modules import layers_of, num_stacked, wrap_calls
 from ..core.tree import path_str
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Function, Path, PyTree
 from .linen import (
     Gathers,
     Keys,
@@ -34,7 +34,7 @@ from .linen import (
     linen_modules,
     without_tracers,
 )
-from .walk import Aval, Function
+from .walk import Aval
 
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""

@@ -31,7 +31,7 @@ from ..core.compat import (
     inner_programs,
     scan_counts,
 )
-from ..core.typing import Array, Leaf, PyTree, Shape
+from ..core.typing import Array, Leaf, Shape
 
 Atom: TypeAlias = Var | Literal
 """What an equation reads."""
@@ -53,9 +53,6 @@ T = TypeVar("T")
 
 Run: TypeAlias = Callable[[JaxprEqn, Sequence[T]], Sequence[T]]
 """(equation, what is known of its operands) -> what is known of its results."""
-
-Function: TypeAlias = Callable[..., PyTree]
-"""A function of arrays, in whatever they are nested."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

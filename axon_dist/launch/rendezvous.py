@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from ..core.errors import LaunchError
+from ..core.typing import JsonDict
 from .environment import bind_address, split_address
 from .settings import difference_text, read_settings
 
@@ -343,7 +344,7 @@ def _attend(
     )
 
 
-def _report(address: str, me: Peer, deadline: float, token: str) -> dict[str, Any]:
+def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
     seconds = max(deadline - time.monotonic(), _PAUSE_SECONDS)
     with socket.create_connection(split_address(address), timeout=seconds) as connection:
         nonce = str(_receive(connection, time.monotonic() + _HELLO_SECONDS)["nonce"])
@@ -370,7 +371,7 @@ def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
+def _receive(connection: socket.socket, deadline: float) -> JsonDict:
     """One line, which must be there in time as a whole and not a byte now and then."""
     line = bytearray()
     while not line.endswith(b"\n"):

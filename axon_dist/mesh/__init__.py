@@ -3,7 +3,7 @@
 `MeshSpec` never needs a device. `World` is the only place of the library that asks JAX about
 devices and processes. Start reading in `mesh_spec.py`, then `world.py`. `chips.py` is the table of
 chips, `targets.py` names machines to compile for; `agreement.py` compares what processes were
-started with, and `step_watch.py` names one that hangs. How they find each other is in `launch`.
+started with, and names one that hangs. How they find each other is in `launch`.
 """
 
 from ..launch import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
@@ -22,12 +22,14 @@ from .agreement import digest as digest
 from .agreement import from_main as from_main
 from .agreement import rank_table as rank_table
 from .agreement import self_test as self_test
+from .agreement import watch_steps as watch_steps
+from .chips import option_names as option_names
+from .chips import relative_of as relative_of
 from .group import ProcessGroup as ProcessGroup
 from .mesh_spec import AXIS_ORDER as AXIS_ORDER
 from .mesh_spec import SLOW_AXES as SLOW_AXES
 from .mesh_spec import AxesLike as AxesLike
 from .mesh_spec import MeshSpec as MeshSpec
-from .step_watch import watch_steps as watch_steps
 from .world import GROUP as GROUP
 from .world import Backend as Backend
 from .world import World as World

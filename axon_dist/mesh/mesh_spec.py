@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,16 @@ SLOW_AXES = ("pods", "nodes")
 
 AXIS_ORDER = (*SLOW_AXES, "pp", "dp", "fsdp", "cp", "ep", "tp")
 """The axes of this library, outer to inner: the inner ones talk most and lie closest together."""
+
+
+class _Located(Protocol):
+    """A device, real or of a description."""
+
+    @property
+    def process_index(self) -> int: ...
+
+
+_Device = TypeVar("_Device", bound=_Located)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -182,7 +192,7 @@ def _parse_axis(part: str, text: str) -> tuple[str, int]:
         ) from None
 
 
-def by_links(spec: MeshSpec, devices: Sequence[Any]) -> list[list[Any]]:
+def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     """Divides devices among the ranks of the slow axes, so that no other axis leaves a node.
 
     A node is what JAX calls a slice, the devices that reach each other without the network; where
@@ -236,13 +246,13 @@ def by_links(spec: MeshSpec, devices: Sequence[Any]) -> list[list[Any]]:
 _PLURAL = {"slice": "slices", "process": "processes"}
 
 
-def _nodes(devices: Sequence[Any]) -> tuple[str, list[list[Any]]]:
+def _nodes(devices: Sequence[_Device]) -> tuple[str, list[list[_Device]]]:
     """What a node is here, and the devices of each, in the order of their first ones."""
     slices = [getattr(device, "slice_index", None) for device in devices]
     kind, keys = "slice", slices
     if len(set(slices)) < 2:
         kind, keys = "process", [device.process_index for device in devices]
-    by_node: dict[Any, list[Any]] = {}
+    by_node: dict[int, list[_Device]] = {}
     for key, device in zip(keys, devices, strict=True):
         by_node.setdefault(key, []).append(device)
     return kind, list(by_node.values())

@@ -8,7 +8,6 @@ import math
 import os
 import re
 from importlib import resources
-from typing import Any
 
 import jax
 
@@ -20,6 +19,7 @@ from ..core.errors import (
     did_you_mean,
     install_command,
 )
+from ..core.typing import JsonDict
 from .chips import EMULATED, HARDWARE, CompilerOptions, Hardware, Platform, Wiring, chip_names
 
 _EMULATED = "cpu"
@@ -78,7 +78,7 @@ class Target:
         return (closed[0], closed[1], False) if any(closed) else None
 
     @property
-    def topology(self) -> dict[str, Any]:
+    def topology(self) -> JsonDict:
         """What `jax.experimental.topologies.get_topology_desc` has to be told of it."""
         sizes = "x".join(map(str, self.shape))
         if self.platform == "cuda":

@@ -1,11 +1,8 @@
-"""Optimizers that need matrices whole, and how these are distributed over the devices.
+"""Optimizers that need matrices whole, and optimizers around others.
 
-Start reading in `muon.py`; `deal.py` is what makes it cost one exchange there and back per kind of
-matrix on any mesh. `wrappers.py` has optimizers around others.
+Start reading in `muon.py`; how its matrices are distributed over devices is in `step/optimizer.py`.
 """
 
-from .deal import Distribution as Distribution
-from .deal import Distributor as Distributor
 from .muon import NewtonSchulz as NewtonSchulz
 from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon

@@ -16,6 +16,8 @@ from .data import diloco as diloco
 from .data import fsdp as fsdp
 from .data import local_sgd as local_sgd
 from .data import zero as zero
+from .expert import EXPERTS as EXPERTS
+from .expert import ByExperts as ByExperts
 from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
 from .expert import has_experts as has_experts
@@ -34,6 +36,8 @@ from .plan import ByPlan as ByPlan
 from .plan import Plan as Plan
 from .plan import Rule as Rule
 from .plan import plan_of as plan_of
+from .plans import APART as APART
+from .plans import USUAL_EVERY as USUAL_EVERY
 from .plans import AutoWrapPolicy as AutoWrapPolicy
 from .plans import CPUOffload as CPUOffload
 from .plans import PipelinePlan as PipelinePlan

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import HELD, Layers, layers_of, wrap_calls
-from ..core.typing import Array
+from ..core.typing import Array, Function
 from ..nn import (
     Layout,
     Ring,
@@ -163,7 +163,9 @@ class SplitAttention:
     layout: Layout
     is_dealt: bool = False
 
-    def __call__(self, attend: Any, module: Any, *args: object, **kwargs: object) -> Array:
+    def __call__(
+        self, attend: Function, module: nnx.Module, *args: object, **kwargs: object
+    ) -> Array:
         """Attends over the whole sequence; Ulysses by the module's own method.
 
         Args:
@@ -252,8 +254,8 @@ class DealtOnce:
 
     def __call__(
         self,
-        residual: Any,
-        module: Any,
+        residual: Function,
+        module: nnx.Module,
         tokens: Array,
         segments: Array | None = None,
         positions: Array | None = None,

@@ -286,7 +286,7 @@ def diloco(
     compress: Compression | str | None = None,
     fragments: int = 1,
 ) -> Strategy:
-    """Replicas over a slow axis that train on their own and meet every H steps.
+    """Replicas over a slow axis that train on their own and synchronize every H steps.
 
     The batch is split over the axis too, and each replica takes H steps of the step's optimizer on
     its share, sending nothing over the axis. Then the mean of how far they went is a gradient for
@@ -297,12 +297,12 @@ def diloco(
     Args:
         axis: the mesh axis between the replicas, such as `nodes` or `pods`. Other strategies,
             composed with this one, split each replica over the other axes.
-        every: H, the steps between two meetings.
+        every: H, the steps between two outer steps.
         outer: the outer optimizer; None takes that of the paper,
             `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
         compress: `"int8"`, `"fp8"` or `"top_k"`, or a `Quantized` or `TopK` with other settings;
             what a replica leaves unsaid it adds the next time (error feedback).
-        fragments: parts of the parameters that meet at steps of their own, as in streaming DiLoCo.
+        fragments: parts of the parameters that synchronize at their own steps (streaming DiLoCo).
 
     Returns:
         The strategy.
@@ -368,8 +368,8 @@ def _slow(
     OPTIMIZER.or_none().check(name, "outer", outer)
     if fragments > every:
         raise ConfigError(
-            f"{name} got fragments={fragments} and every={every}; each fragment meets at a step of "
-            f"its own, so give at most {every} fragments, or more steps"
+            f"{name} got fragments={fragments} and every={every}; each fragment synchronizes at a "
+            f"step of its own, so give at most {every} fragments, or more steps"
         )
     chosen = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     plan = SlowPlan(

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
-from ..core.modules import wrap_calls
+from ..core.modules import Around, wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Path, PyTree, Shape
+from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..core.weighted import per_sample
 from ..nn import Axes, Layout, manual_axes
 from ..ops.routing import Choice, block_total, in_blocks, in_order, in_slots, slots_for
@@ -200,7 +199,13 @@ class ExpertLayers(AdaptLayers):
         map_experts(model, layout, self.policy.axis, self.form, self.capacity)
 
 
-def map_experts(model: nnx.Module, layout: Layout, *how: Any) -> None:
+def map_experts(
+    model: nnx.Module,
+    layout: Layout,
+    axis: str | None = None,
+    form: ExpertForm = ExpertForm.AUTO,
+    capacity: float | None = None,
+) -> None:
     """Has each rank sort its own tokens by expert, in place.
 
     A compiler that was to sort tokens of all ranks would gather them first.
@@ -208,12 +213,14 @@ def map_experts(model: nnx.Module, layout: Layout, *how: Any) -> None:
     Args:
         model: modules with experts are changed.
         layout: which axes split samples and positions.
-        how: further fields of `SplitExperts`, where experts are split.
+        axis: the mesh axis that splits the experts; None where all ranks have all of them.
+        form: how tokens travel.
+        capacity: the factor of slots, or None.
     """
-    _wrap(model, has_experts, MIX, SplitExperts(layout, *how))
+    _wrap(model, has_experts, MIX, SplitExperts(layout, axis, form, capacity))
 
 
-def _wrap(model: nnx.Module, chosen: Callable[[Any], bool], method: str, run: Any) -> None:
+def _wrap(model: nnx.Module, chosen: Callable[[object], bool], method: str, run: Around) -> None:
     """Has something run in place of a method of some modules."""
     for _, module in list(nnx.iter_modules(model)):
         if chosen(module):
@@ -230,7 +237,7 @@ def sum_over_ranks(model: nnx.Module, axes: Axes) -> None:
     _wrap(model, sums_samples, SUM, SumOverRanks(axes))
 
 
-def sums_samples(module: Any) -> bool:
+def sums_samples(module: object) -> bool:
     """Whether a module adds up over the samples of a batch by a method that can be replaced."""
     return has_experts(module) and hasattr(module, SUM)
 
@@ -245,7 +252,7 @@ class SumOverRanks:
 
     axes: Axes
 
-    def __call__(self, add: Any, module: Any, x: Array) -> tuple[Array, int]:
+    def __call__(self, add: Function, module: nnx.Module, x: Array) -> tuple[Array, int]:
         """As `Experts.sum_samples`."""
         total, samples = add(module, x)
         return all_sum(total, self.axes), samples * num_ranks(self.axes)
@@ -267,7 +274,7 @@ def keep_samples_apart(model: nnx.Module) -> None:
 class PerSampleExperts:
     """Runs a module's `mix_experts` as a function of samples one by one."""
 
-    def __call__(self, mix: Any, module: Any, *arrays: Array) -> tuple[Array, Array]:
+    def __call__(self, mix: Function, module: nnx.Module, *arrays: Array) -> tuple[Array, Array]:
         """As `Experts.mix_experts`."""
         return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
 
@@ -277,7 +284,7 @@ def num_ranks(axes: Iterable[str]) -> int:
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
-def has_experts(module: Any) -> bool:
+def has_experts(module: object) -> bool:
     """Whether a module sends tokens through experts by a method that can be replaced."""
     return all(hasattr(module, name) for name in (MIX, "feed", "hidden_dims"))
 
@@ -300,8 +307,8 @@ class SplitExperts:
 
     def __call__(
         self,
-        mix: Any,
-        module: Any,
+        mix: Function,
+        module: nnx.Module,
         tokens: Array,
         gates: Array,
         chosen: Array,
@@ -321,7 +328,7 @@ class SplitExperts:
             for name, kernel in kernels.items()
         }
 
-        def local(tokens: Array, gates: Array, chosen: Array, kernels: Any) -> PyTree:
+        def local(tokens: Array, gates: Array, chosen: Array, kernels: PyTree) -> PyTree:
             def rows(x):
                 return x.reshape(-1, x.shape[-1])
 
@@ -340,7 +347,7 @@ class SplitExperts:
         return mixed, dropped / (chosen.size * num_ranks(a for a in split if a in manual))
 
     def _mix(
-        self, feed: Any, tokens: Array, choice: Choice, kernels: Any, split: Axes
+        self, feed: Function, tokens: Array, choice: Choice, kernels: PyTree, split: Axes
     ) -> tuple[Array, Array]:
         """On one rank: what becomes of its tokens, and how many assignments had no slot."""
         axis = self.axis
@@ -374,7 +381,13 @@ class SplitExperts:
         return slots_for(tokens, per_token, experts, self.capacity)
 
     def _here(
-        self, feed: Any, tokens: Array, choice: Choice, kernels: Any, first: Any, size: int
+        self,
+        feed: Function,
+        tokens: Array,
+        choice: Choice,
+        kernels: PyTree,
+        first: Array | int,
+        size: int,
     ) -> tuple[Array, Array]:
         """What the experts of this rank, one of `size`, make of tokens."""
         own = jax.tree.leaves(kernels)[0].shape[0]
@@ -396,7 +409,7 @@ class SplitExperts:
         return self.layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def _exchange(
-        self, feed: Any, tokens: Array, choice: Choice, kernels: Any, size: int
+        self, feed: Function, tokens: Array, choice: Choice, kernels: PyTree, size: int
     ) -> tuple[Array, Array]:
         """Slots go to the ranks of their experts, and come back filled."""
         axis, experts = self.axis, size * jax.tree.leaves(kernels)[0].shape[0]
@@ -420,7 +433,7 @@ class SplitExperts:
 
 def _place(ndim: int, axis: str | None, hidden: int, features: Axes) -> PartitionSpec:
     """Where a kernel lies on its way in: experts in front, features in their dim."""
-    entries: list[Any] = [axis] + [None] * (ndim - 1)
+    entries: list[Axes | str | None] = [axis] + [None] * (ndim - 1)
     if features:
         entries[ndim + hidden] = features
     return PartitionSpec(*entries)

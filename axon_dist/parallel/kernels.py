@@ -23,7 +23,7 @@ from ..core.cudnn import MOST_BEFORE_HOPPER
 from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Function, PyTree
 from ..jaxpr.rewrite import Rewriting
 from ..nn.attention import attended
 from ..nn.layout import Axes, Layout, manual_axes
@@ -66,7 +66,7 @@ class OverMesh:
     most_features: int | None = None
 
     def __call__(
-        self, attend: Callable[..., Array], module: Any, *args: object, **kwargs: object
+        self, attend: Callable[..., Array], module: nnx.Module, *args: object, **kwargs: object
     ) -> Array:
         """Computes `attend(module, query, key, value)` of arrays `[B, T, H, K]`.
 
@@ -279,7 +279,7 @@ class RingProducts:
     layout: Layout
     axis: str
 
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def of(self, function: Function) -> Function:
         """Makes a function whose program is rewritten; traced once more here.
 
         Raises:
@@ -393,7 +393,7 @@ class _Marked:
         run = self._mapped(lambda x, w: into_columns(circle, how, x, w), specs, features)
         return [run(pieces, operands[1])]
 
-    def _mapped(self, function: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+    def _mapped(self, function: Function, ins: Any, outs: Any) -> Function:
         # The other axes stay with the compiler, which reduces the gradients of kernels over them.
         mesh: Any = jax.sharding.get_abstract_mesh() if manual_axes() else self.layout.mesh
         return jax.shard_map(

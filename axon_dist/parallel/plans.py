@@ -16,7 +16,7 @@ from ..core.typing import Path
 from ..jaxpr.linen import linen_modules
 from ..mesh import World
 from ..nn import block_paths
-from ..schedule import Schedule
+from ..schedule import Schedule, partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,10 @@ class PipelinePlan:
         """Microbatches per step."""
         return self.schedule.num_microbatches
 
+    def partition(self, num_layers: int) -> tuple[int, ...]:
+        """The first layer of each stage of a chain of layers, and their number."""
+        return partition(num_layers, self.schedule.num_stages, self.costs, self.boundaries)
+
     def validate(self, world: World) -> None:
         """Checks the plan against a world.
 
@@ -68,12 +72,12 @@ APART = ("diloco", "local_sgd")
 """The strategies whose replicas train on their own, by name."""
 
 USUAL_EVERY = 100
-"""The steps between two meetings where none are said; DiLoCo trains with 500 (arXiv:2311.08105)."""
+"""The default number of steps between two outer steps; DiLoCo has 500 (arXiv:2311.08105)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SlowPlan:
-    """How the replicas along a slow mesh axis train apart and meet.
+    """How the replicas along a slow mesh axis train apart and synchronize.
 
     Each has parameters, moments and statistics of its own. With the outer parameters θ, and θ_r
     those of replica r after H steps on its share of the batches,
@@ -82,11 +86,11 @@ class SlowPlan:
 
     Args:
         axis: the mesh axis; nothing else may be split over it.
-        every: H, the steps between two meetings.
+        every: H, the steps between two outer steps.
         outer: the transformation that takes Δ for a gradient.
         compression: how Δ travels; None as it is, in float32.
-        fragments: into how many parts the parameters are cut; part p meets H·(p+1)/P steps after
-            the first of every H, so that the link has a part to carry at a time.
+        fragments: into how many parts the parameters are cut; part p synchronizes H·(p+1)/P steps
+            after the first of every H, so that the link carries one part at a time.
     """
 
     axis: str
@@ -96,7 +100,7 @@ class SlowPlan:
     fragments: int = 1
 
     def due(self, step: int) -> tuple[int, ...]:
-        """Which fragments meet after so many steps.
+        """Which fragments synchronize after so many steps.
 
         Example:
             >>> plan = SlowPlan("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)

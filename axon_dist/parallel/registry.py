@@ -206,12 +206,12 @@ def _diloco(
     Args:
         model: of which each replica has a copy.
         world: the devices, and the mesh they form.
-        every: H, the steps that replicas take on their own before they meet.
+        every: H, the steps that replicas take on their own before they synchronize.
         lr: the learning rate of the outer SGD.
         momentum: its momentum.
         nesterov: whether that is Nesterov's.
         compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
-        fragments: parts of the parameters that meet at steps of their own.
+        fragments: parts of the parameters that synchronize at steps of their own.
         axis: the mesh axis between the replicas.
     """
     outer = optax.sgd(lr, momentum=momentum, nesterov=nesterov)
@@ -231,9 +231,9 @@ def _local_sgd(
     Args:
         model: of which each replica has a copy.
         world: the devices, and the mesh they form.
-        every: H, the steps that replicas take on their own before they meet.
+        every: H, the steps that replicas take on their own before they synchronize.
         compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
-        fragments: parts of the parameters that meet at steps of their own.
+        fragments: parts of the parameters that synchronize at steps of their own.
         axis: the mesh axis between the replicas.
     """
     return local_sgd(axis, every=every, compress=compress, fragments=fragments)

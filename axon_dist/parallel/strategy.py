@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
@@ -44,7 +46,7 @@ class Reduction:
     per: str | None = None
     sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS
     bucket_capacity: int | None = None
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     sync_buffers: bool = True
     by_hand: bool = False
 
@@ -150,8 +152,8 @@ class Strategy:
             the compute; else each unit gathers its own where it uses them. `with_masters` says so.
         resident: those of the batch axes along which parameters that lie split are never gathered:
             each rank computes with its part for the samples of all, as with experts.
-        slow: which axis lies between replicas that train on their own, and when they meet; None
-            where all ranks take every step together.
+        slow: which axis lies between replicas that train on their own, and when they synchronize;
+            None where all ranks take every step together.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -191,6 +193,13 @@ class Strategy:
         said = None if self.reduction is None else self.reduction.per
         splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
         return said or ("microbatch" if splits else "step")
+
+    def layout(self, mesh: Mesh) -> Layout:
+        """Where the activations of all layers lie."""
+        layout = Layout(mesh, self.batch_axes, may_ring=self.pipeline is None)
+        for layers in self.layers:
+            layout = layers.extend(layout)
+        return layout
 
     @property
     def sends_only_sums(self) -> bool:

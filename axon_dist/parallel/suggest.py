@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +18,7 @@ from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.told import MODEL
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Function, Leaf, Path, PyTree
 from ..jaxpr.dataflow import Cut, Flow, FlowValue, Product, follow
 from ..nn import ParallelMode, mixes, softmax_attention
 from .expert import MIX, has_experts
@@ -85,7 +85,7 @@ class Suggestion(Plan):
 
 
 def suggest_plan(
-    model: nnx.Module | Callable[[], nnx.Module], *inputs: Any, **keywords: Any
+    model: nnx.Module | Callable[[], nnx.Module], *inputs: PyTree, **keywords: PyTree
 ) -> Suggestion:
     """Derives the plan of a model from the flow of data between its kernels.
 
@@ -117,13 +117,15 @@ def suggest_plan(
     return _Placement(*_trace(model, inputs, keywords)).suggestion()
 
 
-def _split(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[Any, Any, Any]:
+def _split(
+    model: nnx.Module | Callable[[], nnx.Module],
+) -> tuple[nnx.GraphDef[nnx.Module], PyTree, PyTree]:
     """The structure of a model, and the shapes of its parameters and of all else."""
     MODEL.check("suggest_plan", "model", model)
     make = model if not isinstance(model, nnx.Module) else lambda: model
     structure = []
 
-    def split() -> tuple[Any, Any]:
+    def split() -> tuple[PyTree, PyTree]:
         # Annotated models would ask for a mesh in context.
         with nnx.use_eager_sharding(False):
             graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
@@ -137,7 +139,9 @@ def _split(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[Any, Any, Any]
 
 
 def _trace(
-    model: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    model: nnx.Module | Callable[[], nnx.Module],
+    inputs: tuple[PyTree, ...],
+    keywords: dict[str, PyTree],
 ) -> tuple[Flow, dict[Path, list[int]]]:
     """Follows the program of a model: the flow, and the nodes of its parameters."""
     graphdef, params, rest = _split(model)
@@ -177,14 +181,18 @@ def _trace(
     return flow, nodes
 
 
-def _plain_attention(attend: Any, module: Any, query: Array, key: Array, value: Array) -> Any:
+def _plain_attention(
+    attend: Function, module: nnx.Module, query: Array, key: Array, value: Array
+) -> Array:
     """Stands for attention of any form: fused kernels show nothing of their heads."""
     share = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(heads, share, axis=2) for heads in (key, value))
     return softmax_attention(query, key, value, causal=True)
 
 
-def _every_expert(mix: Any, module: Any, tokens: Any, gates: Any, chosen: Any, kernels: Any) -> Any:
+def _every_expert(
+    mix: Function, module: nnx.Module, tokens: Array, gates: Array, chosen: Array, kernels: PyTree
+) -> tuple[Array, Array]:
     """Stands for experts that tokens are sorted by: every token goes to all of them."""
     count = jax.tree.leaves(kernels)[0].shape[0]
     weights = jnp.sum(jax.nn.one_hot(chosen, count) * gates[..., None], axis=-2)
@@ -198,8 +206,8 @@ def _every_expert(mix: Any, module: Any, tokens: Any, gates: Any, chosen: Any, k
 
 
 def _make_jaxpr(
-    call: Any, params: PyTree, rest: PyTree, inputs: tuple[Any, ...]
-) -> tuple[Any, Any]:
+    call: Function, params: PyTree, rest: PyTree, inputs: tuple[Array, ...]
+) -> tuple[ClosedJaxpr, tuple[Leaf, ...]]:
     if inputs:
         return jax.make_jaxpr(call)(params, rest, inputs), inputs
     failures = []

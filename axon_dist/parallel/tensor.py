@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
 
 from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
-from ..core.modules import wrap_calls
+from ..core.modules import Around, wrap_calls
 from ..core.reduction import all_sum, sum_scatter
-from ..core.typing import Array, Path
+from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..jaxpr.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
 from .kernels import COLUMNS, ROWS, RingProducts, into
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import AdaptLayers, Strategy
 
-LOOKUPS: tuple[Any, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
+LOOKUPS: tuple[Function, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
 """The calls of NNX layers that take rows of a table by the ids that they are given."""
 
 
@@ -157,7 +157,7 @@ class TensorLayers(AdaptLayers):
                 pin = self.pin(rule, path, own, layout)
                 wrap_calls(module, pin.calls(module))
 
-    def pin(self, rule: Rule, path: Path, shapes: dict[str, Any], layout: Layout) -> Pin:
+    def pin(self, rule: Rule, path: Path, shapes: Mapping[str, Shape], layout: Layout) -> Pin:
         """How the calls of one layer are pinned.
 
         Args:
@@ -234,7 +234,7 @@ class Pin:
     layout: Layout
     rings: bool = False
 
-    def calls(self, module: nnx.Module) -> dict[str, Any]:
+    def calls(self, module: nnx.Module) -> dict[str, Around]:
         """What runs in place of the module's methods."""
         if self.rule.mode is ParallelMode.VOCAB and hasattr(module, "attend"):
             columns = dataclasses.replace(self.rule, mode=ParallelMode.COLUMN, dim=-1)
@@ -242,7 +242,9 @@ class Pin:
             return {"__call__": self, "attend": head}
         return {"__call__": self}
 
-    def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
+    def __call__(
+        self, call: Function, module: nnx.Module, *args: object, **kwargs: object
+    ) -> Array:
         """Runs a call between its pins, by the mode."""
         if self.rule.mode is ParallelMode.REPLICATE:
             return jax.tree.map(self._whole, call(module, *args, **kwargs))
@@ -257,7 +259,7 @@ class Pin:
         return around[self.rule.mode](call, module, *args, **kwargs)
 
     def around_columns(
-        self, call: Any, module: Any, x: Array, *args: object, **kwargs: object
+        self, call: Function, module: nnx.Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """Whole features in, split features out."""
         x, parts = self._whole(self._ring(COLUMNS, x)), self.rule.parts
@@ -276,7 +278,7 @@ class Pin:
         return jnp.stack(blocks, dim - 1).reshape(whole)
 
     def around_rows(
-        self, call: Any, module: Any, x: Array, *args: object, **kwargs: object
+        self, call: Function, module: nnx.Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """Split features in, the sum over the ranks out."""
         features = (self.axis,) if self.is_split else ()
@@ -285,7 +287,7 @@ class Pin:
         return summed(self._residual(call(module, x, *args, **kwargs)))
 
     def around_lookup(
-        self, call: Any, module: Any, tokens: Array, *args: object, **kwargs: object
+        self, call: Function, module: nnx.Module, tokens: Array, *args: object, **kwargs: object
     ) -> Array:
         """Token ids in, rows of the table out: every rank looks up those that it holds.
 
@@ -313,7 +315,7 @@ class Pin:
         return mapped(table, tokens)
 
     def around_vocabulary(
-        self, call: Any, module: Any, x: Array, *args: object, **kwargs: object
+        self, call: Function, module: nnx.Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """A table looks tokens up, a head gives split logits."""
         looks_up = not jnp.issubdtype(x.dtype, jnp.floating)
@@ -350,13 +352,20 @@ class LinenPins:
     layers: TensorLayers
     layout: Layout
     path: Path
-    shapes: tuple[tuple[Path, tuple[int, ...]], ...]
+    shapes: tuple[tuple[Path, Shape], ...]
 
-    def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
+    def __call__(
+        self, call: Function, module: nnx.Module, *args: object, **kwargs: object
+    ) -> Array:
         """Runs the bridge with its inner calls intercepted."""
         pinned: list[nn.Module] = []
 
-        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Array:
+        def intercept(
+            call: Function,
+            args: Sequence[PyTree],
+            kwargs: Mapping[str, PyTree],
+            context: nn.module.InterceptorContext,
+        ) -> Array:
             # A layer may call the method of its superclass, which is intercepted too.
             if any(context.module is layer for layer in pinned):
                 return call(*args, **kwargs)
@@ -370,7 +379,11 @@ class LinenPins:
             return call(module, *args, **kwargs)
 
     def intercept(
-        self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext
+        self,
+        call: Function,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        context: nn.module.InterceptorContext,
     ) -> Array:
         """Runs one Linen method between the pins of its layer."""
         path = "/".join(filter(None, (self.path, *context.module.path)))
@@ -383,7 +396,7 @@ class LinenPins:
         return pin(lambda _, *a, **k: call(*a, **k), context.module, *args, **kwargs)
 
 
-def _lookup(call: Any, module: Any) -> tuple[Any, Callable[[Any, Array], Array]] | None:
+def _lookup(call: Function, module: nnx.Module) -> tuple[PyTree, Function] | None:
     """The table of a layer that takes rows by ids, and how; None for a layer of another kind.
 
     One that is like `Embed` and does something to the ids first, such as adding an offset, cannot
@@ -392,7 +405,7 @@ def _lookup(call: Any, module: Any) -> tuple[Any, Callable[[Any, Array], Array]]
     if isinstance(module, nn.Module):
         if type(module).__call__ is not nn.Embed.__call__:
             return None
-        layer: Any = module
+        layer = module
 
         def take(table, ids):
             return jnp.take(table.astype(layer.dtype or table.dtype), ids, axis=0)
@@ -422,7 +435,7 @@ def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
     return [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(parts)]
 
 
-def _pieces(keys: tuple[Any, ...], leaf: Array, parts: int, dim: int) -> list[Array]:
+def _pieces(keys: KeyPath, leaf: Array, parts: int, dim: int) -> list[Array]:
     """A parameter's share of each block; the narrow side of an adapter belongs to all of them."""
     if keys[-2:] == ("lora", "lora_a"):
         return [leaf] * parts
@@ -434,7 +447,7 @@ def is_param(value: Array) -> bool:
     return isinstance(value, nnx.Param)
 
 
-def _shape(variable: Any) -> tuple[int, ...]:
+def _shape(variable: nnx.Variable) -> Shape:
     return variable.get_value().shape
 
 

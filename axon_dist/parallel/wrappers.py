@@ -11,6 +11,7 @@ import jax
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from ..collectives import GradSyncStrategy, broadcast, sync_gradients
 from ..core.errors import ConfigError
@@ -71,7 +72,7 @@ class _Wrapper:
         )
 
 
-def _params(module: Any) -> PyTree:
+def _params(module: nnx.Module) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
@@ -110,7 +111,7 @@ class DistributedDataParallel(_Wrapper):
         *,
         sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS,
         bucket_capacity: int | None = None,
-        reduce_dtype: Any = None,
+        reduce_dtype: DTypeLike | None = None,
         broadcast_buffers: bool = True,
     ):
         MODULE.check("DDP", "module", module)
@@ -399,7 +400,7 @@ def estimate(
     params: PyTree,
     mesh: Mesh,
     optimizer: optax.GradientTransformation | None = None,
-    grad_dtype: Any = None,
+    grad_dtype: DTypeLike | None = None,
     accumulate: int = 2,
 ) -> FSDPMemoryStats:
     """Bytes per device before any array exists: leaf by leaf, as the policies lay them out.

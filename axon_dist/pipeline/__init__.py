@@ -13,6 +13,7 @@ from .layout import Stages as Stages
 from .layout import buffers_together as buffers_together
 from .layout import flatten as flatten
 from .layout import has_apart as has_apart
+from .layout import nest as nest
 from .loss_trace import LossTrace as LossTrace
 from .loss_trace import buffers_over_time as buffers_over_time
 from .loss_trace import check_order as check_order

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Function, Path, PyTree
 from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, owned
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
@@ -184,7 +184,7 @@ class StagedOptimizer:
         return self._optimizer.update(grads, state, params, value=value)
 
     def _staged(
-        self, function: Callable[..., Any], arguments: dict[str, StoredForm], results: Sequence[str]
+        self, function: Function, arguments: dict[str, StoredForm], results: Sequence[str]
     ) -> Callable[..., list[PyTree]]:
         """A function of trees in the model's form, made one of trees in stored form."""
         shapes = [form.shapes for form in arguments.values()]
@@ -238,7 +238,7 @@ class StagedOptimizer:
 
 
 def _run(
-    run: Callable[..., Any], sources: list[StoredForm], targets: list[StoredForm], *trees: PyTree
+    run: Function, sources: list[StoredForm], targets: list[StoredForm], *trees: PyTree
 ) -> list[PyTree]:
     stored = {
         (number, *slot): leaf

@@ -12,15 +12,19 @@ from ..mesh.chips import hardware as hardware
 from ..mesh.chips import parse_cluster as parse_cluster
 from .candidates import Arrangement as Arrangement
 from .candidates import SlowReplicas as SlowReplicas
+from .candidates import Workload as Workload
 from .candidates import arrange as arrange
 from .candidates import candidates as candidates
 from .candidates import more_microbatches as more_microbatches
+from .candidates import workload_of as workload_of
+from .reading import AUTO as AUTO
 from .reading import Reading as Reading
 from .reading import StepCost as StepCost
 from .reading import idle_share as idle_share
 from .reading import read_program as read_program
 from .reading import read_step as read_step
 from .reading import recompute_least as recompute_least
+from .reading import usable_bytes as usable_bytes
 from .scaling import Direction as Direction
 from .scaling import decide as decide
 from .scaling import effective_batch as effective_batch
@@ -29,7 +33,5 @@ from .scaling import parse_count as parse_count
 from .scaling import parse_memory as parse_memory
 from .scaling import scale_lr as scale_lr
 from .scaling import scaling_efficiency as scaling_efficiency
-from .workload import Workload as Workload
-from .workload import workload_of as workload_of
 
 StepTime = StepCost  # its name in 0.1

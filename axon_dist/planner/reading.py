@@ -17,13 +17,14 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from ..core.errors import ConfigError
+from ..core.files import host_memory
 from ..core.typing import Batch
 from ..core.words import byte_size
 from ..jaxpr.device import tape_of
 from ..jaxpr.liveness import peak_of
 from ..jaxpr.placement import Sent, Splits, of_spec
 from ..mesh import World
-from ..mesh.chips import Hardware
+from ..mesh.chips import Hardware, machine_of
 from ..nn import ActivationCheckpointing
 from ..schedule import Costs, PipelineSchedule, build_schedule, simulate
 
@@ -372,3 +373,13 @@ def recomputing_line(
         f"remat: auto recomputes {name}: {byte_size(own.peak)} of {byte_size(int(usable))} "
         f"that may be filled, {saved:.1%} fewer FLOPs than recomputing every block"
     )
+
+
+def usable_bytes(world: World) -> int:
+    """Bytes of a device that a step may fill: of its chip, or of this host's memory its share."""
+    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
+    row = machine_of(world.mesh)
+    if row is not None:
+        return int(USABLE * row.memory_bytes)
+    stats = {} if world.is_cpu else here[0].memory_stats() or {}
+    return int(USABLE * stats.get("bytes_limit", host_memory() // max(1, len(here))))

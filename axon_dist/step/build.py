@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Unpack
+from typing import Unpack
 
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
-from ..core.modules import stacks_of
 from ..core.typing import Batch, LossFn, Trainable
 from ..mesh import World
 from ..nn import ActivationCheckpointing
@@ -69,7 +69,7 @@ def strategy_for(
     chosen = dataclasses.replace(merged, reduction=reduction)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
-    chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
+    chosen = per_layer(chosen, frozenset(parts.stacks))
     stored = parts.dtype if chosen.precision is None else chosen.precision.param
     return with_masters(chosen, parts.frozen_paths, stored)
 
@@ -86,7 +86,7 @@ def build_train_step(
     remat: ActivationCheckpointing | None = None,
     batch: Batch | None = None,
     trainable: Trainable = nnx.Param,
-    frozen_dtype: Any = None,
+    frozen_dtype: DTypeLike | None = None,
     **keywords: Unpack[StepKeywords],
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.

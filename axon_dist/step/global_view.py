@@ -18,7 +18,7 @@ from flax import nnx
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths, map_with_path
-from ..core.typing import Array, Batch, Path, PyTree
+from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.pieces import read_in_loops
 from ..ops.linear_loss import BEFORE_HEAD
@@ -136,7 +136,7 @@ class WithArguments:
     names: tuple[str, ...]
     arguments: tuple[tuple[str, Any], ...]
 
-    def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Any:
+    def __call__(self, call: Function, module: nnx.Module, *args: object, **kwargs: object) -> Any:
         """Runs the method; a bridged module that is told another method runs that as it is."""
         if kwargs.get("method") is not None:
             return call(module, *args, **kwargs)
@@ -146,7 +146,7 @@ class WithArguments:
         return call(module, *placed, **{**kwargs, **given})
 
 
-def at_rest(call: Any, module: Any, *args: object, **kwargs: object) -> Any:
+def at_rest(call: Function, module: nnx.Module, *args: object, **kwargs: object) -> Any:
     """Calls a bridged Linen module with the layers in it as `nnx.Module.eval` would set them."""
     with nn.intercept_methods(_rest):
         return call(module, *args, **kwargs)
@@ -264,7 +264,7 @@ def _names(module: nnx.Module, method: str = "__call__") -> tuple[str, ...]:
     return tuple(name for name, p in taken.items() if p.kind in positional)
 
 
-def _rest(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+def _rest(call: Function, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     """Runs one method of a Linen module, a layer that has a training mode without it."""
     name = next((n for kind, n in AT_REST.items() if isinstance(context.module, kind)), None)
     if name is None or context.method_name != "__call__":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ..core.errors import UnsupportedError
 from ..core.tree import shape_key
-from ..core.typing import PyTree
+from ..core.typing import Function, PyTree
 from ..inspect.computations import below_branches
 from ..inspect.parse import ProgramLike, as_module, origin
 from ..inspect.transfers import collective_kind
@@ -68,7 +67,7 @@ class DeadlockGuard:
         return self.trace(*args).lower()
 
 
-def jit_of(spec: StepSpec) -> Callable[..., Any]:
+def jit_of(spec: StepSpec) -> Function:
     """`jax.jit`, guarded where the compiler partitions code that only one stage's devices run."""
     if spec.strategy.pipeline is None:
         return jax.jit

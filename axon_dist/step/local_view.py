@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import leaves_with_paths, map_with_path
-from ..core.typing import Array, Batch, Path, PyTree
+from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..jaxpr.linen import bridges_of
 from ..jaxpr.pieces import read_once, read_outside_units
 from ..jaxpr.randomness import without_rank
@@ -335,7 +335,7 @@ class LocalPlan:
 
         return jax.tree.map(all_gather_by, map_with_path(cast, shards), places)
 
-    def _scanned(self, forward: Any) -> Any:
+    def _scanned(self, forward: Function) -> Any:
         spec = self.spec
         return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 

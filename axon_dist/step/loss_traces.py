@@ -374,6 +374,3 @@ def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
 
 
 _SUMMED = (Use.MEAN, Use.SUM, Use.SCALED)
-
-
-_SUMMED = (Use.MEAN, Use.SUM, Use.SCALED)

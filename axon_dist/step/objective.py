@@ -15,7 +15,7 @@ from flax import nnx
 
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path
-from ..core.typing import Array, Batch, LossFn, PyTree
+from ..core.typing import Array, Batch, Function, LossFn, PyTree
 from ..core.weighted import Weighted
 from .options import LOSS_SCALE, METRICS
 from .parts import SHARED, STEP, ModelParts, own_and_given
@@ -365,7 +365,7 @@ def _differentiated(
     weight_of: Callable[[Weighted], Any],
     scale: Array | None,
     mean: Callable[[Weighted], Any],
-) -> Callable[..., Any]:
+) -> Function:
     def objective(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Any, Outcome]:
         outcome = forward(params, buffers, batch)
         value = mean(Weighted(outcome.loss.total, weight_of(outcome.loss)))

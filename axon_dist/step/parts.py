@@ -25,7 +25,7 @@ from ..core.tree import (
     problem_of,
     shapes_of,
 )
-from ..core.typing import Path, PyTree, Shape, Trainable
+from ..core.typing import Function, Path, PyTree, Shape, Trainable
 from ..ops.int8 import Int8Form, as_values, int8_form, narrowed
 from ..ops.precision import MixedPrecision, cast_floating, floating_dtype
 
@@ -259,6 +259,11 @@ class ModelParts:
         """The model with shapes in place of arrays, to look at and not to change."""
         return nnx.merge(self.graphdef, self.weights, self.buffers)
 
+    @cached_property
+    def stacks(self) -> Mapping[Path, int]:
+        """The outermost modules that stack layers, and how many each holds."""
+        return stacks_of(self.abstract)
+
     def merge(self, weights: PyTree, buffers: PyTree) -> nnx.Module:
         """Puts a model together around given arrays; changing it leaves them as they are.
 
@@ -403,7 +408,7 @@ def stored_as(
 
 
 def _forms(parts: ModelParts) -> dict[Path, Int8Form]:
-    stacks = tuple(f"{stack}/" for stack in stacks_of(parts.abstract))
+    stacks = tuple(f"{stack}/" for stack in parts.stacks)
     found = {
         path: int8_form(path, leaf, stacked=int(path.startswith(stacks)))
         for path, leaf in leaves_with_paths(parts.frozen)
@@ -438,7 +443,7 @@ def _split(
     return (graphdef, others), tuple(map(nnx.to_pure_dict, states))
 
 
-def _check_takes_nothing(make: Callable[..., Any]) -> None:
+def _check_takes_nothing(make: Function) -> None:
     # The metaclass of modules hides what a class takes.
     run, given = (make.__init__, (None,)) if isinstance(make, type) else (make, ())
     try:

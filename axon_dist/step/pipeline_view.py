@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Batch, Path, PyTree
+from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.randomness import at_part, without_rank
 from ..parallel import PipelinePlan, Strategy
@@ -31,14 +31,15 @@ from ..pipeline import (
     buffers_over_time,
     buffers_together,
     check_order,
+    flatten,
     lookups_in,
     mean_weight,
+    nest,
     parted_by_tokens,
     with_joined_rows,
     with_parted_loss,
 )
 from ..pipeline import Totals as PipelineSums
-from ..pipeline.layout import flatten, nest
 from ..sharding import axes_of, spec_axes, specs
 from .gather import only_axes, reduce_by
 from .microbatches import Draws, draws_of
@@ -306,7 +307,7 @@ class StagedPlan:
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
             return evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
 
-        def spelling(forward: Any) -> Any:
+        def spelling(forward: Function) -> Any:
             # Outside of the region it would be for all of the mesh.
             return spelled(forward, self.strategy, self.spec.mesh) if in_region else forward
 

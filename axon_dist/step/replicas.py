@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.reduction import all_mean
 from ..core.tree import joined, leaves_with_paths, num_params, parted
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Metrics, Path, PyTree
 from ..parallel import SlowPlan, Strategy
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from .batch import Placed
@@ -112,7 +112,7 @@ def _with_rows(state: TrainState, change: Any) -> TrainState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outer:
-    """What the replicas of a step have in common, and how it changes where they meet.
+    """What the replicas of a step have in common, and how it changes in an outer step.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -122,17 +122,17 @@ class Outer:
 
     @property
     def plan(self) -> SlowPlan:
-        """When they meet, and how."""
+        """When they synchronize, and how."""
         plan: Any = self.spec.strategy.slow
         return plan
 
     @property
     def fragments(self) -> tuple[frozenset[Path], ...]:
-        """The paths of the parameters that meet together."""
+        """The paths of the parameters that synchronize together."""
         sizes = {path: num_params(x) for path, x in leaves_with_paths(self.spec.stored_shapes)}
         return self.plan.parts(sizes)
 
-    def first(self, params: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
         """What a run begins with.
 
         Args:
@@ -149,7 +149,7 @@ class Outer:
         missing = jax.tree.map(lambda p: jnp.zeros((rows, *p.shape), jnp.float32), params)
         return outer, {"opt_state": states, "missing": missing}
 
-    def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, Metrics]:
         """Where it lies: the parameters as those of a replica, alike on all of them.
 
         Args:
@@ -168,7 +168,7 @@ class Outer:
         return shardings(strategy.params, state.outer, mesh), {"opt_state": states, **left}
 
     def meet(self, number: int) -> Callable[[TrainState], TrainState]:
-        """The program of one fragment's meeting, to be traced.
+        """The program of one fragment's outer step, to be traced.
 
         Args:
             number: of the fragment.
@@ -245,7 +245,7 @@ class Outer:
 class ReplicaForm(StateForm):
     """What the state of a step with several replicas looks like, and the model in it.
 
-    The model of a state is the one with the outer parameters, those of the last meeting, and the
+    The model of a state is the one with the outer parameters, those of the last outer step, and the
     mean of the replicas' statistics.
     """
 
@@ -286,11 +286,11 @@ class ReplicaForm(StateForm):
 
     @property
     def meetings(self) -> tuple[Callable[[TrainState], TrainState], ...]:
-        """What the replicas do where they meet, a program for each fragment."""
+        """What the replicas do in an outer step, a program for each fragment."""
         return tuple(self.outer.meet(number) for number in range(self.outer.plan.fragments))
 
     def due(self, step: int) -> tuple[int, ...]:
-        """Which meetings follow after so many steps."""
+        """Which outer steps follow after so many steps."""
         return self.outer.plan.due(step)
 
     def near(self, state: TrainState) -> TrainState:
@@ -332,7 +332,7 @@ class ReplicaForm(StateForm):
 
     def step(
         self, state: TrainState, placed: Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, Metrics]:
         """A step that each replica takes by itself.
 
         The axis between the replicas is manual, and the program of one replica is that of the same

@@ -267,7 +267,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         "what is averaged is one",
         UnsupportedError,
         "ema={ema} averages the parameters of every step, and replicas over axis {axis!r} have "
-        "none in common but where they meet; leave ema out, for the outer optimizer averages: "
+        "none in common but in an outer step; leave ema out, for the outer optimizer averages: "
         "diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
         _averaged_alone,
     ),

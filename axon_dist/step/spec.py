@@ -18,8 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
 from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
-from ..mesh import Backend, World, is_on_paper
-from ..mesh.chips import option_names, relative_of
+from ..mesh import Backend, World, is_on_paper, option_names, relative_of
 from ..nn import Layout
 from ..parallel import Reduction, Strategy
 from ..sharding import shardings
@@ -29,7 +28,7 @@ from .options import StepOptions
 from .parts import ModelParts
 from .separable import Separator
 from .storage import Storage, storage_of
-from .view import View, layers_of, layout_of, view_of
+from .view import View, layers_of, view_of
 
 _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
     {
@@ -374,7 +373,7 @@ class StepSpec:
     @property
     def layout(self) -> Layout:
         """Where the activations of all layers lie."""
-        return layout_of(self.strategy, self.world.mesh)
+        return self.strategy.layout(self.world.mesh)
 
     @cached_property
     def change_layers(self) -> Prepare:

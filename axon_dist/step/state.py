@@ -12,10 +12,17 @@ import jax
 from jax.core import Tracer
 
 from ..core.errors import ConfigError, NamedChoice, did_you_mean
+from ..core.told import ArgumentKind
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Leaf, PyTree
 from ..ops.precision import all_finite
 from ..optim.wrappers import SPIKE as SPIKE
+
+WEIGHTS = ArgumentKind(
+    "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
+    "are those of the model",
+    lambda x: isinstance(x, Mapping) and all(hasattr(one, "shape") for one in x.values()),
+)
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +44,9 @@ class TrainState:
         outer: nested dict, the parameters on which replicas that train on their own last agreed,
             in float32 or wider; `params`, `opt_state`, `buffers` and `scaler` then have a row for
             each replica in dim 0. None where there is one.
-        meeting: what the next meeting of such replicas needs besides: `opt_state`, one of the outer
-            optimizer for each fragment, and `missing`, what each has left unsaid under compression.
+        meeting: what the next outer step of such replicas needs besides: `opt_state`, one of
+            the outer optimizer for each fragment, and `missing`, the error of each replica's
+            compression.
     """
 
     step: Array

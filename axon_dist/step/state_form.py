@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rich.console import Group
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.tree import joined, leaves_with_paths, map_with_path
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Leaf, Metrics, Path, PyTree
 from ..mesh import agree, checksums, digest
 from ..ops.int8 import NUMBERS
 from ..parallel import CPUOffload, Strategy
@@ -95,14 +95,15 @@ class Claims:
         """
         for check in self.programs:
             check(compiled)
-        self.check(jax.tree.map(_placed_shape, state, compiled.output_shardings[0]))
+        self.check(jax.tree.map(placed_shape, state, compiled.output_shardings[0]))
 
     def __rich__(self) -> Group:
         tables = [one.table() for one in (self.params, self.grads, self.opt_state)]
         return Group(*tables, *([] if self.frozen is None else [self.frozen.table()]))
 
 
-def _placed_shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def placed_shape(x: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """The shape of an array with where it lies."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -207,11 +208,11 @@ class StateForm:
 
     @property
     def meetings(self) -> tuple[Callable[[TrainState], TrainState], ...]:
-        """What replicas that train on their own do where they meet; none where there is one."""
+        """What replicas that train on their own do in an outer step; none where there is one."""
         return ()
 
     def due(self, step: int) -> tuple[int, ...]:
-        """Which of the meetings follow after so many steps."""
+        """Which of the outer steps follow after so many steps."""
         return ()
 
     @property
@@ -222,7 +223,7 @@ class StateForm:
     @property
     def placed_shapes(self) -> TrainState:
         """A `TrainState` of shapes with shardings."""
-        return jax.tree.map(_placed_shape, self.shapes, self.places)
+        return jax.tree.map(placed_shape, self.shapes, self.places)
 
     def near(self, state: TrainState) -> TrainState:
         """The same state as a step computes with it: in device memory, its buffers whole."""
@@ -243,7 +244,7 @@ class StateForm:
 
     def step(
         self, state: TrainState, placed: Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, Metrics]:
         """From one state in device memory to the next."""
         return one_step(self.spec, state, placed, held)
 
@@ -277,7 +278,7 @@ class StateForm:
         where: dict[Path, Any] = dict(leaves_with_paths(places))
         where |= {path: where[f"{path}/{NUMBERS}"] for path in parts.int8}
         shapes = weight_shapes(parts)
-        return {path: _placed_shape(x, where.get(path, self.whole)) for path, x in shapes.items()}
+        return {path: placed_shape(x, where.get(path, self.whole)) for path, x in shapes.items()}
 
     def weights(self, state: TrainState) -> dict[Path, Array]:
         """The arrays of `weight_targets` with the values of a state."""

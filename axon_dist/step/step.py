@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..checkpoint import target_of
 from ..core.errors import AxonDistError, UnsupportedError
-from ..core.told import ArgumentKind
 from ..core.tree import joined, parted
-from ..core.typing import Array, Batch, Path, PyTree
+from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import Weighted
 from ..mesh import agree, digest, is_on_paper
 from ..sharding import LargestDim, shardings
@@ -27,14 +25,8 @@ from .guards import InFlightLimit, jit_of
 from .replicas import separation_of, shared_metrics
 from .separable import Separation
 from .spec import StepSpec
-from .state import TrainState, averaged, check_fits, check_usable
-from .state_form import Claims, StateForm
-
-WEIGHTS = ArgumentKind(
-    "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
-    "are those of the model",
-    lambda x: isinstance(x, Mapping) and all(hasattr(one, "shape") for one in x.values()),
-)
+from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
+from .state_form import Claims, StateForm, placed_shape
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -82,7 +74,7 @@ class TrainStep:
         # Profilers show a compiled program by the name of its function.
         def train_step(
             state: TrainState, placed: Placed, held: Array | None = None
-        ) -> tuple[TrainState, dict[str, Any]]:
+        ) -> tuple[TrainState, Metrics]:
             return form.step(near(state), placed, held)
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
@@ -160,7 +152,7 @@ class TrainStep:
 
     def __call__(
         self, state: TrainState, batch: Batch | Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, Metrics]:
         """Takes one step; the arrays of the state given are used up.
 
         Args:
@@ -246,7 +238,7 @@ class TrainStep:
         placed = self.layout.abstract(batch)
         return self.spec.with_shared(placed.shared).separator.coupling(placed.arrays)
 
-    def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict[str, Any]]:
+    def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, Metrics]:
         """The reduced gradients of a batch, before clipping; the state stays.
 
         Args:
@@ -319,7 +311,7 @@ class TrainStep:
         return self._lower(batch, 1)
 
     def lower_meetings(self) -> tuple[jax.stages.Lowered, ...]:
-        """Lowers what follows the steps after which replicas meet; one program a fragment.
+        """Lowers what follows the steps after which replicas synchronize; one program a fragment.
 
         Returns:
             The lowered programs; none where the strategy has no replicas that train on their own.
@@ -340,7 +332,7 @@ class TrainStep:
         return self._step.trace(*arguments).jaxpr, jax.tree.leaves(arguments)
 
     def meeting_programs(self) -> tuple[tuple[Any, list[jax.ShapeDtypeStruct]], ...]:
-        """Traces what follows the steps after which replicas meet; one program a fragment.
+        """Traces what follows the steps after which replicas synchronize; one program a fragment.
 
         Returns:
             As of `program`, for a state alone; none where the strategy has no replicas that train
@@ -417,7 +409,7 @@ class PortableForm:
 
     def __init__(self, step: TrainStep):
         self._step = step
-        self.target: TrainState = target_of(step.abstract_state, step.state_shardings)
+        self.target: TrainState = step.form.placed_shapes
         self._is_same = step.storage.rows is None
         if self._is_same:
             return
@@ -437,7 +429,7 @@ class PortableForm:
         portable = jax.eval_shape(to_model, step.abstract_state)
         mesh = step.world.mesh
         where = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
-        self.target = target_of(portable, where)
+        self.target = jax.tree.map(placed_shape, portable, where)
         near = step.near
         self._to_model = jax.jit(lambda state: to_model(near(state)), out_shardings=where)
         self._to_rows = jax.jit(to_rows, out_shardings=step.state_shardings)

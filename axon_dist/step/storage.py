@@ -6,6 +6,7 @@ A pipeline cuts the loss as a program; in what order it calls the blocks says wh
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,12 +19,11 @@ from flax import nnx
 from ..core.errors import UnsupportedError
 from ..core.modules import stacks_of
 from ..core.tree import joined, parted, paths_of
-from ..core.typing import Array, Batch, LossFn, Path, PyTree
+from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.linen import linen_blocks, linen_modules, linen_named, looped_inputs
 from ..jaxpr.rows import Stacked, by_rows, whole
 from ..jaxpr.units import mark_units, names_of
-from ..jaxpr.walk import opened
 from ..ops.int8 import Int8Form, narrowed, widened
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
@@ -44,7 +44,6 @@ from ..pipeline import (
     storage_for,
     trace_loss,
 )
-from ..schedule import partition, stage_ranges
 from ..sharding import InPlaceOf, Policy
 from .objective import Outcome, evaluate, weighed_metrics
 from .parts import ModelParts
@@ -176,7 +175,7 @@ def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
 def _stages(
     parts: ModelParts, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
 ) -> tuple[Stages, Stacks]:
-    model, count = parts.abstract, plan.schedule.num_stages
+    model = parts.abstract
     loops = {} if loss_fn is None or batch is None else loops_in(parts, loss_fn, batch)
     blocks = tuple(block_keys(model, plan.classes, loops))
     stacked = {**_stacked(model), **loops}
@@ -189,8 +188,7 @@ def _stages(
     owners = {_owner(keys, blocks) for keys in leaves} - {None}
     if calls is None or _fits(calls, blocks, plan) or not calls.called.issuperset(owners):
         _check_enough(model, plan, blocks)
-        boundaries = partition(len(blocks), count, plan.costs, plan.boundaries)
-        stages = Stages.of(plan.schedule, blocks, boundaries)
+        stages = Stages.of(plan.schedule, blocks, plan.partition(len(blocks)))
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
     held = {stacks.in_model(keys) for keys in leaves}
@@ -205,8 +203,8 @@ def _fits(calls: Calls, blocks: Sequence[Keys], plan: PipelinePlan) -> bool:
     said = plan.boundaries[-1:] if plan.boundaries else (len(plan.costs or blocks),)
     if len(blocks) < count or said != (len(blocks),):
         return False
-    ranges = stage_ranges(partition(len(blocks), count, plan.costs, plan.boundaries))
-    return calls.fits([stage for stage, numbers in enumerate(ranges) for _ in numbers])
+    ends = enumerate(itertools.pairwise(plan.partition(len(blocks))))
+    return calls.fits([stage for stage, (first, end) in ends for _ in range(first, end)])
 
 
 def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
@@ -217,7 +215,7 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
             f"the pipeline has {count} stages, and the longest way through the loss has {size} "
             "calls of blocks, one behind another. Use fewer stages"
         )
-    return partition(size, count, plan.costs, plan.boundaries)
+    return plan.partition(size)
 
 
 def _check_enough(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> None:
@@ -332,7 +330,7 @@ def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
 
 def traced(
     run: Callable[[PyTree, PyTree, Batch], Outcome],
-    spelled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    spelled: Callable[[Function], Function],
     stacks: Stacks,
     params: PyTree,
     buffers: PyTree,
@@ -422,9 +420,9 @@ def loops_in(parts: ModelParts, loss_fn: LossFn, batch: Batch) -> dict[Keys, int
         return loss.total, loss.weight
 
     given = weights, buffers, batch
-    program = opened(jax.make_jaxpr(run)(*given), jax.tree.leaves(given)).jaxpr
     names = list(flatten(weights))
-    lengths = {names[at]: n for at, n in looped_inputs(program).items() if at < len(names)}
+    inputs = looped_inputs(jax.make_jaxpr(run)(*given))
+    lengths = {names[at]: n for at, n in inputs.items() if at < len(names)}
     found: dict[Keys, int] = {}
     for keys in sorted(modules, key=len):
         below = {lengths.get(leaf) for leaf in names if leaf[: len(keys)] == keys}

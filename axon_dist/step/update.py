@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Metrics, PyTree
 from ..ops.precision import GradScaler, all_finite, clip_by_global_norm, keep_if
 from ..optim.wrappers import metrics_of
 from .batch import Placed
@@ -198,7 +197,7 @@ def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> Gra
 
 def one_step(
     spec: StepSpec, state: TrainState, placed: Placed, held: Array | None = None
-) -> tuple[TrainState, dict[str, Any]]:
+) -> tuple[TrainState, Metrics]:
     """From one state to the next.
 
     Args:

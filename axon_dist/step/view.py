@@ -15,12 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError
 from ..core.tree import is_key, paths_of
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.linen import bridges_of
 from ..jaxpr.rewrite import ByRank, whole_slices
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
-from ..nn import Layout
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
 from ..ops.precision import autocast, cast_floating
@@ -194,7 +193,7 @@ class View:
         return scan_over_layers(forward, group, remat, prefetch=prefetch, unroll=unroll)
 
 
-def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Callable[..., Any]:
+def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
     """A forward pass with its operations spelled so that the compiler gets them right on a mesh.
 
     Args:
@@ -206,7 +205,7 @@ def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Call
     Returns:
         A function of the same arguments and results.
     """
-    layout = layout_of(strategy, mesh)
+    layout = strategy.layout(mesh)
     for rings in ring_products(strategy, layout):
         forward = rings.of(forward)
     losses = LossOverMesh.rewriting(layout)
@@ -215,17 +214,9 @@ def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Call
     return forward if strategy.pipeline is None else whole_slices().of(forward)
 
 
-def layout_of(strategy: Strategy, mesh: Mesh) -> Layout:
-    """Where a strategy has the activations of all layers lie."""
-    layout = Layout(mesh, strategy.batch_axes, may_ring=strategy.pipeline is None)
-    for layers in strategy.layers:
-        layout = layers.extend(layout)
-    return layout
-
-
 def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
     """What a strategy changes about the calls of a model's layers."""
-    layout = layout_of(strategy, mesh)
+    layout = strategy.layout(mesh)
 
     def adapt(model: nnx.Module) -> None:
         # Kernels first: where a layer has mapped attention over all axes already, nothing is left

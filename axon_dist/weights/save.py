@@ -20,7 +20,7 @@ from ..core.errors import ConfigError, DTypeError
 from ..core.files import as_path, read_bytes
 from ..core.told import COUNT, is_dtype
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Path, Shape
+from ..core.typing import Array, JsonDict, Path, Shape
 from ..step import TrainState, TrainStep
 from .adapters import (
     ADAPTER_CONFIG,
@@ -366,7 +366,7 @@ def _files(tensors: list[Outgoing], stem: str, max_file: int) -> dict[str, dict[
 
 def _hub_config(
     rules: WeightRules | str | None, model: nnx.Module, dtype: str | None
-) -> dict[str, Any] | None:
+) -> JsonDict | None:
     if not isinstance(rules, str) or rules not in FORMATS:
         return None
     config = FORMATS[rules].to_hub(config_of(model, rules))

@@ -76,7 +76,7 @@ def test_what_is_read_tells_meetings_from_steps(folder):
     (meeting,) = found.meetings
     assert set(meeting.collectives.by_axis()) == {"nodes"}
     first, total = found.meeting_lines()
-    assert first.startswith("meeting of fragment 0, every 2 steps: ")
+    assert first.startswith("outer step of fragment 0, every 2 steps: ")
     assert total.startswith("all of them: ")
     assert total.endswith(" a step over slow links")
     assert found.to_dict()["every"] == 2

@@ -5,7 +5,7 @@ import pytest
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import Timeouts
 from axon_dist.launch.rendezvous import Peer
-from axon_dist.mesh.step_watch import StepWatch, find_culprit
+from axon_dist.mesh.agreement import StepWatch, find_culprit
 
 ME = [Peer(process=p, num_processes=3, host="h", pid=p, versions={}) for p in range(3)]
 
@@ -70,7 +70,7 @@ def test_the_timeout_is_positive():
 
 def test_without_a_word_of_the_user_the_time_follows_the_steps(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("axon_dist.mesh.step_watch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("axon_dist.mesh.agreement.time.monotonic", lambda: now[0])
     watch, told = StepWatch(ME[0], Shelf(), 1800.0, follows=True), StepWatch(ME[0], Shelf(), 1800.0)
     seen = []
     for step, seconds in enumerate([200.0, 1.0, 1.0, 30.0, 1.0, 1.0]):
