@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
-COPIED = ("axon_dist", "tests", "conftest.py", "pyproject.toml")
+SINGLE_BUFFERED = ("axon_dist", "tests", "conftest.py", "pyproject.toml")
 LIMIT = 600
 """Seconds; far more than any row takes."""
 PASSED, FAILED = 0, 1
@@ -296,7 +296,7 @@ MUTATIONS = (
 
 def copy_of(root: pathlib.Path, target: pathlib.Path) -> None:
     """Copies what tests need."""
-    for name in COPIED:
+    for name in SINGLE_BUFFERED:
         source = root / name
         if source.is_dir():
             shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -19,7 +19,7 @@ from axon_dist.core.told import told
 from axon_dist.core.typing import JsonDict, OptionValue, PyTree
 from axon_dist.data import Loader, LocalBatch
 from axon_dist.inspect import memory
-from axon_dist.mesh.chips import IN_PARALLEL, UNCOPIED
+from axon_dist.mesh.chips import DOUBLE_BUFFERED, IN_PARALLEL
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.step import TrainStep
 
@@ -49,7 +49,7 @@ class Variant:
     as_config: bool = True
 
 
-(_TWO,), (_IN_FLIGHT,) = UNCOPIED, IN_PARALLEL
+(_TWO,), (_IN_FLIGHT,) = DOUBLE_BUFFERED, IN_PARALLEL
 OPTIONS: MappingProxyType[str, Mapping[str, Options]] = MappingProxyType(
     {
         "gpu": {

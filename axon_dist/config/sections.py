@@ -158,7 +158,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logger:
-    """A place that metrics go to; `module` is what writes there, of the extra `loggers`."""
+    """A place that metrics go to; `module` is the package that the extra `loggers` installs."""
 
     module: ClassVar[str]
 
@@ -274,8 +274,8 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sequence:
-    """In which pieces tokens are learned.
+class SequenceOptions:
+    """The length of the samples of tokens, and how many batches are loaded ahead.
 
     Args:
         sequence_length: tokens that a sample predicts.
@@ -287,22 +287,22 @@ class Sequence:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextData(Sequence, TextSource):
-    """Which text a run reads, and in pieces of which length."""
+class TextData(SequenceOptions, TextSource):
+    """Which text a run reads, and in samples of which length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenData(Sequence, TokenSource):
-    """Which files of tokens a run reads, and in pieces of which length."""
+class TokenData(SequenceOptions, TokenSource):
+    """Which files of tokens a run reads, and in samples of which length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JsonlData(Sequence, JsonlSource):
+class JsonlData(SequenceOptions, JsonlSource):
     """Which lines a run reads, and in rows of which length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParquetData(Sequence, ParquetSource):
+class ParquetData(SequenceOptions, ParquetSource):
     """Which parquet files a run reads, and in rows of which length."""
 
 
@@ -313,7 +313,7 @@ SOURCES: MappingProxyType[str, type] = MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixtureData(Sequence):
+class MixtureData(SequenceOptions):
     """Several sources, of each so many samples as its weight says.
 
     Args:
@@ -441,5 +441,5 @@ DATA: MappingProxyType[str, type] = MappingProxyType(
 TokensData: TypeAlias = TextData | TokenData | JsonlData | ParquetData | MixtureData
 """A section whose samples are sequences of tokens."""
 
-TOKENS: tuple[type[TokensData], ...] = (TextData, TokenData, JsonlData, ParquetData, MixtureData)
+TOKENS: tuple[type, ...] = tuple(row for row in DATA.values() if issubclass(row, SequenceOptions))
 """Those of `DATA` whose samples are sequences of tokens."""

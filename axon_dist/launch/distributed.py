@@ -397,7 +397,9 @@ def prepare_emulation(num_devices: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in rendezvous_flags() if flag.split("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
-    jax.config.update("jax_num_cpu_devices", num_devices)
+    # The environment may ask for more, for another world that comes later in this process.
+    asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
+    jax.config.update("jax_num_cpu_devices", max(num_devices, asked))
     if not getattr(jax.config, "jax_platforms"):  # noqa: B009
         jax.config.update("jax_platforms", "cpu")
 

@@ -30,11 +30,11 @@ Flags: TypeAlias = MappingProxyType[str, str | bool | int]
 PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_gather", "reduce_scatter", "all_reduce"))
 """A collective in a loop is moved into the iteration before or after, where compute hides it."""
 
-UNCOPIED: Flags = MappingProxyType({"xla_gpu_enable_while_loop_double_buffering": True})
+DOUBLE_BUFFERED: Flags = MappingProxyType({"xla_gpu_enable_while_loop_double_buffering": True})
 """What a loop gathers for its next iteration travels in its carry, where XLA copies it to have one
 buffer for all iterations; of loops that take two at a time, each has its own."""
 
-COPIED: Flags = MappingProxyType(dict.fromkeys(UNCOPIED, False))
+SINGLE_BUFFERED: Flags = MappingProxyType(dict.fromkeys(DOUBLE_BUFFERED, False))
 """Where no loop gathers, two iterations at a time only take memory: 2.9 GiB of 26.6 in a step of
 data parallelism over eight microbatches of 1.3 billion parameters."""
 
@@ -47,7 +47,7 @@ SCHEDULED: Flags = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": 
 """Where XLA knows no rates of a GPU, as before Hopper, it starts a collective only where it ends,
 unless it is told to schedule by latencies."""
 
-SUMS_STAY: Flags = MappingProxyType(gpu_pipelining("all_reduce", on=False))
+SUMS_NOT_PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_reduce", on=False))
 """Where sums of gradients are all that travels, each has enough beside it where it is; moved on,
 that of the last iteration comes after the loop with nothing beside it."""
 
@@ -141,9 +141,11 @@ class Hardware:
         aliases: other names that targets may call it.
         wiring: how it is put together; None for a machine that cannot be compiled for.
         options: what a step is compiled with for it, as names and values.
-        whole_options: what besides, and instead, where no loop of a step gathers weights.
-        sum_options: the same where nothing travels but sums of gradients.
-        node_options: what besides where weights and gradients are all that travels, over nodes.
+        no_gather_options: options over these for steps in which no loop gathers weights, such as
+            those of DDP.
+        sums_only_options: the same for steps whose only transfers are sums of gradients.
+        multi_node_options: the same over several nodes, for steps whose only transfers are those of
+            weights and gradients.
         capability: the compute capability of an NVIDIA GPU, such as `9.0`; "" for others.
         like: the chip whose limits the compiler is told, where those of this one are not described;
             "" for its own.
@@ -173,9 +175,9 @@ class Hardware:
     aliases: tuple[str, ...] = ()
     wiring: Wiring | None = None
     options: Options = ()
-    whole_options: Options = ()
-    sum_options: Options = ()
-    node_options: Options = ()
+    no_gather_options: Options = ()
+    sums_only_options: Options = ()
+    multi_node_options: Options = ()
     capability: str = ""
     like: str = ""
 
@@ -203,9 +205,9 @@ class Hardware:
         self, num_devices: int, whole: bool = False, only_sums: bool = False, few: bool = True
     ) -> CompilerOptions:
         """What a step is compiled with; `few` of those whose layers send nothing of their own."""
-        nodes = self.node_options * (few and self.num_nodes(num_devices) > 1)
-        own = self.options + nodes + self.whole_options * whole
-        return dict(own + self.sum_options * only_sums)
+        nodes = self.multi_node_options * (few and self.num_nodes(num_devices) > 1)
+        own = self.options + nodes + self.no_gather_options * whole
+        return dict(own + self.sums_only_options * only_sums)
 
     def num_nodes(self, num_ranks: int, stride: int = 1) -> int:
         """The nodes that a group touches whose members are `stride` devices apart."""
@@ -285,7 +287,8 @@ _TORUS_V4 = dataclasses.replace(_TORUS_3D, topology=(("chip_config_name", "megac
 _ON_V5E = tuple({**NO_WINDOWS, **ASYNC_GATHERS}.items())
 _ON_SPARSE_CORE = tuple({**NO_WINDOWS, **SPARSE_CORE}.items())
 
-# All SXM cards with the same chip have the same dense bfloat16 rate.
+# A rate is written once (a test counts): all SXM cards with the same chip have the same dense
+# bfloat16 rate.
 _AMPERE, _HOPPER, _HOPPER_NVL, _BLACKWELL, _GRACE_BLACKWELL = (
     312e12, 989e12, 835e12, 2.25e15, 2.5e15,
 )  # fmt: skip
@@ -302,13 +305,13 @@ def _gpu(
 ) -> Hardware:  # fmt: skip
     hopper = _version(capability) >= (9, 0)
     return Hardware(
-        name, memory, flops, hbm, link, network, wiring.max_last_dim, 0.5,
-        2.0 if hopper else 1.0, _NVLINK_HOP, _NETWORK_HOP, f"{_SHEET}, {sheet}; {_DRIVER}",
-        (kind,), wiring=wiring,
-        options=tuple((PIPELINED | (UNCOPIED if hopper else SCHEDULED)).items()),
-        whole_options=tuple(COPIED.items()) if hopper else (),
-        sum_options=tuple(SUMS_STAY.items()),
-        node_options=tuple(IN_PARALLEL.items()) if hopper else (),
+        name, memory, flops, hbm, link, network, node_size=wiring.max_last_dim, float32_rate=0.5,
+        float8_rate=2.0 if hopper else 1.0, link_latency=_NVLINK_HOP, network_latency=_NETWORK_HOP,
+        source=f"{_SHEET}, {sheet}; {_DRIVER}", kinds=(kind,), wiring=wiring,
+        options=tuple((PIPELINED | (DOUBLE_BUFFERED if hopper else SCHEDULED)).items()),
+        no_gather_options=tuple(SINGLE_BUFFERED.items()) if hopper else (),
+        sums_only_options=tuple(SUMS_NOT_PIPELINED.items()),
+        multi_node_options=tuple(IN_PARALLEL.items()) if hopper else (),
         capability=capability, like=like,
     )  # fmt: skip
 
@@ -445,7 +448,7 @@ def chip_names() -> dict[str, str]:
 
 def option_names() -> tuple[str, ...]:
     """The names of all compiler options that are set for some chip."""
-    fields = ("options", "whole_options", "sum_options", "node_options")
+    fields = ("options", "no_gather_options", "sums_only_options", "multi_node_options")
     every = [getattr(row, field) for row in HARDWARE.values() for field in fields]
     return tuple(sorted({name for options in every for name, _ in options}))
 

@@ -411,12 +411,11 @@ def _embedding(config: TransformerConfig, num_rows: int, rngs: nnx.Rngs) -> nnx.
 
 
 def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
-    if config.norm != "layer":
-        return rms_norm(config, config.width)
-    return nnx.LayerNorm(
-        config.width,
-        epsilon=config.norm_eps,
-        **numerics(config),
-        use_fast_variance=False,  # E[x^2] - E[x]^2 loses digits where features are far from zero
-        rngs=rngs,
-    )
+    match config.norm:
+        case "rms" | "rms_plus_one":
+            return rms_norm(config, config.width)
+        case "layer":
+            # E[x^2] - E[x]^2 loses digits where features are far from zero.
+            plain = {**numerics(config), "epsilon": config.norm_eps, "use_fast_variance": False}
+            return nnx.LayerNorm(config.width, **plain, rngs=rngs)
+    raise ConfigError(f"norm={config.norm!r} is a name of NORMS that no layer is made of here")

@@ -72,9 +72,15 @@ PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
 )
 
 
+NORMS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {"rms": ("scale",), "rms_plus_one": ("scale",), "layer": ("scale", "bias")}
+)
+"""The norms of a decoder, each with its parameters of `width` numbers; `_norm` of the transformer
+makes the layer, and `weights/family.py` reads the names of its parameters here."""
+
 _CHOICES: tuple[tuple[str, Collection[str], str], ...] = (
     ("attention", ATTENTION_FORMS, "a form of attention"),
-    ("norm", ("rms", "rms_plus_one", "layer"), "a norm"),
+    ("norm", NORMS, "a norm"),
     ("norms", ("before", "after", "both"), "a place of norms"),
     ("qk_norm", ("none", "head", "all"), "a norm of queries and keys"),
     ("positions", ("rotary", "learned"), "a kind of positions"),
@@ -370,7 +376,7 @@ def num_params(config: TransformerConfig) -> int:
         hidden = (experts.count + experts.shared) * (experts.width or hidden)
         router = width * experts.count
     heads, kernels = config.num_heads + config.kv_heads, 3 if config.gated else 2
-    norm = width * (2 if config.norm == "layer" else 1)
+    norm = width * len(NORMS[config.norm])
     places = 4 if config.norms == "both" else 2
     block = 2 * width * config.key_size * heads + kernels * width * hidden + places * norm + router
     q_and_kv = config.key_size * (config.num_heads + 2 * config.kv_heads)

@@ -50,7 +50,13 @@ class PipelineSchedule(StrEnum):
 
 
 class Builder(NamedTuple):
-    """A row of `SCHEDULES`: the function, its usual chunks, and whether these can be chosen."""
+    """A row of `SCHEDULES`.
+
+    Args:
+        build: the function, of the number of devices and of microbatches.
+        chunks: stages per device, unless the caller chooses.
+        any_chunks: whether the caller may choose another number, which `build` then takes third.
+    """
 
     build: Callable[..., Schedule]
     chunks: int = 1
@@ -82,7 +88,7 @@ def build_schedule(
 
     Args:
         name: one of `PipelineSchedule`, or its text such as `"1f1b"`.
-        num_stages: length of the pipeline: the number of devices, each with `chunks` stages.
+        num_stages: pipeline ranks, the devices of an axis `pp`; each has `chunks` stages.
         num_microbatches: microbatches per step.
         chunks: stages per device. None takes what is usual for the schedule: 2 where it needs
             several, else 1.

@@ -12,6 +12,7 @@ from typing import Any
 
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.models import ExpertConfig, RopeScaling, TransformerConfig
+from axon_dist.models.transformer_config import NORMS
 
 from ..core.typing import JsonDict
 from .rule import WeightRule, WeightRules
@@ -150,10 +151,11 @@ class Family:
         name: for people.
         model_type: what `config.json` calls it.
         architecture: the class of its models there.
-        parts: what differs from `_PARTS`.
+        parts: fields of `TransformerConfig` that are fixed in this family, over those of `_PARTS`.
         keys: fields of a `TransformerConfig` -> keys of `config.json`, beside the sizes.
-        defaults: values of keys that a config may leave out; None where there is nothing.
-        only: keys whose other values a `Transformer` cannot follow, and the values that it can.
+        defaults: values of keys that a config may leave out, None for no value; a key that stands
+            here is one that the family has.
+        only: keys of which a `Transformer` supports these values alone; others are refused.
         windows: `"all"` layers have one, or `"listed"` ones have; empty where none has.
         activation: the key of the activation.
         scalings: which kinds of scaled rotary positions it has.
@@ -458,7 +460,7 @@ _WINDOWS = {"": "none", "all": "one in every layer", "listed": "the same whereve
 
 def _norm_parts(config: TransformerConfig) -> list[tuple[str, str]]:
     """The parameters of a norm, in files and here."""
-    return [("weight", "scale"), *([("bias", "bias")] if config.norm == "layer" else [])]
+    return [({"scale": "weight"}.get(name, name), name) for name in NORMS[config.norm]]
 
 
 def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[WeightRule]:

@@ -14,10 +14,10 @@ import axon_dist
 from axon_dist import inspect, planner
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import (
+    DOUBLE_BUFFERED,
     HARDWARE,
     IN_PARALLEL,
     SCHEDULED,
-    UNCOPIED,
     hardware,
     machine_of,
     option_names,
@@ -130,7 +130,7 @@ def test_a_chip_of_a_row_and_emulated_devices_leave_nothing_to_say():
 def test_options_go_by_what_travels_how_far():
     """Two iterations at a time where loops gather; several gathers at once between nodes."""
     h100, ampere = hardware("h100"), hardware("a100-80")
-    (twice,), (many,) = UNCOPIED, IN_PARALLEL
+    (twice,), (many,) = DOUBLE_BUFFERED, IN_PARALLEL
     assert h100.options_for(8)[twice] is True
     assert h100.options_for(8, whole=True)[twice] is False
     assert many not in h100.options_for(8)

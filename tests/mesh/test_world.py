@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -84,3 +85,13 @@ def test_a_loop_that_never_waits_does_not_starve():
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
     )
     assert run.stdout.strip() == "1500.0", run.stderr
+
+
+@pytest.mark.full
+def test_the_environment_may_ask_for_more_devices_than_the_first_world():
+    worlds = "World.emulate(1, 'dp=1'); print(World.emulate(4, 'dp=4').size)"
+    program = f"from axon_dist import World; {worlds}"
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "NPROC": "8"}
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout == "4\n", done.stderr

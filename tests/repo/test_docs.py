@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pathlib
 import pkgutil
 import re
 
@@ -9,6 +10,7 @@ import pytest
 
 import axon_dist
 
+ROOT = pathlib.Path(axon_dist.__file__).parents[1]
 ROOMS = [
     module.name
     for module in pkgutil.iter_modules(axon_dist.__path__, "axon_dist.")
@@ -48,3 +50,18 @@ def _documented(docstring: str) -> set[str]:
     if not section:
         return set()
     return set(re.findall(r"^    \*{0,2}(\w+):", section.group(1), re.MULTILINE))
+
+
+def test_where_to_add_what_exists():
+    """Every file and every table that the guide for contributors names is there."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = text[text.index("## Where to add") : text.index("## What may change")].splitlines()[5:]
+    for row in filter(None, rows):
+        _, where, table, test = (cell.strip() for cell in row.strip("|").split("|"))
+        for path in re.findall(r"`([\w/]+(?:\.py|/))`", where + test):
+            in_room = (ROOT / "axon_dist" / path).exists() or (ROOT / path).exists()
+            assert in_room or path.endswith("/context.py") or "/" not in path, f"{path}: {row}"
+        for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", table):
+            lines = (ROOT / "axon_dist" / file).read_text()
+            for name in re.findall(r"`(\w+)`", names):
+                assert re.search(rf"^(class )?{name}\b", lines, re.MULTILINE), f"{file}: no {name}"

@@ -37,3 +37,22 @@ def test_example_runs(path):
     if path.name == "02_fsdp.py":
         (picture,) = re.findall(r"## One picture.*?```text\n(.*?)```", README, re.DOTALL)
         assert done.stdout.startswith(picture)
+
+
+@pytest.mark.full
+def test_the_sweep_of_the_guide_runs(tmp_path):
+    guide = (ROOT / "docs" / "guides" / "loop.md").read_text()
+    (sweep,) = re.findall(r"## A sweep.*?```bash\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    done = subprocess.run(
+        ["bash", "-e", "-c", sweep],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    page = (tmp_path / "rates.html").read_text()
+    assert "optimizer.learning_rate" in page
+    assert all(f"rate-{rate}" in page for rate in ("1e-3", "3e-3", "1e-2"))

@@ -67,7 +67,7 @@ def test_a_chip_brings_its_own_and_the_user_comes_last(world, chip):
 )  # fmt: skip
 def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch):
     """Above those of the chip, below those of the user."""
-    row = dataclasses.replace(chip, sum_options=((NAME, "dce"),))
+    row = dataclasses.replace(chip, sums_only_options=((NAME, "dce"),))
     monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     make = lambda **options: build(world, strategy, **options).compiler_options
@@ -88,11 +88,11 @@ def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch
 )  # fmt: skip
 def test_weights_that_are_whole_have_options_of_their_own(chip, strategy, whole, monkeypatch):
     """Above those of the chip, below those of sums alone."""
-    row = dataclasses.replace(chip, whole_options=((NAME, "dce"),))
+    row = dataclasses.replace(chip, no_gather_options=((NAME, "dce"),))
     monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     assert build(world, strategy).compiler_options == {NAME: "dce" if whole else "algsimp"}
-    row = dataclasses.replace(row, sum_options=((NAME, "cse"),))
+    row = dataclasses.replace(row, sums_only_options=((NAME, "cse"),))
     last = build(world, strategy).compiler_options
     assert last == {NAME: "cse" if strategy.sends_only_sums else "dce" if whole else "algsimp"}
 

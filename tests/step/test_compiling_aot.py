@@ -21,7 +21,7 @@ from axon_dist import (
 )
 from axon_dist.core.errors import ConfigError
 from axon_dist.inspect import collectives, flops, target_devices
-from axon_dist.mesh.chips import COPIED
+from axon_dist.mesh.chips import SINGLE_BUFFERED
 from axon_dist.mesh.targets import missing_compiler, target_options
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 
@@ -48,7 +48,7 @@ def build(num_layers=1, scan=False, accumulate=1, per="microbatch", **options):
 def ledger_of(num_layers, scan=False, accumulate=1, per="microbatch", bare=False):
     without = dict.fromkeys(target_options("h100:8")) if bare else None
     step = build(num_layers, scan, accumulate, per, compiler_options=without)
-    own = target_options("h100:8") | (dict(COPIED) if per == "step" else {})
+    own = target_options("h100:8") | (dict(SINGLE_BUFFERED) if per == "step" else {})
     assert step.compiler_options == ({} if bare else own)
     tokens = jax.ShapeDtypeStruct((8 * accumulate, LENGTH + 1), jnp.int32)
     return collectives(step.lower({"tokens": tokens}).compile(), step.world.mesh)
