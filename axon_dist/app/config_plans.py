@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
-from axon_dist.core.told import told
 from axon_dist.inspect import Report
 from axon_dist.mesh import paper_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware
@@ -122,7 +122,7 @@ class ConfigPlans:
         return self.best.fits
 
 
-@told(config=CONFIG)
+@checked(config=CONFIG)
 def plan_config(
     config: RunConfig,
     hardware: Hardware,

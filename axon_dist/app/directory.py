@@ -18,9 +18,9 @@ from pathlib import Path
 
 import yaml
 
+from axon_dist.core.checks import is_whole
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes, read_text
-from axon_dist.core.told import is_whole
 from axon_dist.core.typing import JsonDict
 
 from ..config import RunConfig

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from flax.traverse_util import flatten_dict
 
+from axon_dist.core.checks import checked
 from axon_dist.core.errors import MeshError
-from axon_dist.core.told import told
 from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, report, target_devices
@@ -77,7 +77,7 @@ class Examination:
         return lines
 
 
-@told(config=CONFIG)
+@checked(config=CONFIG)
 def examine(config: RunConfig, target: str | None = None) -> Examination:
     """Compiles the very step that a config would train with, and reads the program.
 
@@ -285,7 +285,7 @@ def _differing(config: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-@told(config=CONFIG)
+@checked(config=CONFIG)
 def dry_run(config: RunConfig) -> DryRun:
     """Builds and compiles all that a run needs, and says what it would do; writes nothing.
 

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from rich.table import Table
 
+from axon_dist.core.checks import checked
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.told import told
 from axon_dist.core.typing import JsonDict, OptionValue, PyTree
 from axon_dist.data import Loader, LocalBatch
 from axon_dist.inspect import memory
@@ -153,7 +153,7 @@ class Tuning:
         return table
 
 
-@told(config=CONFIG)
+@checked(config=CONFIG)
 def tune(
     config: RunConfig, rounds: int = 5, calls: int = 4, tried: Sequence[Variant] | None = None
 ) -> Tuning:
@@ -296,7 +296,7 @@ class DataCheck:
         return self.samples_per_second > self.needed_per_second
 
 
-@told(config=CONFIG)
+@checked(config=CONFIG)
 def check_data(
     config: RunConfig, num_samples: int = 3, seconds: float = 2.0, with_step: bool = True
 ) -> DataCheck:

@@ -16,6 +16,7 @@ from jax.errors import JaxRuntimeError
 from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
+from axon_dist.core.checks import checked
 from axon_dist.core.errors import (
     AxonDistError,
     CheckpointError,
@@ -24,7 +25,6 @@ from axon_dist.core.errors import (
     OutOfMemoryError,
     install_command,
 )
-from axon_dist.core.told import told
 from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
@@ -69,7 +69,7 @@ class RunResult:
     summary: dict[str, Any]
 
 
-@told(config=CONFIG)
+@checked(config=CONFIG)
 def train(
     config: RunConfig, console: Console | None = None, resume: str | None = None
 ) -> RunResult:

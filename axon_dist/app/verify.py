@@ -15,8 +15,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from axon_dist.core.checks import checked
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.told import told
 from axon_dist.core.tree import leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path, PyTree
 from axon_dist.data import LocalBatch
@@ -228,7 +228,7 @@ def tiny(config: RunConfig) -> RunConfig:
     return RunConfig.from_dict(plain)
 
 
-@told(config=CONFIG)
+@checked(config=CONFIG)
 def verify(config: RunConfig, steps: int = 5) -> Verification:
     """Trains a few steps with the config's strategy and on one device, and compares.
 

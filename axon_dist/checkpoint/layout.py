@@ -25,8 +25,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from ..core import errors
+from ..core.checks import is_number, is_whole
 from ..core.errors import AxonDistError, CheckpointError, ConfigError, NamedChoice
-from ..core.told import is_number, is_whole
 from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import Array, Leaf, PyTree
 from ..core.typing import Path as LeafPath

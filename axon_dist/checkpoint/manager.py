@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..core.checks import NUMBER, WHOLE, ArgumentKind
 from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ..core.files import as_path, kind_at
-from ..core.told import NUMBER, WHOLE, ArgumentKind
 from ..core.typing import PyTree
 from .layout import (
     UNFINISHED,

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
+from ..core.checks import TEXTS
 from ..core.errors import AxonDistError, CheckpointError, DamagedCheckpointError
 from ..core.files import as_path
-from ..core.told import TEXTS
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few

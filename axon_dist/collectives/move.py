@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.checks import WHOLE, ArgumentKind, checked, is_whole
 from ..core.errors import GroupError
 from ..core.reduction import all_sum, gathered, sum_scatter, varying
-from ..core.told import WHOLE, ArgumentKind, is_whole, told
 from ..core.typing import Array, PyTree
 from ..mesh import GROUP, ProcessGroup
 from .place import (
@@ -304,7 +304,7 @@ PAIRS = ArgumentKind(
 """What `send_recv` is told."""
 
 
-@told(group=GROUP, perm=PAIRS)
+@checked(group=GROUP, perm=PAIRS)
 def send_recv(x: PyTree, group: ProcessGroup, perm: Sequence[tuple[int, int]]) -> PyTree:
     """Sends values along pairs (source, destination); who is sent nothing gets zeros.
 
@@ -330,7 +330,7 @@ def send_recv(x: PyTree, group: ProcessGroup, perm: Sequence[tuple[int, int]]) -
     return each_leaf(_send, x, group, pairs=pairs)
 
 
-@told(group=GROUP, offset=WHOLE)
+@checked(group=GROUP, offset=WHOLE)
 def shift(x: PyTree, group: ProcessGroup, offset: int = 1, wrap: bool = True) -> PyTree:
     """Sends every value `offset` ranks further: rank r gets that of rank r - offset.
 

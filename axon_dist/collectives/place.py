@@ -12,8 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
+from ..core.checks import WHOLE, checked
 from ..core.errors import ConfigError, DivisibilityError, DTypeError, GroupError
-from ..core.told import WHOLE, told
 from ..core.tree import check_32_bits, is_key, leaves_with_paths, problem_of
 from ..core.typing import Array, PyTree, Shape
 from ..mesh import GROUP, ProcessGroup, process_index
@@ -188,7 +188,7 @@ def pad_dim(x: Array, dim: int, parts: int) -> Array:
     return jnp.pad(x, widths)
 
 
-@told(group=GROUP)
+@checked(group=GROUP)
 def rank(group: ProcessGroup) -> Array:
     """Returns this rank's place within its group.
 
@@ -213,7 +213,7 @@ def rank(group: ProcessGroup) -> Array:
     return jnp.asarray(places)
 
 
-@told(group=GROUP)
+@checked(group=GROUP)
 def world_size(group: ProcessGroup) -> int:
     """Returns how many ranks take part in a collective of the group, as a Python number."""
     return group.size
@@ -231,7 +231,7 @@ def is_main_process() -> bool:
     return process_index() == 0
 
 
-@told(group=GROUP)
+@checked(group=GROUP)
 def barrier(group: ProcessGroup) -> None:
     """Waits until every device of the group's mesh, and so every process, has come here.
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ..core.checks import NUMBERS
 from ..core.errors import ConfigError, DTypeError, GroupError
 from ..core.reduction import all_sum
-from ..core.told import NUMBERS
 from ..core.typing import Array, PyTree, Shape
 from ..mesh import ProcessGroup
 from .buckets import (

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
+from axon_dist.core.checks import ArgumentKind
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, read_text
-from axon_dist.core.told import ArgumentKind
 
 from ..core.typing import JsonDict
 from .schema import RunConfig

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import grain
 import numpy as np
 
+from axon_dist.core.checks import is_whole
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.told import is_whole
 
 from .images import Images, ImageSet
 from .samples import LocalBatch, Samples, TwoSides, checksum, local_rows, shuffled

@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
+from axon_dist.core.checks import FUNCTION, ArgumentKind
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.told import FUNCTION, ArgumentKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ..core.checks import is_whole
 from ..core.errors import GroupError, did_you_mean
-from ..core.told import is_whole
 from ..core.typing import Array
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from ..core.checks import ArgumentKind
 from ..core.errors import BackendStartedError, GroupError, MeshError, NamedChoice, UnsupportedError
-from ..core.told import ArgumentKind
 from ..core.typing import JsonDict
 from ..launch.distributed import (
     Timeouts,

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 from flax import nnx
 
+from axon_dist.core.checks import REAL, WHOLE
 from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
-from axon_dist.core.told import REAL, WHOLE
 from axon_dist.core.tree import has_64_bits
 from axon_dist.core.typing import Array
 

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.checks import MODULE, REAL, SEED, WHOLE, ArgumentKind, checked
 from ..core.errors import ConfigError, UnsupportedError
-from ..core.told import MODULE, REAL, SEED, WHOLE, ArgumentKind, told
 from ..core.typing import Array, PyTree
 
 
@@ -163,7 +163,7 @@ _PROMPTS = ArgumentKind(
 Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array
 
 
-@told(model=MODULE, num_tokens=WHOLE, seed=SEED, end=WHOLE.or_none(), prompts=_PROMPTS)
+@checked(model=MODULE, num_tokens=WHOLE, seed=SEED, end=WHOLE.or_none(), prompts=_PROMPTS)
 def generate(
     model: nnx.Module,
     prompts: Prompts,

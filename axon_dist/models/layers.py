@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..core.checks import RNGS, is_whole
 from ..core.errors import ConfigError
-from ..core.told import RNGS, is_whole
 from ..core.typing import Array, PyTree
 from .attention import ATTENTION_FORMS, capped, einsum_attention, in_window
 from .config import ACTIVATIONS, check_choice, numerics

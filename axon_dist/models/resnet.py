@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core.checks import RNGS, ArgumentKind, checked
 from ..core.errors import ConfigError, did_you_mean
-from ..core.told import RNGS, ArgumentKind, told
 from ..core.typing import Array
 from .config import Presets, check_above_zero, check_at_least_one, check_floats, numerics
 from .layers import pixels
@@ -129,7 +129,7 @@ class ResNet(nnx.Module):
     Source: He et al., Deep Residual Learning, arXiv:1512.03385.
     """
 
-    @told("ResNet", config=_CONFIG, rngs=RNGS)
+    @checked("ResNet", config=_CONFIG, rngs=RNGS)
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from axon_dist.core.checks import RNGS, ArgumentKind, checked
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.told import RNGS, ArgumentKind, told
 from axon_dist.core.typing import Array, PyTree
 
 from .attention import capped
@@ -108,7 +108,7 @@ class Transformer(nnx.Module):
         (2, 8, 256)
     """
 
-    @told("Transformer", config=_CONFIG, rngs=RNGS)
+    @checked("Transformer", config=_CONFIG, rngs=RNGS)
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config

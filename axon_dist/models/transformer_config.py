@@ -16,8 +16,8 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
+from ..core.checks import WHOLE
 from ..core.errors import ConfigError
-from ..core.told import WHOLE
 from .attention import ATTENTION_FORMS
 from .config import (
     ACTIVATIONS,

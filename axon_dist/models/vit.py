@@ -10,8 +10,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core.checks import RNGS, ArgumentKind, checked
 from ..core.errors import ConfigError
-from ..core.told import RNGS, ArgumentKind, told
 from ..core.typing import Array
 from .attention import ATTENTION_FORMS
 from .config import (
@@ -153,7 +153,7 @@ class ViT(nnx.Module):
     Source: Dosovitskiy et al., An Image is Worth 16x16 Words, arXiv:2010.11929.
     """
 
-    @told("ViT", config=_CONFIG, rngs=RNGS)
+    @checked("ViT", config=_CONFIG, rngs=RNGS)
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config

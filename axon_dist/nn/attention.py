@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from ..core.checks import COUNT, RNGS, checked
 from ..core.errors import DivisibilityError, UnsupportedError
-from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain
@@ -48,7 +48,7 @@ class TensorParallelAttention(nnx.Module):
         (2, 5, 16)
     """
 
-    @told("TensorParallelAttention", features=COUNT, num_heads=COUNT, rngs=RNGS)
+    @checked("TensorParallelAttention", features=COUNT, num_heads=COUNT, rngs=RNGS)
     def __init__(
         self,
         features: int,

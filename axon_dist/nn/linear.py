@@ -19,9 +19,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from ..core.checks import COUNT, RNGS, checked
 from ..core.errors import ConfigError, DivisibilityError, GroupError, NamedChoice
 from ..core.reduction import all_max, all_sum, gathered
-from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain, manual_axes
@@ -127,7 +127,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     mode = ParallelMode.COLUMN
 
-    @told("ColumnParallelLinear", in_features=COUNT, out_features=COUNT, rngs=RNGS)
+    @checked("ColumnParallelLinear", in_features=COUNT, out_features=COUNT, rngs=RNGS)
     def __init__(
         self,
         in_features: int,
@@ -188,7 +188,7 @@ class RowParallelLinear(_ParallelLinear):
 
     mode = ParallelMode.ROW
 
-    @told("RowParallelLinear", in_features=COUNT, out_features=COUNT, rngs=RNGS)
+    @checked("RowParallelLinear", in_features=COUNT, out_features=COUNT, rngs=RNGS)
     def __init__(
         self,
         in_features: int,
@@ -239,7 +239,7 @@ class ParallelMLP(nnx.Module):
         (2, 3)
     """
 
-    @told("ParallelMLP", in_features=COUNT, hidden_features=COUNT, rngs=RNGS)
+    @checked("ParallelMLP", in_features=COUNT, hidden_features=COUNT, rngs=RNGS)
     def __init__(
         self,
         in_features: int,
@@ -372,7 +372,7 @@ class VocabParallelEmbedding(nnx.Module):
 
     mode = ParallelMode.VOCAB
 
-    @told("VocabParallelEmbedding", num_embeddings=COUNT, features=COUNT, rngs=RNGS)
+    @checked("VocabParallelEmbedding", num_embeddings=COUNT, features=COUNT, rngs=RNGS)
     def __init__(
         self,
         num_embeddings: int,

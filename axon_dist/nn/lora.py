@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from ..core.checks import FLOATS, MODULE, RNGS, checked
 from ..core.errors import ConfigError
-from ..core.told import FLOATS, MODULE, RNGS, told
 from ..core.typing import Array, Path
 from ..ops.fp8 import size_of
 
@@ -48,7 +48,7 @@ ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
 """The layers that take an adapter, and what they become: the same layer with a `lora`."""
 
 
-@told(model=MODULE, rngs=RNGS)
+@checked(model=MODULE, rngs=RNGS)
 def lora(
     model: nnx.Module,
     rank: int,
@@ -125,7 +125,7 @@ def lora(
     return adapted
 
 
-@told(model=MODULE)
+@checked(model=MODULE)
 def merge_lora(model: nnx.Module) -> nnx.Module:
     """The plain model that a model with adapters computes: their products added to the kernels.
 

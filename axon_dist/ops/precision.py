@@ -14,9 +14,9 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..core.checks import MODULE, NUMBER, ArgumentKind, checked
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
-from ..core.told import MODULE, NUMBER, ArgumentKind, told
 from ..core.tree import has_64_bits
 from ..core.typing import Array, PyTree
 
@@ -207,7 +207,7 @@ _POLICY = ArgumentKind(
 )
 
 
-@told(model=MODULE, policy=_POLICY)
+@checked(model=MODULE, policy=_POLICY)
 def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
     """Makes a model compute in the policy's dtype, in place.
 

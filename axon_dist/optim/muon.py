@@ -15,9 +15,9 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, MuonState
 
+from ..core.checks import MODEL
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import stacks_of
-from ..core.told import MODEL
 from ..core.tree import map_with_path
 from ..core.typing import Array, Leaf, Path, PyTree
 from ..jaxpr.rows import matrixwise

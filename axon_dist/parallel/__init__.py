@@ -56,6 +56,7 @@ from .strategy import as_strategy as as_strategy
 from .strategy import compose as compose
 from .strategy import overlay as overlay
 from .strategy import per_layer as per_layer
+from .strategy import said_once as said_once
 from .strategy import with_masters as with_masters
 from .suggest import Suggestion as Suggestion
 from .suggest import suggest_plan as suggest_plan

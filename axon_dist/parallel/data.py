@@ -10,8 +10,8 @@ from typing import Any
 import optax
 
 from ..collectives import Compression, GradSyncStrategy, compression_of
+from ..core.checks import COUNT, OPTIMIZER, TEXT, ArgumentKind
 from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unknown
-from ..core.told import COUNT, OPTIMIZER, TEXT, ArgumentKind
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ..core.checks import TEXT
 from ..core.errors import ConfigError, DivisibilityError, did_you_mean
-from ..core.told import TEXT
 from ..core.typing import Path, Shape
 from ..nn import ParallelMode
 from ..sharding import Decision, HasShape, Policy

@@ -10,8 +10,8 @@ import optax
 from flax import nnx
 
 from ..collectives import Compression
+from ..core.checks import is_whole
 from ..core.errors import ConfigError, MeshError, NamedChoice, UnsupportedError, did_you_mean
-from ..core.told import is_whole
 from ..core.typing import Path
 from ..jaxpr.linen import linen_modules
 from ..mesh import World

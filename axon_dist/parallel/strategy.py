@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ..collectives import GradSyncStrategy
+from ..core.checks import TEXTS, WHOLE
 from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
-from ..core.told import TEXTS, WHOLE
 from ..core.typing import Path
 from ..mesh import GROUP, ProcessGroup
 from ..nn import ActivationCheckpointing, Layout
@@ -300,7 +300,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     parts = [as_strategy(strategy) for strategy in strategies]
     if not parts:
         raise ConfigError("compose() got no strategy; give it at least one")
-    said = {field: _only(parts, field) for field in _SAID_ONCE}
+    said = {field: said_once(parts, field) for field in _SAID_ONCE}
     return Strategy(
         name=" + ".join(part.name for part in parts),
         batch_axes=_joined_axes(parts),
@@ -427,8 +427,12 @@ def _joined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
     return Reduction(**{name: value for name, (value, _) in said.items()})
 
 
-def _only(parts: Sequence[Strategy], field: str) -> Any:
-    """What the parts say about a field; those that say something must agree."""
+def said_once(parts: Sequence[Strategy], field: str) -> Any:
+    """What the parts say about a field.
+
+    Raises:
+        StrategyConflictError: when two of them say different things.
+    """
     silent = getattr(Strategy, field)
     saying = [part for part in parts if getattr(part, field) != silent]
     for part in saying[1:]:

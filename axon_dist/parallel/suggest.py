@@ -14,9 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..core.checks import MODEL
 from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
-from ..core.told import MODEL
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Leaf, Path, PyTree
 from ..jaxpr.dataflow import Cut, Flow, FlowValue, Product, follow

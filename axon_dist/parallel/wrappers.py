@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..collectives import GradSyncStrategy, broadcast, sync_gradients
+from ..core.checks import MODEL, MODULE, OPTIMIZER
 from ..core.errors import ConfigError
-from ..core.told import MODEL, MODULE, OPTIMIZER
 from ..core.tree import num_params
 from ..core.typing import Array, Leaf, PyTree
 from ..mesh import ProcessGroup, from_main

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ..core.checks import ArgumentKind, is_whole
 from ..core.errors import DivisibilityError, StrategyConflictError
-from ..core.told import ArgumentKind, is_whole
 from ..core.tree import path_str
 from ..core.typing import Path, Shape
 

@@ -18,9 +18,9 @@ from ..parallel import (
     Reduction,
     Strategy,
     as_strategy,
-    compose,
     overlay,
     per_layer,
+    said_once,
     with_masters,
 )
 from ..sharding import FromMetadata, annotations_of
@@ -57,12 +57,10 @@ def strategy_for(
     Raises:
         StrategyConflictError: when strategy and step say different things.
     """
-    asked = Strategy(
-        "build_train_step",
-        precision=None if precision is None else MixedPrecision.of(precision),
-        remat=remat,
-    )
-    merged = dataclasses.replace(compose(strategy, asked), name=strategy.name)
+    policy = None if precision is None else MixedPrecision.of(precision)
+    asked = Strategy("build_train_step", precision=policy, remat=remat)
+    both = {field: said_once([strategy, asked], field) for field in ("precision", "remat")}
+    merged = dataclasses.replace(strategy, **both)
     reduction, dtypes = merged.reduction or Reduction(), merged.precision
     own = parts.dtype if dtypes is None else dtypes.reduce_dtype
     reduction = dataclasses.replace(reduction, per=merged.reduces_per, dtype=reduction.dtype or own)

@@ -10,8 +10,8 @@ from typing import Any, TypedDict
 from flax import nnx
 from jax.sharding import Mesh
 
+from ..core.checks import REAL, TEXTS
 from ..core.errors import ConfigError, GroupError, did_you_mean
-from ..core.told import REAL, TEXTS
 from ..core.typing import LossFn, OptionValue
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from ..core.checks import ArgumentKind
 from ..core.errors import ConfigError, NamedChoice, did_you_mean
-from ..core.told import ArgumentKind
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Leaf, PyTree
 from ..ops.precision import all_finite

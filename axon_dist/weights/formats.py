@@ -15,6 +15,7 @@ from typing import Any
 
 from flax import nnx
 
+from axon_dist.core.checks import TEXTS
 from axon_dist.core.errors import (
     AxonDistError,
     CheckpointError,
@@ -23,7 +24,6 @@ from axon_dist.core.errors import (
     did_you_mean,
 )
 from axon_dist.core.files import as_path, read_text
-from axon_dist.core.told import TEXTS
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.models.config import check_fields
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core.checks import TEXTS
 from ..core.errors import AxonDistError
-from ..core.told import TEXTS
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path
 from ..mesh import World, agree

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checkpoint import TensorEntry
+from ..core.checks import is_dtype
 from ..core.errors import CheckpointError
-from ..core.told import is_dtype
 from ..core.typing import Path, Shape
 from ..core.words import first_few
 from .rule import Form, WeightRule, WeightRules, shorten

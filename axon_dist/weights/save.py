@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 
 from ..checkpoint import gather, on_main, plan_order, write_gathered
+from ..core.checks import COUNT, is_dtype
 from ..core.errors import ConfigError, DTypeError
 from ..core.files import as_path, read_bytes
-from ..core.told import COUNT, is_dtype
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, JsonDict, Path, Shape
 from ..step import TrainState, TrainStep

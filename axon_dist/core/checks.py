@@ -1,4 +1,4 @@
-"""`told`: what a public function is given, compared by kind before it is used; a row per kind."""
+"""The kinds of arguments: `checked` compares what a public function is given before it runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ArgumentKind:
         )
 
 
-def told(
+def checked(
     who: str | None = None, /, **kinds: ArgumentKind
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Has a function compare some of its arguments, by name, before it runs.
@@ -62,7 +62,7 @@ def told(
         **kinds: what the arguments of these names can be.
 
     Example:
-        >>> @told(number=WHOLE)
+        >>> @checked(number=WHOLE)
         ... def half(number):
         ...     return number // 2
         >>> half("8")
@@ -75,13 +75,13 @@ def told(
         name_of = who or function.__name__
 
         @functools.wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
                 if name in kinds:
                     kinds[name].check(name_of, name, value)
             return function(*args, **kwargs)
 
-        return checked
+        return run
 
     return wrap
 
