@@ -11,7 +11,7 @@ stream of one microbatch on a device:
   and head have 4.
 * A ring of c ranks: keys and values once, and backwards the lighter of four arrays as wide as the
   keys and three as wide as the queries, with two numbers a query and head; the residual stream is
-  dealt once, there and back.
+  distributed once, there and back.
 * A pipeline: forward and backward the residual stream of every microbatch, for each chunk of a
   rank.
 """

@@ -397,7 +397,7 @@ class Mixture:
         }
 
     def order(self, seed: int) -> grain.MapDataset[int]:
-        """Each part shuffled by itself, epoch for epoch, and all dealt out by their shares.
+        """Each part shuffled by itself, epoch for epoch, and all drawn by their shares.
 
         Args:
             seed: of the order.

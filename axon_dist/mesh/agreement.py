@@ -4,6 +4,12 @@ Every process of a run executes the same program on its own part of the data. On
 another learning rate, other files or other first parameters would train on without a word, for
 nothing that is exchanged afterwards tells the difference. So each says what it was given, as named
 facts in the store that they share, and all compare.
+
+While it trains, a process that lives but takes no step is named, and all end. The watchdog hears a
+heartbeat from a thread, which goes on while the main thread hangs: in a lock, in a file system that
+does not answer, in a batch that never comes. The others then wait for it in a collective for good.
+So the loop reports its step, and where no step has changed for too long, the process whose step is
+behind those of the others is the culprit.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Ring attention passes keys and values around the ranks and merges what each bloc
 the logarithms of their weights; no rank ever holds the whole sequence. Under a causal mask a
 contiguous split would leave the first rank idle while the last works, so the ranks first trade
 pieces: of 2c pieces rank r takes number r and number 2c-1-r, after which every rank multiplies two
-pieces of queries with keys in every step. A model that deals its positions once, in front of its
+pieces of queries with keys in every step. A model that distributes its positions once, in front of its
 layers, spares each layer the trade.
 
 Backwards either keys and values go around with their gradients, four arrays as wide as the heads of
@@ -56,7 +56,7 @@ def ring_attention(
     segments: Array | None = None,
     *,
     form: str = "auto",
-    is_dealt: bool = False,
+    is_distributed: bool = False,
 ) -> Array:
     """Attends over the whole sequence, each rank with its positions.
 
@@ -71,7 +71,7 @@ def ring_attention(
         causal: position t sees positions 0 to t; `T/c` is then even.
         segments: integers `[B, T/c]`; a position sees those of its own alone. None for one segment.
         form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
-        is_dealt: whether a rank has its positions as `Ring.deal` gives them, and not in order.
+        is_distributed: whether a rank has its positions as `Ring.distribute` gives them, and not in order.
 
     Returns:
         `[B, T/c, H, K]` in the dtype of `query`, in the order that they came in.
@@ -81,9 +81,9 @@ def ring_attention(
     """
     ring = Ring(axis, jax.lax.axis_size(axis), causal)
     arrays = (query, key, value, segments)
-    if is_dealt:
+    if is_distributed:
         return _attend(ring, BlockAttention(form), *arrays)
-    return ring.undeal(_attend(ring, BlockAttention(form), *jax.tree.map(ring.deal, arrays)))
+    return ring.restore(_attend(ring, BlockAttention(form), *jax.tree.map(ring.distribute, arrays)))
 
 
 def ulysses_attention(
@@ -142,7 +142,7 @@ class Ring:
         pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
-    def deal(self, x: Array) -> Array:
+    def distribute(self, x: Array) -> Array:
         """Trades consecutive positions for pieces that make equal work."""
         if not self.causal:
             return x
@@ -153,7 +153,7 @@ class Ring:
         even, odd = (self._send(half, parity) for parity, half in enumerate((even, odd)))
         return self._in_order(even, odd)
 
-    def undeal(self, x: Array) -> Array:
+    def restore(self, x: Array) -> Array:
         """Trades the pieces back for consecutive positions."""
         if not self.causal:
             return x
@@ -162,7 +162,7 @@ class Ring:
         return jnp.concatenate(list(halves), axis=1)
 
     def positions(self, length: int) -> Array:
-        """Which positions lie where once the whole sequence has been dealt: int32 `[length]`.
+        """Which positions lie where once the whole sequence is distributed: int32 `[length]`.
 
         Example:
             >>> Ring("cp", 2, True).positions(8).tolist()

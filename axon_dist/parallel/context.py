@@ -43,7 +43,7 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     `attend(query, key, value)`, as those of this library have, and in `nnx.MultiHeadAttention`.
     It may take `segments` besides, integers `[B, T]`: a position sees those of its own alone.
 
-    Under a causal mask a ring deals the positions, so that all ranks have the same work: once for
+    Under a causal mask a ring distributes the positions, so that all ranks have the same work: once for
     all layers in a module with a method `residual(tokens, segments, positions)`, which finds where
     tokens stand in `positions` alone and draws no random numbers; else in front of each attention.
 
@@ -155,13 +155,13 @@ class SplitAttention:
         mode: how.
         axis: the mesh axis that splits the positions.
         layout: where activations lie.
-        is_dealt: whether positions lie as `Ring.deal` gives them, and not in order.
+        is_distributed: whether positions lie as `Ring.distribute` gives them, and not in order.
     """
 
     mode: ContextMode
     axis: str
     layout: Layout
-    is_dealt: bool = False
+    is_distributed: bool = False
 
     def __call__(
         self, attend: Function, module: nnx.Module, *args: object, **kwargs: object
@@ -188,7 +188,10 @@ class SplitAttention:
 
         def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
             if self.mode is ContextMode.RING:
-                how = {"form": getattr(module, "form", "auto"), "is_dealt": self.is_dealt}
+                how = {
+                    "form": getattr(module, "form", "auto"),
+                    "is_distributed": self.is_distributed,
+                }
                 return ring_attention(query, key, value, self.axis, causal, *segments, **how)
             names = ("query", "key", "value", "segments")
 
@@ -244,7 +247,7 @@ class SplitAttention:
 
 @dataclasses.dataclass(frozen=True)
 class DealtOnce:
-    """Deals positions in front of all layers, where else every layer would deal its heads.
+    """Distributes positions in front of all layers, where else every layer would distribute its heads.
 
     Args:
         attention: what runs in the layers.
@@ -278,25 +281,25 @@ class DealtOnce:
             return residual(module, tokens, segments, positions)
         ring = Ring(self.attention.axis, self.attention.size, causal=True)
 
-        def deal(*arrays):
-            return tuple(map(ring.deal, arrays))
+        def distribute(*arrays):
+            return tuple(map(ring.distribute, arrays))
 
         arrays = [x for x in (tokens, segments, positions) if x is not None]
         specs = tuple(PartitionSpec(*layout.spec((*x.shape, 1))[:2]) for x in arrays)
-        tokens, *more = layout.mapped(deal, specs, specs, check_vma=False)(*arrays)
+        tokens, *more = layout.mapped(distribute, specs, specs, check_vma=False)(*arrays)
         segments, positions = more or (None, ring.positions(length)[None])
         before = [(one, layers_of(one)) for one in inner]
-        dealt = dataclasses.replace(self.attention, is_dealt=True)
+        distributed = dataclasses.replace(self.attention, is_distributed=True)
         try:
             for one, layers in before:
-                pairs = ((n, dealt if a == self.attention else a) for n, a in layers.layers)
+                pairs = ((n, distributed if a == self.attention else a) for n, a in layers.layers)
                 setattr(one, HELD, Layers(tuple(pairs)))
             out = residual(module, tokens, segments, positions)
         finally:
             for one, layers in before:
                 setattr(one, HELD, layers)
         spec = layout.spec(out.shape)
-        return layout.mapped(ring.undeal, (spec,), spec, check_vma=False)(out)
+        return layout.mapped(ring.restore, (spec,), spec, check_vma=False)(out)
 
     def _inner(self, module: nnx.Module) -> list[nnx.Module]:
         """The attention inside; none where one is not causal, or random numbers are drawn.

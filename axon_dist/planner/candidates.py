@@ -1,4 +1,7 @@
-"""`Arrangement`: how a step is spread over devices, and all that are worth comparing."""
+"""`Arrangement`: how a step is spread over devices, and all that are worth comparing.
+
+`Workload` is what is to be trained, read from the model and its loss.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""The optimizer of a step: what it is shown of the model, and the form that its state has."""
+"""The optimizer of a step: what it is shown of the model, and how its matrices are distributed.
+
+Momenta lie split as the strategy splits parameters, and a product of a matrix with itself needs all
+of it. Gathering every matrix on every device would cost all of the work N times. Instead matrices
+of the same shape are stacked, and one all-to-all turns
+
+    every device holds 1/N of each matrix   into   every device holds each of 1/N of the matrices
+
+and another one turns it back. In between nothing is communicated: it is a `shard_map` in which the
+stack is local. Axes over which the matrices are whole already divide the work too, where that
+leaves less of it; then the results are gathered over them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Weights in and out: safetensors files, under a model's own names or those of a hub.
 
 A table of rules says which tensor is which parameter; reading and writing use the same one. Start
-reading in `rule.py`, then `load.py` and `save.py`; `families.py` has a row
-for each family of models that hubs know.
+reading in `rule.py`, then `load.py` and `save.py`; `FAMILIES` in `formats.py` has
+a row for each family of models that hubs know.
 """
 
 from .family import Family as Family

@@ -1,4 +1,4 @@
-"""The layouts of weights that hubs know, one row each; and whether a model is that of a snapshot.
+"""The families of decoders that hubs know, one row each; whether a model is that of a snapshot.
 
 Names and shapes of tensors say nothing of the base of rotary positions, of the number of heads, of
 what is added inside norms: weights that fit may still belong to another function.

@@ -114,12 +114,12 @@ def test_dealing_is_undone(make_world, size):
     ring = Ring("cp", size, True)
     x = jnp.arange(4 * size).reshape(1, 4 * size)
     over = lambda f: jax.shard_map(f, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
-    np.testing.assert_array_equal(over(ring.deal)(x)[0], ring.positions(4 * size))
+    np.testing.assert_array_equal(over(ring.distribute)(x)[0], ring.positions(4 * size))
     pieces = np.asarray(ring.positions(4 * size)).reshape(size, 2, 2)
     whole = np.arange(4 * size).reshape(2 * size, 2)
     np.testing.assert_array_equal(pieces[:, 0], whole[:size])
     np.testing.assert_array_equal(pieces[:, 1], whole[: size - 1 : -1])
-    np.testing.assert_array_equal(over(lambda x: ring.undeal(ring.deal(x)))(x), x)
+    np.testing.assert_array_equal(over(lambda x: ring.restore(ring.distribute(x)))(x), x)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])

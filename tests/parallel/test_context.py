@@ -107,7 +107,7 @@ def test_errors_name_sizes_and_remedies():
         gradients(make(), context_parallel(), World.emulate(8, "dp=8"))
 
 
-def test_positions_are_dealt_once_and_keys_go_around_twice():
+def test_positions_are_distributed_once_and_keys_go_around_twice():
     """Two arrays a layer forwards and three backwards; the residual stream once there and back."""
     world, model = World.emulate(2, "cp=2"), make(num_layers=2, num_kv_heads=None)
     step = build_train_step(

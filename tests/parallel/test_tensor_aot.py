@@ -118,7 +118,7 @@ def test_a_ring_sends_the_least_and_makes_no_scores(kv_heads):
     keys = queries * kv_heads // config.num_heads
     numbers = 2 * 4 * length // ranks * config.num_heads
     layer = (ranks - 1) * (2 * keys + min(4 * keys, 3 * queries + numbers))
-    # The residual stream is dealt once, there and back.
+    # The residual stream is distributed once, there and back.
     sent = collectives(program, world.mesh).by_kind()["collective-permute"]
     assert layer <= sent <= 1.02 * (layer + 2 * queries)
     # One's own keys, and two pairs of pieces in the first, the middle and the last rounds.

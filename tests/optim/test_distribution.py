@@ -96,7 +96,7 @@ def test_an_optimizer_without_matrices_is_not_touched():
 
 
 @pytest.mark.full
-def test_a_chain_around_it_is_dealt_as_well():
+def test_a_chain_around_it_is_distributed_as_well():
     chained = optax.chain(
         optax.clip_by_global_norm(1.0), muon(0.02, ns_steps=STEPS), optax.scale(0.5)
     )
