@@ -4,8 +4,8 @@ Ring attention passes keys and values around the ranks and merges what each bloc
 the logarithms of their weights; no rank ever holds the whole sequence. Under a causal mask a
 contiguous split would leave the first rank idle while the last works, so the ranks first trade
 pieces: of 2c pieces rank r takes number r and number 2c-1-r, after which every rank multiplies two
-pieces of queries with keys in every step. A model that distributes its positions once, in front of its
-layers, spares each layer the trade.
+pieces of queries with keys in every step. A model that distributes its positions once, in
+front of its layers, spares each layer the trade.
 
 Backwards either keys and values go around with their gradients, four arrays as wide as the heads of
 keys, or queries with what their gradients need, three as wide as their heads: the lighter of both.
@@ -56,7 +56,7 @@ def ring_attention(
     segments: Array | None = None,
     *,
     form: str = "auto",
-    is_distributed: bool = False,
+    is_dealt: bool = False,
 ) -> Array:
     """Attends over the whole sequence, each rank with its positions.
 
@@ -71,7 +71,7 @@ def ring_attention(
         causal: position t sees positions 0 to t; `T/c` is then even.
         segments: integers `[B, T/c]`; a position sees those of its own alone. None for one segment.
         form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
-        is_distributed: whether a rank has its positions as `Ring.distribute` gives them, and not in order.
+        is_dealt: whether a rank has its positions as `Ring.distribute` gives them, not in order.
 
     Returns:
         `[B, T/c, H, K]` in the dtype of `query`, in the order that they came in.
@@ -81,7 +81,7 @@ def ring_attention(
     """
     ring = Ring(axis, jax.lax.axis_size(axis), causal)
     arrays = (query, key, value, segments)
-    if is_distributed:
+    if is_dealt:
         return _attend(ring, BlockAttention(form), *arrays)
     return ring.restore(_attend(ring, BlockAttention(form), *jax.tree.map(ring.distribute, arrays)))
 

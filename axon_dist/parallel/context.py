@@ -43,9 +43,9 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     `attend(query, key, value)`, as those of this library have, and in `nnx.MultiHeadAttention`.
     It may take `segments` besides, integers `[B, T]`: a position sees those of its own alone.
 
-    Under a causal mask a ring distributes the positions, so that all ranks have the same work: once for
-    all layers in a module with a method `residual(tokens, segments, positions)`, which finds where
-    tokens stand in `positions` alone and draws no random numbers; else in front of each attention.
+    Under a causal mask a ring distributes the positions, so that all ranks have the same work: once
+    for all layers in a module with a method `residual(tokens, segments, positions)` that reads the
+    places of tokens from `positions` alone and draws no random numbers; else for each attention.
 
     Args:
         mode: `"ring"` sends keys and values around, c - 1 times 1/c of them, and its memory is
@@ -139,7 +139,7 @@ class ContextLayers(AdaptLayers):
             elif mixes(module):
                 wrap_calls(module, {"attend": attention})
         for module in filter(in_any_order, modules if self.sends_around else []):
-            wrap_calls(module, {"residual": DealtOnce(attention)})
+            wrap_calls(module, {"residual": DistributedOnce(attention)})
 
 
 def _is_whole(module: nnx.Module) -> bool:
@@ -155,13 +155,13 @@ class SplitAttention:
         mode: how.
         axis: the mesh axis that splits the positions.
         layout: where activations lie.
-        is_distributed: whether positions lie as `Ring.distribute` gives them, and not in order.
+        is_dealt: whether positions lie as `Ring.distribute` gives them, and not in order.
     """
 
     mode: ContextMode
     axis: str
     layout: Layout
-    is_distributed: bool = False
+    is_dealt: bool = False
 
     def __call__(
         self, attend: Function, module: nnx.Module, *args: object, **kwargs: object
@@ -190,7 +190,7 @@ class SplitAttention:
             if self.mode is ContextMode.RING:
                 how = {
                     "form": getattr(module, "form", "auto"),
-                    "is_distributed": self.is_distributed,
+                    "is_dealt": self.is_dealt,
                 }
                 return ring_attention(query, key, value, self.axis, causal, *segments, **how)
             names = ("query", "key", "value", "segments")
@@ -246,8 +246,8 @@ class SplitAttention:
 
 
 @dataclasses.dataclass(frozen=True)
-class DealtOnce:
-    """Distributes positions in front of all layers, where else every layer would distribute its heads.
+class DistributedOnce:
+    """Distributes positions once in front of all layers, rather than heads within every layer.
 
     Args:
         attention: what runs in the layers.
@@ -289,7 +289,7 @@ class DealtOnce:
         tokens, *more = layout.mapped(distribute, specs, specs, check_vma=False)(*arrays)
         segments, positions = more or (None, ring.positions(length)[None])
         before = [(one, layers_of(one)) for one in inner]
-        distributed = dataclasses.replace(self.attention, is_distributed=True)
+        distributed = dataclasses.replace(self.attention, is_dealt=True)
         try:
             for one, layers in before:
                 pairs = ((n, distributed if a == self.attention else a) for n, a in layers.layers)
