@@ -26,10 +26,11 @@ def same(module, other):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({}, marks=pytest.mark.full, id="ddp"),
+        pytest.param({}, id="ddp"),
         pytest.param(
             {"mesh": "pp=2,dp=4", "parallel": {"ddp": {}, "pipeline": {"num_microbatches": 2}}},
             id="pipeline",
