@@ -84,6 +84,7 @@ def test_what_is_not_there_is_named(tiny, tmp_path):
         load_model(done.directory.path)
 
 
+@pytest.mark.full
 def test_a_run_that_freezes_and_averages_is_one_model(tiny):
     """Frozen parameters are read from where they are, and the average in place of the others."""
     tiny |= {"trainable": "attention/", "checkpoint": {"every": 0}}

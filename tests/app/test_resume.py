@@ -174,6 +174,7 @@ def test_from_a_path_into_a_new_folder(config, part):
     assert sorted(path.name for path in first.directory.checkpoints.iterdir()) == ["step_00000002"]
 
 
+@pytest.mark.full
 def test_auto_finds_the_newest_folder_of_a_run_without_one_of_its_own(
     config, tmp_path, monkeypatch
 ):

@@ -169,6 +169,7 @@ def pictures(tmp_path):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_on_images(pictures, tmp_path, number):
     console = plain_console()

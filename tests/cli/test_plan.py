@@ -48,6 +48,7 @@ def test_a_config_on_a_target(capsys, few):
     assert "a step is" in text
 
 
+@pytest.mark.full
 def test_what_trains_to_other_numbers_is_apart(capsys, few, monkeypatch):
     monkeypatch.setattr(config_plans, "FEW", 1)
     large = ["model.width=512", "train.global_batch=1024"]
@@ -71,6 +72,7 @@ def test_replicas_of_a_config_stay_and_keep_their_options(capsys, few):
     assert lines["train"]["nonfinite"] == "skip"
 
 
+@pytest.mark.full
 def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     config = str(CONFIGS / "fsdp8.yaml")

@@ -212,7 +212,7 @@ class Row:
 
 ROWS = [
     Row("gpipe", "pp=2", 4, "mlp"),
-    Row("eager_1f1b", "pp=2", 4, "tied"),
+    Row("eager_1f1b", "pp=2", 4, "mlp"),
     Row("interleaved_1f1b", "pp=2", 4, "mlp"),
     Row("zero_bubble_h1", "pp=2,dp=2", 4, "weighted", "ddp"),
     Row("1f1b", "pp=1", 1, "mlp"),
@@ -223,6 +223,7 @@ ROWS = [
     Row("v_min", "pp=2", 4, "mlp"),
 ]
 FULL = [
+    Row("eager_1f1b", "pp=2", 4, "tied"),
     Row("1f1b", "pp=2,dp=2", 4, "mlp_dropout", "ddp"),
     Row("1f1b", "pp=2,dp=2,tp=2", 2, "untied", "ddp+sequence"),
     Row("1f1b", "pp=2", 2, "phases"),

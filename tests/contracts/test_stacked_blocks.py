@@ -108,7 +108,7 @@ def by_hand(make, loss_fn, batch, steps, rate=0.1):
     return losses, nnx.to_pure_dict(params)
 
 
-@pytest.mark.parametrize("row", part(ROWS, ["fsdp accumulate remat", "pipeline dp"]))
+@pytest.mark.parametrize("row", part(ROWS, ["fsdp accumulate remat"]))
 @pytest.mark.parametrize("kind", part(KINDS, ["nnx.remat"]))
 def test_stacked_blocks_train_as_on_one_device(kind, row):
     make, loss_fn, batch = KINDS[kind]

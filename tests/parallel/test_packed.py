@@ -66,7 +66,7 @@ STRATEGIES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample("ulysses")
+@pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_packed_rows_are_documents(name):
     mesh, strategy, changes, options = STRATEGIES[name]

@@ -146,7 +146,7 @@ CELLS = [pytest.param(row, id=name) for name, row in ROWS.items()] + [
 ]
 
 
-@pytest.mark.sample("by hand", "pp")
+@pytest.mark.sample("by hand")
 @pytest.mark.parametrize("row", CELLS)
 def test_equals_an_optimizer_of_the_chosen_variables_on_one_device(row, make_world):
     axes, strategy, trainable, options = row
