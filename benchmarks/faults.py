@@ -57,7 +57,7 @@ checkpoint:
 """
 
 
-def start(config: Path, folder: Path) -> subprocess.Popen:
+def start(config: Path, folder: Path, *overrides: str) -> subprocess.Popen:
     """`axon train` on its way; a compilation cache spares every process but the first the wait."""
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(config.parent / "cache"),
@@ -67,7 +67,10 @@ def start(config: Path, folder: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "axon_dist.cli", "train", str(config), f"run_dir={folder}"]
     log = open(folder.with_suffix(".log"), "a")  # noqa: SIM115 (the process keeps it open)
     return subprocess.Popen(
-        [*command, "--resume", "auto"], env=environment, stdout=log, stderr=subprocess.STDOUT
+        [*command, *overrides, "--resume", "auto"],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
     )
 
 
