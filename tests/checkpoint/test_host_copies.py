@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import HostCopies
 from axon_dist.checkpoint.copy_files import CopyHeader, copies_in, is_whole, write_copy
-from axon_dist.checkpoint.host_copies import Ring
+from axon_dist.checkpoint.host_copies import Ring, _sender
 from axon_dist.checkpoint.layout import LeafSpec
 from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from axon_dist.mesh import World
@@ -226,3 +226,9 @@ def test_hosts_that_are_not_alike_are_refused():
         Ring((7, 5)).spread({"w": leaf_on((0, 1, 1), (0, 1, 2))})
     with pytest.raises(ConfigError, match=r"have \[1\] and \[1, 1\] devices"):
         Ring((7, 5, 5)).spread({"w": leaf_on((0, 1, 2), (0, 1, 2))})
+
+
+def test_each_device_gets_the_row_of_its_source():
+    send, split = _sender(tuple(jax.devices()[:4]), (3, 0, 1, 2))
+    rows = jax.device_put(np.arange(8, dtype=np.uint8).reshape(4, 2), split)
+    assert np.asarray(send(rows))[:, 0].tolist() == [6, 0, 2, 4]
