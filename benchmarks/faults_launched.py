@@ -93,7 +93,8 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """The processes that train, in any order."""
-        return [pid for pid, line in marked(self.mark).items() if "cli train" in line]
+        lines = marked(self.mark).items()
+        return [pid for pid, line in lines if "cli train" in line and "cli launch" not in line]
 
     def has_said(self, words: str, since: int) -> bool:
         return re.search(words, self.log.read_text(errors="replace")[since:]) is not None
@@ -129,8 +130,7 @@ def lose_rank(number: int, words: str) -> Fault:
 
 def lose_coordinator(run: Launched, chance: random.Random) -> bool:
     pid = next(pid for pid, line in marked(run.mark).items() if "coordinator.py" in line)
-    words = "lost the coordination service|was killed by|lost process|failed"
-    return ended(run, lambda: os.kill(pid, signal.SIGKILL), words)
+    return ended(run, lambda: os.kill(pid, signal.SIGKILL), "lost the coordination service")
 
 
 def end_launcher(number: int, code: int, words: str = "") -> Fault:

@@ -54,6 +54,7 @@ checkpoint: {{every: {every}, keep: 100, memory_every: {every}}}
 FEWER, WHOLE = "three go on", "four go on"
 HOST = "its host was lost, under full_shard"
 SHARDED = ("mesh={fsdp: -1}", "parallel=full_shard")
+SILENCE_SECONDS = 10
 LOSSES = 5
 """In each run that loses hosts."""
 
@@ -83,9 +84,12 @@ class Runs:
     Args:
         folder: for the texts, the runs and the compilation cache.
         overrides: of the config.
+        silence: seconds after which a process that says nothing is lost, beyond what a launcher
+            sees of its own host; None leaves the usual ones.
     """
 
-    def __init__(self, folder: Path, overrides: tuple[str, ...] = ()):
+    def __init__(self, folder: Path, overrides: tuple[str, ...] = (), silence: float | None = None):
+        self.silence = {} if silence is None else {"AXON_SILENCE_TIMEOUT": str(silence)}
         self.folder, self.config, self.overrides = folder, folder / "config.yaml", overrides
         for name in ("a.txt", "b.txt"):
             (folder / name).write_text(f"{name}: the quick brown fox jumps over a lazy dog. " * 200)
@@ -99,6 +103,7 @@ class Runs:
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **self.silence,
         }
         axon = [sys.executable, "-m", "axon_dist.cli"]
         logs = self.folder / f"{name}-logs"
@@ -272,7 +277,7 @@ def main() -> int:
             print(f"run {number + 1} of {arguments.runs}: {losses[-1]}", flush=True)
             shutil.rmtree(Path(folder) / f"run-{number}")
     with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder), SHARDED)
+        runs = Runs(Path(folder), SHARDED, silence=SILENCE_SECONDS)
         for first in range(0, arguments.hosts, LOSSES):
             count = min(LOSSES, arguments.hosts - first)
             losses += lose_hosts(runs, f"hosts-{first}", count, chance)
