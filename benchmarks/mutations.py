@@ -236,6 +236,19 @@ MUTATIONS = (
         "checkpoint/test_checksum.py::test_the_formula",
     ),
     row(
+        "checkpoint/host_copies.py",
+        "order[order.index(self.hosts[process]) - 1]", "self.hosts[process]",
+        "checkpoint/test_host_copies.py",
+    ),
+    row(
+        "checkpoint/host_copies.py", "pairs = [(source, n)", "pairs = [(n, source)",
+        "checkpoint/test_host_copies.py",
+    ),
+    row(
+        "checkpoint/copy_files.py", "if there.issuperset(writers)", "if there",
+        "checkpoint/test_host_copies.py",
+    ),
+    row(
         "checkpoint/manager.py", "by_age[-self.last :]", "by_age[: self.last]",
         "checkpoint/test_retention.py",
     ),

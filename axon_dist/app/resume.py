@@ -148,10 +148,16 @@ def open_states(
         directory: its folder.
         env: the environment, in which the launcher says where memory outlives a process.
         tell: takes a sentence when something fails.
+
+    Raises:
+        ConfigError: when the state is split over hosts that cannot keep copies for each other.
     """
     asked = run.config.checkpoint.memory_every
     copies = HostCopies(Path(env[MEMORY]), tell) if asked else None
-    return SavedStates(run, PortableForm(run.step), open_checkpoints(run, directory, tell), copies)
+    form = PortableForm(run.step)
+    if copies is not None:
+        copies.check(form.target)
+    return SavedStates(run, form, open_checkpoints(run, directory, tell), copies)
 
 
 def _check_empty(checkpoints: CheckpointManager) -> None:

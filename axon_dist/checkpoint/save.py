@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -199,7 +201,10 @@ class PendingSave:
         except Exception as error:
             if is_main():
                 shutil.rmtree(staging_of(self.folder), ignore_errors=True)
-            reason = str(error).strip().splitlines() or [repr(error)]
+            full = os.strerror(errno.ENOSPC)
+            # TensorStore says it in a line for each of the layers it goes through.
+            reason = [full] if full in str(error) else str(error).strip().splitlines()
+            reason = reason or [repr(error)]
             raise CheckpointError(
                 f"could not save checkpoint {str(self.folder)!r}: {reason[0]}; what was saved "
                 "before stays. Make room there, or name another folder"
