@@ -55,6 +55,10 @@ class Address:
     def __truediv__(self, name: str) -> Address:
         return dataclasses.replace(self, key=f"{self.key}/{name}" if self.key else name)
 
+    def resolve(self) -> Address:
+        """Itself: in a bucket there are no links."""
+        return self
+
     @property
     def name(self) -> str:
         """The last part of its name."""
@@ -78,8 +82,12 @@ class Address:
 
     def read(self) -> bytes | None:
         """The contents of the object, or None where there is none."""
+        return self.found()[0]
+
+    def found(self) -> tuple[bytes | None, bytes]:
+        """The contents of the object, or None where there is none, and its version."""
         found = self._done(self._store.read(self.key))
-        return found.value if found.state == "value" else None
+        return found.value if found.state == "value" else None, found.stamp.generation
 
     def version(self) -> bytes:
         """What stands for the object as it is now, or for there being none."""

@@ -13,22 +13,15 @@ from axon_dist.checkpoint import (
 from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError, StoreError
 from axon_dist.core.objects import as_place
 from axon_dist.mesh import World
-from benchmarks.object_server import serving
 
 
-@pytest.fixture(scope="module")
-def server():
-    """A store that both kinds of address lead to; tensorstore asks the environment once."""
-    with serving() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.env().items():
-            patch.setenv(name, value)
-        yield server
+@pytest.fixture
+def server(store):
+    return store
 
 
 @pytest.fixture(params=["gs", "s3"])
-def folder(server, request):
-    server.objects.clear()
-    server.faults = 0.0
+def folder(store, request):
     return f"{request.param}://bucket/runs/one"
 
 
@@ -67,7 +60,6 @@ def test_a_copy_on_a_disk_is_a_checkpoint_and_back_again(
 def test_a_checkpoint_of_a_disk_is_read_in_a_bucket(
     folder, server, tmp_path, monkeypatch, type, values, place, bits
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     values.pop("empty")
     save_checkpoint(tmp_path / "step", place(values, World.emulate(2)), type=type)
     for path in (tmp_path / "step").rglob("*"):
