@@ -228,7 +228,7 @@ MUTATIONS = (
         "checkpoint/test_save_load.py::test_every_damage_is_noticed_and_the_file_named",
     ),
     row(
-        "checkpoint/seal.py", "if marker != _marker_of(text)", "if not marker",
+        "checkpoint/seal.py", "if marker != marker_of(text)", "if not marker",
         "checkpoint/test_save_load.py::test_every_damage_is_noticed_and_the_file_named",
     ),
     row(

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import step_of
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.objects import Place
 from axon_dist.core.tree import map_with_path
 from axon_dist.core.typing import LossFn
 from axon_dist.data import Loader, LocalBatch, Tokenizer, byte_tokenizer, load_tokenizer
@@ -50,7 +51,7 @@ class Evaluation:
             `bits_per_byte`.
     """
 
-    checkpoint: Path
+    checkpoint: Place
     step: int | None
     data: str
     num_samples: int
@@ -144,7 +145,7 @@ def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
     return config, World.init("dp=1", [World.init().mesh.devices.flat[0]])
 
 
-def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
+def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
     """The state of a step that trains nothing, with the parameters of a checkpoint.
 
     Args:
@@ -326,7 +327,7 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
     return byte_tokenizer()
 
 
-def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Module:
+def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
     step = build_step(config, world, optax.identity(), meeting=lambda slow: None, trains=False)
     targets: Any = step.weight_targets

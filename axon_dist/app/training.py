@@ -25,6 +25,7 @@ from axon_dist.core.errors import (
     OutOfMemoryError,
     install_command,
 )
+from axon_dist.core.objects import Address, as_place
 from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
@@ -102,8 +103,8 @@ def train(
     on_main(lambda: check_resume(resume))
     console = console if console is not None and run.is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)
-    directory = RunDirectory(Path(on_main(lambda: str(create_directory(config, resume).path))))
-    for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.path}"]:
+    directory = _made_directory(config, resume)
+    for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.place}"]:
         tell(line)
     with contextlib.ExitStack() as stack:
         on_main(lambda: take_folders(config, directory, stack, tell))
@@ -113,6 +114,7 @@ def train(
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
         history = _go_on(config, directory, state, tell) if run.is_main else []
+        on_main(directory.copy)
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
@@ -144,6 +146,13 @@ def train(
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_kept(config, directory, writers)
     return RunResult(result, directory, summary)
+
+
+def _made_directory(config: RunConfig, resume: str | None) -> RunDirectory:
+    """The folder of the run, made by process 0, on every process."""
+    path = Path(on_main(lambda: str(create_directory(config, resume).path)))
+    place = None if config.run_dir is None else as_place(config.run_dir, "run_dir")
+    return RunDirectory(path, place if isinstance(place, Address) else None)
 
 
 def _open_port(run: Run) -> list[str]:
@@ -268,8 +277,10 @@ def _print_closing(
     console: Console, summary: dict[str, object], directory: RunDirectory, seconds: float
 ) -> None:
     console.print(summary_table(summary, seconds))
-    plot = directory.plot if directory.plot.exists() else f"none ({install_command('plots')})"
-    _print_line(console, f"run directory: {directory.path}")
+    plot = f"none ({install_command('plots')})"
+    if directory.plot.exists():
+        plot = directory.place / directory.plot.name
+    _print_line(console, f"run directory: {directory.place}")
     _print_line(console, f"loss curves: {plot}")
 
 

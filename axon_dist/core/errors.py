@@ -70,6 +70,10 @@ class DamagedCheckpointError(CheckpointError):
     """
 
 
+class StoreError(AxonDistError, OSError):
+    """A bucket that cannot be reached, or that refuses what was asked."""
+
+
 class LaunchError(AxonDistError, ValueError):
     """The environment describes an impossible or incomplete set of processes."""
 

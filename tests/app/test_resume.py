@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from axon_dist.app import RunDirectory, train
-from axon_dist.app.directory import locked
+from axon_dist.app.lock import locked
 from axon_dist.checkpoint import read_manifest
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import CheckpointError, ConfigError
