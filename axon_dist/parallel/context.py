@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import HELD, Layers, layers_of, wrap_calls
+from ..core.told import told
 from ..core.typing import Array
 from ..nn import (
     Layout,
@@ -34,6 +35,7 @@ class ContextMode(NamedChoice):
     """All-to-all: whole sequences of some heads."""
 
 
+@told()
 def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp") -> Strategy:
     """Splits the positions of every sequence over a mesh axis, attention included.
 
