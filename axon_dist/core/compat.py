@@ -16,14 +16,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jax._src import (
-    clusters,
-    compilation_cache,
-    core,
-    distributed,
-    source_info_util,
-    xla_bridge,
-)
+from jax._src import clusters, compilation_cache, core, distributed, source_info_util, xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.core import ShapedArray
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
