@@ -107,7 +107,7 @@ def evaluate(
     task = config.kind.task
     measure = SCORES.get(task.loss_fn, task.loss_fn)
     built = build_step(
-        config, world, optax.identity(), loss_fn=measure, meeting=lambda slow: None, trains=False
+        config, world, optax.identity(), loss_fn=measure, slow=lambda slow: None, trains=False
     )
     loader = build_loader(config, world, built.strategy.batch_axes)
     tell(f"data: {loader.description}")
@@ -328,7 +328,7 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
 
 def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
-    step = build_step(config, world, optax.identity(), meeting=lambda slow: None, trains=False)
+    step = build_step(config, world, optax.identity(), slow=lambda slow: None, trains=False)
     targets: Any = step.weight_targets
 
     # In device memory, where a strategy that offloads them would not have them.
