@@ -96,7 +96,7 @@ def is_number(value: object) -> bool:
     return is_whole(value) or (isinstance(value, (float, np.floating)) and math.isfinite(value))
 
 
-def is_dtype(value: object, kind: DTypeLike) -> bool:
+def is_dtype(value: Any, kind: DTypeLike) -> bool:
     """Whether a value is a dtype of a kind, such as `jnp.floating`, or names one that JAX has."""
     try:
         return jnp.issubdtype(jnp.dtype(value), kind)

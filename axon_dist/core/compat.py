@@ -189,12 +189,12 @@ def detect_cluster(name: str, timeout: float) -> tuple[str, int, int, Sequence[i
     Raises:
         ValueError: when this is no such cluster.
     """
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+    address, count, number, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, name, int(timeout)
     )
-    if None in found[:3]:
+    if address is None or count is None or number is None:
         raise ValueError("JAX finds no such cluster here")
-    return found
+    return address, count, number, devices
 
 
 def eval_jaxpr(closed: ClosedJaxpr, values: Sequence[Array]) -> list[Array]:

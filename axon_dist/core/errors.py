@@ -7,7 +7,7 @@ import difflib
 import enum
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 
 class AxonDistError(Exception):
@@ -125,7 +125,7 @@ class NamedChoice(enum.StrEnum):
     """
 
     @classmethod
-    def _missing_(cls, value: object) -> NoReturn:
+    def _missing_(cls, value: object) -> Any:
         raise unknown(cls, value)
 
 
