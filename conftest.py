@@ -17,7 +17,9 @@ from axon_dist.mesh import World
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 # A test that the clock of a busy machine can fail says nothing of the code.
-hypothesis.settings.register_profile("unhurried", deadline=None)
+# The default run tries 25 examples of a property, --hypothesis-profile=thorough 400.
+hypothesis.settings.register_profile("unhurried", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
 hypothesis.settings.load_profile("unhurried")
 
 # Worlds of CPU devices leave the cache of jaxlib 0.12 alone. Programs as small as these have not

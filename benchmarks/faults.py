@@ -1,6 +1,6 @@
 """What a run survives: killed at random moments and resumed, and checkpoints that were damaged.
 
-    python -m benchmarks.faults --runs 100 --corruptions 100 --losses 20 --others 20
+    python -m benchmarks.faults --runs 100 --corruptions 100 --losses 20 --others 20 --kinds 9
     python -m benchmarks.faults kills disk --runs 10 --out kills.txt
 
 Every run trains a small transformer in a process of its own, which is killed with SIGKILL, half of
@@ -10,7 +10,8 @@ flipped, files cut short or removed, every kind of file as often), each of which
 and passed over for the one before it. The power is cut (see `power`), a second run starts in the
 folder of the first, and the disk fills up and is emptied again, which takes root. At last one of
 four processes of a run is killed or stopped, and the others have to name it and to end within the
-time set. Exits with 1 if anything did harm.
+time set. The kinds of run in `faults_launched` meet every kind of fault there, under the launcher.
+Exits with 1 if anything did harm.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from rich.table import Table
 
 from axon_dist.checkpoint import CheckpointManager, load_checkpoint, read_manifest
 
+from .faults_launched import measure_launched
 from .peers import measure_losses
 from .power import measure_power_cuts
 
@@ -57,7 +59,7 @@ checkpoint:
 """
 
 
-def start(config: Path, folder: Path) -> subprocess.Popen:
+def start(config: Path, folder: Path, *overrides: str) -> subprocess.Popen:
     """`axon train` on its way; a compilation cache spares every process but the first the wait."""
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(config.parent / "cache"),
@@ -67,7 +69,10 @@ def start(config: Path, folder: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "axon_dist.cli", "train", str(config), f"run_dir={folder}"]
     log = open(folder.with_suffix(".log"), "a")  # noqa: SIM115 (the process keeps it open)
     return subprocess.Popen(
-        [*command, "--resume", "auto"], env=environment, stdout=log, stderr=subprocess.STDOUT
+        [*command, *overrides, "--resume", "auto"],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -335,6 +340,12 @@ PARTS: dict[str, tuple[str, Callable[[Ground, int], Rows]]] = {
             on.folder, on.config, times, on.chance("kills"), on.expected
         ),
     ),
+    "launched": (
+        "kinds",
+        lambda on, times: measure_launched(
+            on.folder, on.config, STEPS, times, on.chance("launched"), final_bits
+        ),
+    ),
     "losses": (
         "losses",
         lambda on, times: measure_losses(on.folder, on.config, times, on.chance("losses")),
@@ -358,6 +369,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=4, help="runs to kill")
     parser.add_argument("--corruptions", type=int, default=20, help="of each kind of file")
     parser.add_argument("--losses", type=int, default=2, help="runs that lose a process of four")
+    parser.add_argument("--kinds", type=int, default=1, help="kinds of run that meet all faults")
     parser.add_argument("--others", type=int, default=2, help="power cuts, full disks, two runs")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the places")
     parser.add_argument("--out", type=Path, help="a file that gets the table, part by part")

@@ -228,12 +228,25 @@ MUTATIONS = (
         "checkpoint/test_save_load.py::test_every_damage_is_noticed_and_the_file_named",
     ),
     row(
-        "checkpoint/seal.py", "if marker != _marker_of(text)", "if not marker",
+        "checkpoint/seal.py", "if marker != marker_of(text)", "if not marker",
         "checkpoint/test_save_load.py::test_every_damage_is_noticed_and_the_file_named",
     ),
     row(
         "checkpoint/seal.py", "shape[dim + 1 :]", "shape[dim:]",
         "checkpoint/test_checksum.py::test_the_formula",
+    ),
+    row(
+        "checkpoint/host_copies.py",
+        "order[order.index(self.hosts[process]) - 1]", "self.hosts[process]",
+        "checkpoint/test_host_copies.py",
+    ),
+    row(
+        "checkpoint/host_copies.py", "pairs = [(source, n)", "pairs = [(n, source)",
+        "checkpoint/test_host_copies.py",
+    ),
+    row(
+        "checkpoint/copy_files.py", "if there.issuperset(writers)", "if there",
+        "checkpoint/test_host_copies.py",
     ),
     row(
         "checkpoint/manager.py", "by_age[-self.last :]", "by_age[: self.last]",

@@ -1,14 +1,17 @@
 """A run of four processes loses one, and goes on from the copies in memory: with what, and when?
 
-    python -m benchmarks.replicas --runs 20
+    python -m benchmarks.replicas --runs 20 --hosts 20
 
 `axon launch` runs a small transformer, data-parallel over four processes, whose state is copied
 into the memory of the host every few steps. At a random step a random process gets SIGKILL. Half of
 the runs then go on with three processes (`--elastic`), which keep the global batch by more
 microbatches; they have to end with the very bits of a run of three that begins with a checkpoint of
 the step that the copy had. The other half goes on with all four, and has to end with the bits of a
-run that nobody disturbed. No run may read a checkpoint. Exits with 1 if one did, or ended with
-other bits.
+run that nobody disturbed. Then four launchers, each with a process and a memory of its own, stand
+for four hosts that the state is split over (`full_shard`). One of them is lost: its launcher gets
+SIGKILL, what it had in memory is removed, and another takes its place; five times in each run,
+which has to end with the bits of one that nobody disturbed. No run may read a checkpoint. Exits
+with 1 if one did, or ended with other bits.
 """
 
 from __future__ import annotations
@@ -26,10 +29,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from axon_dist.launch.local import free_port
 
 from .faults import final_bits
 
@@ -45,6 +52,11 @@ train: {{steps: {steps}, global_batch: 12, eval_every: 0, eval_batches: 1, log_e
 checkpoint: {{every: {every}, keep: 100, memory_every: {every}}}
 """
 FEWER, WHOLE = "three go on", "four go on"
+HOST = "its host was lost, under full_shard"
+SHARDED = ("mesh={fsdp: -1}", "parallel=full_shard")
+SILENCE_SECONDS = 10
+LOSSES = 5
+"""In each run that loses hosts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +64,7 @@ class Loss:
     """What became of a run that lost a process.
 
     Args:
-        kind: `FEWER` or `WHOLE`.
+        kind: `FEWER`, `WHOLE` or `HOST`.
         at: the newest step in its metrics when the process was killed.
         copied: the step of the copy that it went on from.
         seconds: from the kill to the first step that it had not taken before.
@@ -72,9 +84,12 @@ class Runs:
     Args:
         folder: for the texts, the runs and the compilation cache.
         overrides: of the config.
+        silence: seconds after which a process that says nothing is lost, beyond what a launcher
+            sees of its own host; None leaves the usual ones.
     """
 
-    def __init__(self, folder: Path, overrides: tuple[str, ...] = ()):
+    def __init__(self, folder: Path, overrides: tuple[str, ...] = (), silence: float | None = None):
+        self.silence = {} if silence is None else {"AXON_SILENCE_TIMEOUT": str(silence)}
         self.folder, self.config, self.overrides = folder, folder / "config.yaml", overrides
         for name in ("a.txt", "b.txt"):
             (folder / name).write_text(f"{name}: the quick brown fox jumps over a lazy dog. " * 200)
@@ -88,6 +103,7 @@ class Runs:
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **self.silence,
         }
         axon = [sys.executable, "-m", "axon_dist.cli"]
         logs = self.folder / f"{name}-logs"
@@ -95,7 +111,7 @@ class Runs:
         launch += ["--max-restarts", "3", "--log-dir", str(logs)]
         train = [*axon, "train", str(self.config), f"run_dir={self.folder / name}"]
         train += ["--resume", "auto"]
-        with open(self.folder / f"{name}.log", "wb") as log:
+        with open(self.folder / f"{name}.log", "ab") as log:
             return subprocess.Popen(
                 [*launch, *options, "--", *train, *self.overrides, *overrides],
                 env=env,
@@ -168,11 +184,72 @@ def lose_one(runs: Runs, name: str, kind: str, chance: random.Random) -> Loss:
     return Loss(kind, at, copied, min(beyond) - killed, final_bits(runs.folder / name) == expected)
 
 
+class Hosts:
+    """The launchers of a run over several hosts, which share nothing but the run's folder."""
+
+    def __init__(self, runs: Runs, name: str):
+        self.runs, self.name, self.port = runs, name, free_port()
+        self.launchers = [self.start(rank) for rank in range(PROCESSES)]
+
+    def start(self, rank: int) -> subprocess.Popen:
+        options = ["--nnodes", str(PROCESSES), "--node-rank", str(rank), "--max-restarts", "99"]
+        options += ["--master-addr", "127.0.0.2", "--master-port", str(self.port)]
+        return self.runs.start(self.name, 1, *options)
+
+    def lose(self, rank: int) -> None:
+        """A host is gone with all that is in its memory, and an empty one takes its place."""
+        environ = Path(f"/proc/{pid_of(self.launchers[rank], rank)}/environ")
+        memory = re.search(r"AXON_MEMORY=([^\0]+)", environ.read_text())
+        assert memory is not None
+        self.launchers[rank].kill()
+        self.launchers[rank].wait()
+        while environ.exists():
+            time.sleep(0.01)
+        shutil.rmtree(memory[1])
+        self.launchers[rank] = self.start(rank)
+
+    def until(self, is_there: Callable[[], bool]) -> None:
+        while not is_there():
+            if any(launcher.poll() for launcher in self.launchers):
+                raise SystemExit(self.runs.log(self.name))
+            time.sleep(0.01)
+
+
+def lose_hosts(runs: Runs, name: str, count: int, chance: random.Random) -> list[Loss]:
+    """Loses one host after the other at random steps; what became of the run each time."""
+    hosts, losses, at = Hosts(runs, name), [], 0
+    copies = re.compile(r"going on after step (\d+) from the copies in memory")
+    try:
+        for number in range(count):
+            wanted = at + chance.randrange(EVERY + 1, (STEPS - 1) // count)
+            hosts.until(lambda n=wanted: any(r["step"] >= n for r in runs.records(name)))
+            time.sleep(chance.random() * 0.05)
+            at, killed = runs.records(name)[-1]["step"], time.time()
+            hosts.lose(chance.randrange(PROCESSES))
+
+            def beyond(at=at, killed=killed) -> list[float]:
+                rows = [r for r in runs.records(name) if r["step"] > at]
+                return [r["time/unix"] for r in rows if r["time/unix"] > killed]
+
+            hosts.until(lambda is_there=beyond: bool(is_there()))
+            copied = [int(step) for step in copies.findall(runs.log(name))]
+            found = copied[-1] if len(copied) == number + 1 else -1
+            losses.append(Loss(HOST, at, found, min(beyond()) - killed, found > 0))
+            print(losses[-1], flush=True)
+        done = [launcher.wait() for launcher in hosts.launchers]
+    finally:
+        for launcher in hosts.launchers:
+            launcher.terminate()
+            launcher.wait()
+    same = not any(done) and final_bits(runs.folder / name) == runs.expected(WHOLE, 0)
+    return [replace(loss, has_same_bits=loss.has_same_bits and same) for loss in losses]
+
+
 def table_of(losses: list[Loss]) -> Table:
     """A row for each kind of loss."""
     columns = ("then", "times", "same bits", "steps again", "seconds lost", "most")
     table = Table(*columns, title=f"one of {PROCESSES} killed")
-    for kind in (FEWER, WHOLE):
+    for kind in (FEWER, WHOLE, HOST):
         rows = [loss for loss in losses if loss.kind == kind]
         if rows:
             seconds = [loss.seconds for loss in rows]
@@ -186,6 +263,9 @@ def table_of(losses: list[Loss]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=20, help="processes to kill, one in each run")
+    parser.add_argument(
+        "--hosts", type=int, default=20, help=f"hosts to lose, {LOSSES} in each run"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks")
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
@@ -196,6 +276,11 @@ def main() -> int:
             losses.append(lose_one(runs, f"run-{number}", (FEWER, WHOLE)[number % 2], chance))
             print(f"run {number + 1} of {arguments.runs}: {losses[-1]}", flush=True)
             shutil.rmtree(Path(folder) / f"run-{number}")
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder), SHARDED, silence=SILENCE_SECONDS)
+        for first in range(0, arguments.hosts, LOSSES):
+            count = min(LOSSES, arguments.hosts - first)
+            losses += lose_hosts(runs, f"hosts-{first}", count, chance)
     Console().print(table_of(losses))
     return 0 if all(loss.has_same_bits for loss in losses) else 1
 

@@ -4,6 +4,25 @@ import types
 import pytest
 
 from axon_dist.mesh.chips import HARDWARE, hardware
+from benchmarks.object_server import serving
+
+
+@pytest.fixture(scope="session")
+def object_server():
+    """A server that is there for all tests."""
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def store(object_server, monkeypatch, tmp_path):
+    """Empty buckets, to which both kinds of address lead; nothing goes wrong yet."""
+    for name, value in object_server.env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    object_server.objects.clear()
+    object_server.faults = 0.0
+    return object_server
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import re
-import socket
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +17,14 @@ from pathlib import Path
 import yaml
 
 from axon_dist.core.checks import is_whole
-from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes, read_text
+from axon_dist.core.errors import ConfigError, StoreError
+from axon_dist.core.files import host_memory, kind_at, read_bytes
+from axon_dist.core.objects import Address, Place, as_place, snapshot
 from axon_dist.core.typing import JsonDict
 
 from ..config import RunConfig
 from ..config.parse import read_yaml
+from .lock import Lease, locked
 
 AUTO = "auto"
 """Where to resume from: the newest good checkpoint of the run itself, if there is one."""
@@ -45,10 +45,17 @@ class RunDirectory:
     """What a run leaves behind.
 
     Args:
-        path: of the folder of the run.
+        path: of the folder of the run; of a run in a bucket, that of this machine where process 0
+            writes what is copied there, or where copies lie.
+        address: of a run in a bucket, where files are written whole: whenever the run saves, and in
+            the end.
+        leases: of its folders in buckets, which process 0 has while the run writes.
     """
 
     path: Path
+    address: Address | None = None
+    leases: list[Lease] = dataclasses.field(default_factory=list, compare=False)
+    _copied: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict, compare=False)
 
     config = _Entry("config.yaml")
     """The config, every default spelled out."""
@@ -60,10 +67,72 @@ class RunDirectory:
     """What the compiled step is made of, as JSON."""
     profile = _Entry("profile")
     """Traces of the steps that `train.profile` asks for."""
-    checkpoints = _Entry("checkpoints")
-    """The checkpoints, where the config does not put them elsewhere."""
     plot = _Entry("loss.png")
     """The loss curves."""
+
+    @property
+    def place(self) -> Place:
+        """Where the run lies, as users name it."""
+        return self.path if self.address is None else self.address
+
+    @property
+    def checkpoints(self) -> Place:
+        """The checkpoints, where the config does not put them elsewhere."""
+        return self.place / "checkpoints"
+
+    def fetch(self) -> None:
+        """Copies the records that lie in the bucket to this machine."""
+        if self.address is None:
+            return
+        for name in RECORDS:
+            contents, path = (self.address / name).read(), self.path / name
+            if contents is not None:
+                path.write_bytes(contents)
+                self._copied[name] = path.stat().st_mtime_ns, path.stat().st_size
+
+    def copy(self) -> None:
+        """Writes what has changed on this machine into the bucket, file by file.
+
+        Raises:
+            ConfigError: when another run has taken the folder over.
+            StoreError: when the bucket cannot be written.
+        """
+        for lease in self.leases:
+            lease.check()
+        if self.address is None:
+            return
+        there = {str(p.relative_to(self.path)): p for p in self.path.rglob("*") if p.is_file()}
+        for name, path in there.items():
+            stamp = path.stat().st_mtime_ns, path.stat().st_size
+            if self._copied.get(name) != stamp:
+                (self.address / name).write(path.read_bytes())
+                self._copied[name] = stamp
+        self.address.remove(gone := self._copied.keys() - there.keys())
+        for name in gone:
+            del self._copied[name]
+
+    @contextmanager
+    def kept_in_bucket(self) -> Iterator[None]:
+        """Copies to the bucket in the end; what cannot be copied stays on this machine.
+
+        Raises:
+            StoreError: when it cannot; not in place of another error.
+        """
+        try:
+            yield
+        except BaseException:
+            with suppress(StoreError, ConfigError):
+                self.copy()
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        try:
+            self.copy()
+        except StoreError as error:
+            raise StoreError(
+                f"the last records of the run are in {str(self.path)!r} alone, for {error}; copy "
+                f"them to {self.place}"
+            ) from error
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def check_files(self) -> None:
         """Checks that what a run writes in the end replaces nothing but files.
@@ -155,6 +224,10 @@ def _unfinished(path: Path) -> Path:
     return path.with_suffix(".tmp")
 
 
+RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json")
+"""What is read of a run, and copied from a bucket before."""
+
+
 def create_directory(config: RunConfig, resume: str | None = None) -> RunDirectory:
     """Makes the folder of a new run, with its config in it, or opens that of one to go on with.
 
@@ -171,8 +244,15 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     newest = _newest_run(config.name) if resume == AUTO else None
-    path = as_path(config.run_dir or newest or f"runs/{config.name}-{stamp}", "run_dir")
-    directory = RunDirectory(path)
+    place = as_place(config.run_dir or newest or f"runs/{config.name}-{stamp}", "run_dir")
+    if isinstance(place, Address):
+        if resume is None and _has_run(place):
+            raise _holds_a_run(place)
+        directory = RunDirectory(Path(tempfile.mkdtemp(prefix="axon-run-")), place)
+        if resume is None:
+            directory.write_config(config)
+        return directory
+    path, directory = place, RunDirectory(place)
     try:
         path.mkdir(parents=True, exist_ok=True)
         directory.check_files()
@@ -197,14 +277,17 @@ def check_directory(config: RunConfig) -> None:
     folders = {"run_dir": config.run_dir or "runs", "checkpoint.dir": config.checkpoint.dir}
     for key, folder in folders.items():
         if folder is not None:
-            path = as_path(folder, key)
+            path = as_place(folder, key)
+            if isinstance(path, Address):
+                continue
             places = (path, *path.absolute().parents)
             there = next(place for place in places if os.path.lexists(place))
             _check_folder(key, there)
             if not os.access(there, os.W_OK | os.X_OK):
                 raise _cannot_write(key, path, f"{str(there)!r} may not be written to")
-    if config.run_dir and kind_at(RunDirectory(as_path(config.run_dir, "run_dir")).config):
-        raise _holds_a_run(config.run_dir)
+    place = as_place(config.run_dir, "run_dir") if config.run_dir else None
+    if place is not None and _has_run(place):
+        raise _holds_a_run(place)
 
 
 def _check_folder(key: str, path: Path) -> None:
@@ -217,7 +300,19 @@ def _cannot_write(key: str, path: Path, why: str | None) -> ConfigError:
     return ConfigError(f"{key}: cannot write to {str(path)!r}: {why}; name another")
 
 
-def _holds_a_run(path: str | Path) -> ConfigError:
+def directory_at(path: Path, config: RunConfig) -> RunDirectory:
+    """The folder of a run on this host, and its address where `run_dir` names a bucket."""
+    place = None if config.run_dir is None else as_place(config.run_dir, "run_dir")
+    return RunDirectory(path, place if isinstance(place, Address) else None)
+
+
+def _has_run(place: Place) -> bool:
+    if isinstance(place, Address):
+        return (place / RECORDS[0]).read() is not None
+    return kind_at(RunDirectory(place).config) is not None
+
+
+def _holds_a_run(path: Place) -> ConfigError:
     return ConfigError(
         f"run_dir: {str(path)!r} holds a run already; name another, remove it, or go on with it: "
         "--resume auto"
@@ -241,16 +336,54 @@ def take_folders(
     Raises:
         ConfigError: when another run is at work in one of them, or it cannot be written.
     """
-    stack.enter_context(locked(directory.path, "run_dir", tell))
+    _take_folder(directory, directory.place, "run_dir", stack, tell)
+    if directory.address is not None:
+        directory.fetch()
+        stack.enter_context(directory.kept_in_bucket())
     if config.checkpoint.dir is None:
         return
-    folder = as_path(config.checkpoint.dir, "checkpoint.dir")
+    folder = as_place(config.checkpoint.dir, "checkpoint.dir")
+    if isinstance(folder, Address):
+        if folder != directory.address:
+            _take_folder(directory, folder, "checkpoint.dir", stack, tell)
+        return
     try:
         check_writable(folder)
     except OSError as error:
         raise _cannot_write("checkpoint.dir", folder, error.strerror) from error
     if folder.resolve() != directory.path.resolve():
         stack.enter_context(locked(folder, "checkpoint.dir", tell))
+
+
+def _take_folder(
+    directory: RunDirectory,
+    folder: Place,
+    key: str,
+    stack: contextlib.ExitStack,
+    tell: Callable[[str], None],
+) -> None:
+    if isinstance(folder, Path):
+        stack.enter_context(locked(folder, key, tell))
+        return
+    lease = Lease(folder, key, tell)
+    stack.enter_context(lease.kept())
+    directory.leases.append(lease)
+
+
+def open_directory(run: str | Place) -> RunDirectory:
+    """The folder of a run, to read it: of one in a bucket, copies of its records.
+
+    Args:
+        run: its path, or its address.
+
+    Raises:
+        ConfigError: when it can be neither.
+        StoreError: when there is nothing at the address, or it cannot be read.
+    """
+    place = as_place(run, "the run")
+    if isinstance(place, Address):
+        return RunDirectory(snapshot(place, RECORDS.__contains__), place)
+    return RunDirectory(place)
 
 
 def check_writable(folder: Path) -> None:
@@ -297,105 +430,3 @@ def flat(config: object, path: str = "") -> Iterator[tuple[str, object]]:
         return
     for key, value in config.items():
         yield from flat(value, f"{path}.{key}" if path else str(key))
-
-
-LOCK = "run.lock"
-"""The file in a folder that says who writes to it."""
-
-_IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-
-
-@contextmanager
-def locked(folder: Path, key: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Keeps other runs out of a folder.
-
-    The operating system holds the lock, by `flock`, and gives it up with the process, however that
-    ends: the file of a run that was killed is told apart from that of one that lives.
-
-    Args:
-        folder: what is written to; it exists.
-        key: of the config that names it, to open the message.
-        tell: takes a sentence where the file system has no locks.
-
-    Raises:
-        ConfigError: when another run holds it, naming that.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with locked(folder, "run_dir", print):
-        ...     [file.name for file in folder.iterdir()]
-        ['run.lock']
-        >>> list(folder.iterdir())
-        []
-    """
-    path = folder / LOCK
-    file = _take(path, folder, key, tell)
-    try:
-        yield
-    finally:
-        # Removed while it is held, so that the file of another run is never taken away.
-        if _is_at(file, path):
-            with suppress(OSError):
-                path.unlink()
-        os.close(file)
-
-
-def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> int:
-    while True:
-        file = _open(path, key)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(file)
-            if error.errno in _NO_LOCKS:
-                tell(f"{key}: the file system of {str(folder)!r} has no locks; see to it that no "
-                     "other run writes there")  # fmt: skip
-                return _open(path, key)
-            if error.errno not in _IN_USE:
-                raise ConfigError(
-                    f"{key}: cannot find out whether another run writes to {str(folder)!r}, for "
-                    f"{path.name} cannot be locked: {error.strerror}; name another folder"
-                ) from error
-            raise ConfigError(
-                f"{key}: {str(folder)!r} is in use by {_holder(path)}; wait for its end, stop it, "
-                "or name another folder"
-            ) from None
-        if _is_at(file, path):
-            break
-        # The run before removed it between our opening and our locking it.
-        os.close(file)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    os.ftruncate(file, 0)
-    os.write(file, json.dumps(holder).encode())
-    return file
-
-
-def _open(path: Path, key: str) -> int:
-    """Opens the file of the lock, and nothing that somebody has put in its place."""
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: cannot open {str(path)!r}, which says who writes there: {error.strerror}; "
-            "remove it, or name another folder"
-        ) from error
-
-
-def _holder(path: Path) -> str:
-    try:
-        found = json.loads(read_text(path, str(path), most=2**12))
-        return f"process {found['pid']} on {found['host']}, since {found['since']}"
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return f"another run, see {str(path)!r}"
-
-
-def _is_at(file: int, path: Path) -> bool:
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    mine = os.fstat(file)
-    return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)

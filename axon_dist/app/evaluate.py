@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import step_of
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.objects import Place
 from axon_dist.core.tree import map_with_path
-from axon_dist.core.typing import LossFn
 from axon_dist.data import Loader, LocalBatch, Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.loop.meters import LAG, MetricSums, delayed
 from axon_dist.mesh import World
@@ -30,7 +30,9 @@ from .run_model import find_checkpoint, load_arrays, run_config
 from .runs import build_loader, measured_on
 from .steps import build_step, build_world
 
-SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})
+SCORES: MappingProxyType[Callable, Callable] = MappingProxyType(
+    {next_token_loss: next_token_scores}
+)
 """Losses that have metrics which are too dear for training, and what measures both."""
 
 
@@ -50,7 +52,7 @@ class Evaluation:
             `bits_per_byte`.
     """
 
-    checkpoint: Path
+    checkpoint: Place
     step: int | None
     data: str
     num_samples: int
@@ -144,7 +146,7 @@ def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
     return config, World.init("dp=1", [World.init().mesh.devices.flat[0]])
 
 
-def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
+def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
     """The state of a step that trains nothing, with the parameters of a checkpoint.
 
     Args:
@@ -326,7 +328,7 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
     return byte_tokenizer()
 
 
-def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Module:
+def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
     step = build_step(config, world, optax.identity(), slow=lambda slow: None, trains=False)
     targets: Any = step.weight_targets

@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,11 +14,11 @@ from flax.traverse_util import flatten_dict
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import MeshError
+from axon_dist.core.objects import as_place
 from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, report, target_devices
-from axon_dist.mesh import MeshSpec, World
-from axon_dist.mesh.targets import Target, parse_target, prepare_environment
+from axon_dist.mesh import MeshSpec, Target, World, parse_target, prepare_environment
 from axon_dist.planner import read_step
 from axon_dist.step import Claims, TrainStep
 
@@ -336,14 +335,14 @@ def _shares(run: Run) -> list[str]:
 
 
 def _files_of(config: RunConfig, state: object) -> list[str]:
-    path = Path(config.run_dir or f"runs/{config.name}-<time>").expanduser()
+    path = as_place(config.run_dir or f"runs/{config.name}-<time>", "run_dir")
     kept = config.checkpoint
-    folder = Path(kept.dir).expanduser() if kept.dir else path / "checkpoints"
+    folder = as_place(kept.dir, "checkpoint.dir") if kept.dir else path / "checkpoints"
     size = num_bytes(state)
     when = f"every {kept.every} steps and at the end" if kept.every else "at the end"
     named = ("config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png")
     return [
-        *(os.fspath(path / name) for name in named),
+        *(str(path / name) for name in named),
         f"{folder}{os.sep}step_…: {when}, {byte_size(size)} each, of which "
         f"{plural(kept.keep + kept.best, 'stays', 'stay')}",
     ]

@@ -17,8 +17,13 @@ from axon_dist.checkpoint import (
     read_manifest,
     step_of,
 )
-from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from axon_dist.core.files import as_path
+from axon_dist.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    StoreError,
+)
+from axon_dist.core.objects import Address, Place, as_place
 from axon_dist.core.typing import PyTree
 from axon_dist.launch import MEMORY
 from axon_dist.step import PortableForm, TrainState
@@ -39,7 +44,8 @@ def open_checkpoints(
         tell: takes a sentence when something fails.
     """
     config = run.config.checkpoint
-    folder = directory.checkpoints if config.dir is None else as_path(config.dir, "checkpoint.dir")
+    own = config.dir is None
+    folder = directory.checkpoints if own else as_place(config.dir, "checkpoint.dir")
     return CheckpointManager(
         folder, config.retention, type=config.type, background=config.background, tell=tell
     )
@@ -54,12 +60,14 @@ class SavedStates:
         form: in which its states are kept.
         checkpoints: on the disk.
         copies: in memory; None where the config asks for none.
+        directory: of the run, whose files are copied to a bucket before a checkpoint is written.
     """
 
     run: Run
     form: PortableForm
     checkpoints: CheckpointManager
     copies: HostCopies | None
+    directory: RunDirectory
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
         """Saves a state with all that it takes to go on from it: config and place in the data.
@@ -70,8 +78,16 @@ class SavedStates:
             loss: its validation loss, if it was measured.
         """
         run = self.run
+        if isinstance(self.checkpoints.folder, Address) or self.directory.address is not None:
+            on_main(self._copy_records)
         meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
         self.checkpoints.save(number, self.form.of(state), meta=meta, score=loss)
+
+    def _copy_records(self) -> None:
+        try:
+            self.directory.copy()
+        except StoreError as error:
+            self.checkpoints.tell(f"the records of the run are not copied: {error}")
 
     def copy(self, state: TrainState, number: int) -> None:
         """Keeps a state in memory, and its place in the data; its arrays may be donated then."""
@@ -123,7 +139,7 @@ class SavedStates:
                 tell(f"no checkpoint in {str(checkpoints.folder)!r}: beginning at step 0")
                 return None
         else:
-            found = _restore_path(as_path(resume, "--resume"), form.target, tell)
+            found = _restore_path(as_place(resume, "--resume"), form.target, tell)
         self.run.loader.restore(_data_state(found))
         state = form.take_up(found.state)
         tell(f"going on after step {int(state.step)} from {str(found.path)!r}")
@@ -148,10 +164,16 @@ def open_states(
         directory: its folder.
         env: the environment, in which the launcher says where memory outlives a process.
         tell: takes a sentence when something fails.
+
+    Raises:
+        ConfigError: when the state is split over hosts that cannot keep copies for each other.
     """
     asked = run.config.checkpoint.memory_every
     copies = HostCopies(Path(env[MEMORY]), tell) if asked else None
-    return SavedStates(run, PortableForm(run.step), open_checkpoints(run, directory, tell), copies)
+    form = PortableForm(run.step)
+    if copies is not None:
+        copies.check(form.target)
+    return SavedStates(run, form, open_checkpoints(run, directory, tell), copies, directory)
 
 
 def _check_empty(checkpoints: CheckpointManager) -> None:
@@ -162,7 +184,7 @@ def _check_empty(checkpoints: CheckpointManager) -> None:
         )
 
 
-def _restore_path(path: Path, target: PyTree, tell: Callable[[str], None]) -> Restored:
+def _restore_path(path: Place, target: PyTree, tell: Callable[[str], None]) -> Restored:
     if step_of(path.name) is not None or is_checkpoint(path):
         return Restored(path, load_checkpoint(path, target), read_manifest(path))
     folder = _folder_of(path)
@@ -172,12 +194,13 @@ def _restore_path(path: Path, target: PyTree, tell: Callable[[str], None]) -> Re
     return found
 
 
-def _folder_of(path: Path) -> Path:
-    inside = RunDirectory(path).checkpoints
-    return inside if inside.is_dir() else path
+def _folder_of(path: Place) -> Place:
+    inside = path / "checkpoints"
+    there = inside.names() if isinstance(inside, Address) else inside.is_dir()
+    return inside if there else path
 
 
-def _none_in(folder: Path) -> CheckpointError:
+def _none_in(folder: Place) -> CheckpointError:
     return CheckpointError(
         f"there is no checkpoint in {str(folder)!r}; name a checkpoint, or the folder of a run "
         "that saved one"
@@ -192,11 +215,14 @@ def check_resume(resume: str | None) -> None:
     """
     if resume is None or resume == AUTO:
         return
-    path = as_path(resume, "--resume")
+    path = as_place(resume, "--resume")
     if step_of(path.name) is not None or is_checkpoint(path):
         return
     folder = _folder_of(path)
-    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    if isinstance(folder, Address):
+        names = [name.split("/")[0] for name in folder.names()]
+    else:
+        names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
     if not any(step_of(name) is not None for name in names):
         raise _none_in(folder)
 

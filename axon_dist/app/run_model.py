@@ -20,6 +20,7 @@ from axon_dist.checkpoint import (
 )
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.core.files import as_path, kind_at
+from axon_dist.core.objects import Place, as_place
 from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
@@ -30,7 +31,7 @@ from axon_dist.step.replicas import mean_rows
 from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
 
 from ..config import RunConfig, load_untrusted
-from .directory import RunDirectory
+from .directory import open_directory
 from .steps import model_of
 
 BEST = "best"
@@ -92,7 +93,7 @@ def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = 
         ConfigError: when there is no run in the folder, a value cannot be, or the config names
             functions and is not trusted.
     """
-    directory = RunDirectory(as_path(run, "the run"))
+    directory = open_directory(run)
     if kind_at(directory.config) is None:
         raise ConfigError(
             f"there is no run in {str(run)!r}, for it has no {directory.config.name}; name a "
@@ -106,7 +107,7 @@ def find_checkpoint(
     config: RunConfig,
     step: int | str | None = None,
     tell: Callable[[str], None] = lambda text: None,
-) -> Path:
+) -> Place:
     """The folder of a checkpoint of a run.
 
     Args:
@@ -118,9 +119,9 @@ def find_checkpoint(
     Raises:
         CheckpointError: when there is no such checkpoint; it names those there are.
     """
-    own = RunDirectory(as_path(run, "the run")).checkpoints
+    own = as_place(run, "the run") / "checkpoints"
     elsewhere = config.checkpoint.dir
-    folder = own if elsewhere is None else as_path(elsewhere, "checkpoint.dir")
+    folder = own if elsewhere is None else as_place(elsewhere, "checkpoint.dir")
     manager = CheckpointManager(folder)
     entries = manager.entries()
     if not entries:
@@ -150,7 +151,7 @@ def find_checkpoint(
 
 
 def load_arrays(
-    checkpoint: Path, parts: ModelParts, where: PyTree, buffers_where: Sharding
+    checkpoint: Place, parts: ModelParts, where: PyTree, buffers_where: Sharding
 ) -> tuple[PyTree, PyTree]:
     """Reads the parameters and the buffers of a model from a checkpoint, and nothing else.
 

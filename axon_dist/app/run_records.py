@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 import yaml
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import as_path, host_memory, read_bytes
+from axon_dist.core.files import host_memory, read_bytes
+from axon_dist.core.objects import Place
 from axon_dist.core.words import clock_time, plural, si
 
-from .directory import RunDirectory, flat
+from .directory import flat, open_directory
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
 """Pairs of step and value, finite ones alone."""
@@ -37,7 +38,7 @@ class Recorded:
         called: what it is called beside another run of its name; empty for that name.
     """
 
-    folder: Path
+    folder: Place
     rows: tuple[Mapping[str, Any], ...]
     summary: Mapping[str, Any]
     program: Mapping[str, Any]
@@ -165,7 +166,7 @@ def read_recorded(folder: str | Path) -> Recorded:
     Raises:
         ConfigError: when there is no such folder, or nothing of a run in it.
     """
-    directory = RunDirectory(as_path(folder, "the run"))
+    directory = open_directory(folder)
     if not directory.path.is_dir():
         raise ConfigError(
             f"there is no folder {str(folder)!r}; name one that axon train wrote, such as "
@@ -174,7 +175,7 @@ def read_recorded(folder: str | Path) -> Recorded:
     notes: list[str] = []
     rows = tuple(_rows(directory.metrics, notes))
     found = Recorded(
-        folder=directory.path,
+        folder=directory.place,
         rows=rows,
         summary=_object(directory.summary, "the run has not ended, or was killed", notes),
         program=_object(directory.program, "the run never got past its first step", notes),

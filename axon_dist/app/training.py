@@ -47,7 +47,7 @@ from axon_dist.step import TrainState
 
 from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_config
-from .directory import RunDirectory, create_directory, take_folders
+from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
 from .resume import check_copies, check_resume, open_checkpoints, open_states
 from .runs import Run, build_run, compiling_ahead
@@ -102,8 +102,8 @@ def train(
     on_main(lambda: check_resume(resume))
     console = console if console is not None and run.is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)
-    directory = RunDirectory(Path(on_main(lambda: str(create_directory(config, resume).path))))
-    for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.path}"]:
+    directory = _made_directory(config, resume)
+    for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.place}"]:
         tell(line)
     with contextlib.ExitStack() as stack:
         on_main(lambda: take_folders(config, directory, stack, tell))
@@ -113,6 +113,7 @@ def train(
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
         history = _go_on(config, directory, state, tell) if run.is_main else []
+        on_main(directory.copy)
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
@@ -144,6 +145,12 @@ def train(
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_kept(config, directory, writers)
     return RunResult(result, directory, summary)
+
+
+def _made_directory(config: RunConfig, resume: str | None) -> RunDirectory:
+    """The folder of the run, made by process 0, on every process."""
+    path = Path(on_main(lambda: str(create_directory(config, resume).path)))
+    return directory_at(path, config)
 
 
 def _open_port(run: Run) -> list[str]:
@@ -268,8 +275,10 @@ def _print_closing(
     console: Console, summary: dict[str, object], directory: RunDirectory, seconds: float
 ) -> None:
     console.print(summary_table(summary, seconds))
-    plot = directory.plot if directory.plot.exists() else f"none ({install_command('plots')})"
-    _print_line(console, f"run directory: {directory.path}")
+    plot = f"none ({install_command('plots')})"
+    if directory.plot.exists():
+        plot = directory.place / directory.plot.name
+    _print_line(console, f"run directory: {directory.place}")
     _print_line(console, f"loss curves: {plot}")
 
 

@@ -2,36 +2,53 @@
 
 A process that is killed takes its devices' memory with it. What it has written to a folder of the
 host's memory, such as `/dev/shm`, stays, so that the run goes on from there, on as many processes
-as there are then, and reads nothing from a disk.
+as there are then, and reads nothing from a disk. A host that is lost takes its folder with it. So
+each host also keeps what the one before it alone has, and a run survives the loss of a host, or of
+several of which no two are neighbours.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import json
-import math
-import os
 import secrets
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..core.errors import CheckpointError, DamagedCheckpointError
+from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
 from ..mesh import process_index
+from .copy_files import (
+    CopyHeader,
+    CopyId,
+    Part,
+    Pieces,
+    Slices,
+    as_place,
+    copies_in,
+    headers_in,
+    is_whole,
+    meeting,
+    place_of,
+    raw_bytes,
+    size_of,
+    write_copy,
+)
 from .layout import (
-    UNFINISHED,
-    LeafSpec,
     as_array,
     described,
     differences,
@@ -39,188 +56,140 @@ from .layout import (
     from_stored,
     named_leaves,
     spec_of,
-    step_name,
     stored_target,
     to_stored,
 )
-from .stores import open_tensors, write_tensors
 
-Slices: TypeAlias = tuple[tuple[int, int], ...]
-"""Where a piece lies in its leaf: the first index along each dim, and the one after the last."""
-
-_HEADER, _PLACES, _CHECKSUMS = "header", "places", "checksums"
+Rows: TypeAlias = list[tuple[LeafPath, Slices, np.dtype]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CopyHeader:
-    """What a file says of itself.
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The hosts of a run in the order of their processes; each keeps what the one before it has.
 
     Args:
-        step: how many steps the state has taken.
-        generation: which start of the run wrote it.
-        turn: how many copies that start had made by then.
-        process: which process wrote the file.
-        writers: all processes of the host, each of which wrote one.
-        leaves: of the whole state.
-        meta: what was kept with it.
+        hosts: of every process, a number that stands for its host.
     """
 
-    step: int
-    generation: str
-    turn: int
-    process: int
-    writers: tuple[int, ...]
-    leaves: Mapping[LeafPath, LeafSpec]
-    meta: Mapping[str, Any]
+    hosts: tuple[int, ...]
 
-    @property
-    def copy(self) -> tuple[int, str, int]:
-        """Which copy the file is a part of; its pieces all come from the same moment."""
-        return self.step, self.generation, self.turn
+    def beside(self, process: int) -> tuple[int, ...]:
+        """The processes of the same host."""
+        return tuple(p for p, host in enumerate(self.hosts) if host == self.hosts[process])
 
-    def to_json(self) -> str:
-        """Writes it; `read` reads it back."""
-        return json.dumps(dataclasses.asdict(self))
+    def before(self, process: int) -> int:
+        """The process in the same place of the host before."""
+        order = list(dict.fromkeys(self.hosts))
+        host = order[order.index(self.hosts[process]) - 1]
+        return self.beside(self.hosts.index(host))[self.beside(process).index(process)]
 
-    @classmethod
-    def read(cls, path: Path) -> CopyHeader:
-        """Reads that of a file.
+    def spread(self, leaves: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
+        """Those of which a host has what the next one has not.
+
+        Args:
+            leaves: arrays, or their shapes with shardings.
 
         Raises:
-            CheckpointError: when it is none.
+            ConfigError: when the hosts are not alike, so that one device has no other to send to.
         """
-        try:
-            fields = json.loads(bytes(open_tensors(path)[_HEADER]))
-            leaves = {
-                name: LeafSpec(spec["dtype"], tuple(spec["shape"]))
-                for name, spec in fields.pop("leaves").items()
-            }
-            return cls(leaves=leaves, **{**fields, "writers": tuple(fields["writers"])})
-        except (KeyError, TypeError, ValueError, OSError) as error:
-            raise CheckpointError(f"{str(path)!r} is no copy of a state: {error}") from error
+        found = {path: leaf for path, leaf in leaves.items() if self._is_spread(leaf)}
+        for path, leaf in found.items():
+            sizes = collections.Counter(device.process_index for device in leaf.sharding.device_set)
+            each = [
+                [sizes[p] for p in self.beside(p)] for p in map(self.hosts.index, {*self.hosts})
+            ]
+            if len({*map(len, each)}) > 1 or len({size for row in each for size in row}) > 1:
+                raise ConfigError(
+                    f"the processes of the hosts have {' and '.join(map(str, sorted(each)))} "
+                    f"devices, and {path} is split over hosts: what a host has of it is copied to "
+                    "the next one, device by device. Start as many processes on each host, with as "
+                    "many devices, or leave checkpoint.memory_every at 0"
+                )
+        return found
+
+    def own_pieces(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
+        """What this process writes of its own."""
+        rows: Rows = []
+        pieces: list[jax.Array] = []
+        for path, leaf in leaves.items():
+            shards = {shard.device.id: shard.data for shard in leaf.addressable_shards}
+            for place, device in self._written_by(process_index(), leaf).items():
+                rows.append((path, place, np.dtype(leaf.dtype)))
+                pieces.append(shards[device])
+        return rows, iter(pieces)
+
+    def pieces_before(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
+        """What this process writes for the one before it; every process goes through all of it.
+
+        Args:
+            leaves: those that are spread; each is sent when its turn comes.
+        """
+        me = process_index()
+        wanted = {}
+        for path, leaf in leaves.items():
+            here = _first_devices(leaf.sharding, leaf.shape, self.hosts)[self.hosts[me]]
+            theirs = self._written_by(self.before(me), leaf)
+            wanted[path] = {place: device for place, device in theirs.items() if place not in here}
+        places = [(path, place) for path, some in wanted.items() for place in some]
+
+        def pieces() -> Iterator[jax.Array]:
+            for path, leaf in leaves.items():
+                got = self._sent(leaf)
+                yield from (got[device] for device in wanted[path].values())
+
+        return [(path, place, np.dtype(leaves[path].dtype)) for path, place in places], pieces()
+
+    def _sent(self, leaf: Array) -> dict[int, jax.Array]:
+        """What the devices of the process before hold of a leaf, as bytes by their numbers."""
+        devices = sorted(leaf.sharding.device_set, key=lambda x: (x.process_index, x.id))
+        each = len(devices) // len(self.hosts)
+        sources = [self.before(n // each) * each + n % each for n in range(len(devices))]
+        send, split = _sender(tuple(devices), tuple(sources))
+        # As bytes, for not every backend sends every dtype, nor from every kind of memory.
+        rows = [jax.device_put(raw_bytes(x.data)[None], x.device) for x in leaf.addressable_shards]
+        shape = (len(devices), *rows[0].shape[1:])
+        got = send(jax.make_array_from_single_device_arrays(shape, split, rows))
+        shards = got.addressable_shards
+        return {devices[sources[shard.index[0].start or 0]].id: shard.data for shard in shards}
+
+    def _is_spread(self, leaf: Any) -> bool:
+        if leaf.sharding.is_fully_addressable:
+            # Every process has one of its own.
+            return False
+        places = _first_devices(leaf.sharding, leaf.shape, self.hosts)
+        order = list(dict.fromkeys(self.hosts))
+        return any(places[order[n - 1]].keys() - places[order[n]].keys() for n in range(len(order)))
+
+    def _written_by(self, process: int, leaf: Array) -> dict[Slices, int]:
+        """The pieces of a host that a process of it writes, with the number of a device of it."""
+        places = _first_devices(leaf.sharding, leaf.shape, self.hosts)[self.hosts[process]]
+        return {place: device for place, (owner, device) in places.items() if owner == process}
 
 
-def place_of(index: Sequence[slice], shape: Sequence[int]) -> Slices:
-    """The place of a shard.
-
-    Example:
-        >>> place_of((slice(None), slice(2, 4)), (3, 8))
-        ((0, 3), (2, 4))
-    """
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def write_copy(
-    folder: Path,
-    header: CopyHeader,
-    pieces: Sequence[tuple[LeafPath, Slices, np.dtype, jax.Array]],
-) -> None:
-    """Writes the pieces of one process; the file appears under its name when all of it is there.
-
-    Args:
-        folder: in the memory of the host.
-        header: what the file says of itself.
-        pieces: path, place, dtype and values.
-    """
-    name = f"{step_name(header.step)}-{header.generation}-{header.process}"
-    unfinished = folder / f"{name}{UNFINISHED}"
-    texts = header.to_json(), json.dumps([[path, place] for path, place, _, _ in pieces])
-    blocks = [np.frombuffer(text.encode(), np.uint8) for text in texts]
-    sizes = [_size(place) * dtype.itemsize for _, place, dtype, _ in pieces]
-    specs = {name: block for name, block in zip((_HEADER, _PLACES), blocks, strict=True)}
-    specs |= {str(n): jax.ShapeDtypeStruct((size,), np.uint8) for n, size in enumerate(sizes)}
-    specs |= {_CHECKSUMS: jax.ShapeDtypeStruct((len(pieces),), np.uint32)}
-
-    def values() -> Iterator[np.ndarray]:
-        sums = []
-        yield from blocks
-        for _, _, _, data in pieces:
-            raw = np.ascontiguousarray(np.asarray(data)).reshape(-1).view(np.uint8)
-            sums.append(zlib.crc32(raw))
-            yield raw
-        yield np.array(sums, np.uint32)
-
-    try:
-        write_tensors(unfinished, specs, values())
-        os.replace(unfinished, folder / f"{name}.copy")
-    except OSError:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+@functools.lru_cache(maxsize=1024)
+def _first_devices(
+    sharding: Sharding, shape: tuple[int, ...], hosts: tuple[int, ...]
+) -> dict[int, dict[Slices, tuple[int, int]]]:
+    """What each host has of an array, and the first process and device there that has it."""
+    found: dict[int, dict[Slices, tuple[int, int]]] = {host: {} for host in hosts}
+    for device, index in sharding.devices_indices_map(shape).items():
+        process = int(device.process_index)
+        places, place = found[hosts[process]], place_of(index, shape)
+        places[place] = min((process, int(device.id)), places.get(place, (process, int(device.id))))
+    return found
 
 
-class Pieces:
-    """The pieces of a copy that lie on this host, which together are the whole state.
-
-    Args:
-        files: of all processes of the host that wrote it.
-        header: of one of them.
-    """
-
-    def __init__(self, files: Sequence[Path], header: CopyHeader):
-        self.header: CopyHeader = header
-        self.damaged: set[LeafPath] = set()
-        self._files, self._checked = files, set[tuple[LeafPath, Slices]]()
-
-    @functools.cached_property
-    def _by_leaf(self) -> dict[LeafPath, list[tuple[Slices, np.ndarray, int]]]:
-        pieces: dict[LeafPath, list[tuple[Slices, np.ndarray, int]]] = {}
-        for path in self._files:
-            arrays = open_tensors(path)
-            rows = zip(json.loads(bytes(arrays[_PLACES])), arrays[_CHECKSUMS], strict=True)
-            for number, ((leaf, place), crc) in enumerate(rows):
-                whole = tuple((int(start), int(stop)) for start, stop in place)
-                pieces.setdefault(leaf, []).append((whole, arrays[str(number)], int(crc)))
-        return pieces
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every element of every leaf is in some piece; no two pieces overlap."""
-        has = {leaf: sum(_size(p) for p, _, _ in rows) for leaf, rows in self._by_leaf.items()}
-        wanted = self.header.leaves.items()
-        return all(
-            # The words of a random key are more than its shape says.
-            has.get(leaf, 0) >= math.prod(spec.shape)
-            for leaf, spec in wanted
-        )
-
-    def read(self, leaf: LeafPath, dtype: Any, place: Slices) -> np.ndarray:
-        """The values at a place, put together from the pieces that meet it; remembers damage."""
-        values = np.empty([stop - start for start, stop in place], dtype)
-        for there, raw, crc in self._by_leaf.get(leaf, []):
-            meet = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(place, there, strict=True)]
-            if any(start >= stop for start, stop in meet):
-                continue
-            if (leaf, there) not in self._checked and zlib.crc32(raw) != crc:
-                self.damaged.add(leaf)
-            self._checked.add((leaf, there))
-            piece = raw.view(dtype).reshape([stop - start for start, stop in there])
-            values[_within(meet, place)] = piece[_within(meet, there)]
-        return values
-
-
-def complete_copies(folder: Path) -> Iterator[Pieces]:
-    """The copies in a folder that all of their writers have finished and that are whole, newest
-    first."""
-    groups: dict[tuple, dict[int, tuple[Path, CopyHeader]]] = {}
-    for header, path in _headers(folder):
-        groups.setdefault(header.copy, {})[header.process] = path, header
-    for _, group in sorted(groups.items(), reverse=True):
-        header = next(iter(group.values()))[1]
-        pieces = Pieces([path for path, _ in group.values()], header)
-        if sorted(group) == sorted(header.writers) and pieces.is_whole:
-            yield pieces
-
-
-def _size(place: Slices) -> int:
-    return math.prod(stop - start for start, stop in place)
-
-
-def _within(meet: Sequence[tuple[int, int]], place: Slices) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - first, stop - first)
-        for (start, stop), (first, _) in zip(meet, place, strict=True)
+@functools.lru_cache(maxsize=4)
+def _sender(
+    devices: tuple[Hashable, ...], sources: tuple[int, ...]
+) -> tuple[Callable[[jax.Array], jax.Array], NamedSharding]:
+    """A program that gives each device the row of another, and how rows are split."""
+    mesh, rows = Mesh(np.array(devices), ("device",)), PartitionSpec("device")
+    pairs = [(source, n) for n, source in enumerate(sources)]
+    send = jax.shard_map(
+        lambda x: lax.ppermute(x, "device", pairs), mesh=mesh, in_specs=rows, out_specs=rows
     )
+    return jax.jit(send), NamedSharding(mesh, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,8 +211,10 @@ class HostCopies:
     """The newest state that the processes of a run have left in the memory of their hosts.
 
     Each distinct shard is written once a host, by the first process there that holds it. So a host
-    has what its devices have: a whole state under `ddp`, and where every host holds a replica. The
-    state outlives any process, and a host that is replaced gets it from another that has it whole.
+    has what its devices have: a whole state under `ddp`, and where every host holds a replica. Of
+    what is split over the hosts each also gets, over the mesh, what the host before it has, in the
+    order of the processes, the last coming before the first. The state outlives any process, and
+    any host whose neighbour stays; one that is replaced gets what it needs from the others.
 
     Args:
         folder: in the memory of this host; the same for all of its processes.
@@ -261,10 +232,19 @@ class HostCopies:
     def __init__(self, folder: Path, tell: Callable[[str], None] = lambda text: None):
         self.folder, self.tell = folder, tell
         where = f"{socket.gethostname()} {folder.resolve()}"
-        self._hosts = _gathered(zlib.crc32(where.encode()) >> 1)
+        self._ring = Ring(tuple(_gathered(zlib.crc32(where.encode()) >> 1)))
         # Steps are counted again after a loss: what was written before must not be mixed with that.
         self._generation: str = from_main(secrets.token_hex(8))
         self._turn = 0
+
+    def check(self, target: PyTree) -> None:
+        """Raises `ConfigError` where the loss of a host could not be survived as promised.
+
+        Args:
+            target: as for `load_checkpoint`.
+        """
+        leaves = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
+        self._ring.spread({path: stored_target(leaf) for path, leaf in leaves.items()})
 
     def save(self, step: int, state: PyTree, meta: Mapping[str, Any]) -> None:
         """Copies the state of a step; its arrays may be donated when this returns.
@@ -278,25 +258,27 @@ class HostCopies:
             meta: what JSON holds.
         """
         leaves = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
-        me, self._turn = process_index(), self._turn + 1
+        stored = {path: to_stored(leaf) for path, leaf in leaves.items()}
+        me, ring, self._turn = process_index(), self._ring, self._turn + 1
         header = CopyHeader(
             step=step,
             generation=self._generation,
             turn=self._turn,
             process=me,
-            writers=tuple(p for p, host in enumerate(self._hosts) if host == self._hosts[me]),
+            writers=ring.beside(me),
             leaves={path: spec_of(leaf) for path, leaf in leaves.items()},
             meta=dict(meta),
         )
-        stored = {path: to_stored(leaf) for path, leaf in leaves.items()}
-        reason = ""
-        try:
-            write_copy(self.folder, header, self._own_pieces(stored))
-        except OSError as error:
-            reason = error.strerror or str(error)
+        reason = self._write(header, *ring.own_pieces(stored))
+        spread = ring.spread(stored)
+        if spread:
+            other = ring.before(me)
+            theirs = dataclasses.replace(header, process=other, writers=ring.beside(other))
+            reason = self._write(theirs, *ring.pieces_before(spread)) or reason
         # Only a copy that all have written takes the place of the one before it.
         if failed := [p for p, has_failed in enumerate(_gathered(bool(reason))) if has_failed]:
-            self._remove(lambda found: found.process == me and found.copy == header.copy)
+            mine = {me, ring.before(me)} if spread else {me}
+            self._remove(lambda found: found.process in mine and found.copy == header.copy)
             self.tell(
                 f"no copy of step {step}: processes {failed} could not write theirs"
                 f"{f' to {str(self.folder)!r}: {reason}' if reason else ''}; the one before it "
@@ -306,78 +288,70 @@ class HostCopies:
         self._remove(lambda found: found.copy != header.copy)
 
     def newest(self, target: PyTree) -> HostCopy | None:
-        """Restores the newest copy that some host has whole; every process calls this.
+        """Restores the newest copy that the hosts have whole together; every process calls this.
 
         Args:
             target: as for `load_checkpoint`.
 
         Returns:
-            What was found, on the mesh of the target; None where no host has a whole copy.
+            What was found, on the mesh of the target; None where the hosts have no whole copy.
 
         Raises:
             CheckpointError: when the copy belongs to another model or optimizer.
             DamagedCheckpointError: on all processes, when a piece is not what was written.
         """
-        local = next(iter(complete_copies(self.folder)), None)
-        best = _gathered(-1 if local is None else local.header.step)
-        if max(best) < 0:
+        here = copies_in(self.folder)
+        me = process_index()
+        found = _newest_whole(here, is_teller=self._ring.beside(me)[0] == me)
+        if found is None:
             return None
-        step = max(best)
-        source = best.index(step)
-        if local is not None and local.header.step != step:
-            local = None
+        header, holders = found
+        local = here.get(header.copy, (None, Pieces({})))[1]
         targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
-        if local is not None:
-            wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
-            if unlike := differences(local.header.leaves, wanted):
-                raise CheckpointError(
-                    f"the copy of step {step} in the memory of this host does not fit: "
-                    f"{first_few(unlike, between='; ')}; start the run anew, with the model it "
-                    "was made from"
-                )
-        stored = {
-            path: _read(local, path, stored_target(leaf), None if min(best) == step else source)
-            for path, leaf in targets.items()
-        }
-        _check_whole(local, step)
-        leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
+        wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
+        if unlike := differences(header.leaves, wanted):
+            raise CheckpointError(
+                f"the copy of step {header.step} in the memory of the hosts does not fit: "
+                f"{first_few(unlike, between='; ')}; start the run anew, with the model it "
+                "was made from"
+            )
+        stored = {path: stored_target(leaf) for path, leaf in targets.items()}
+        _fetch(local, stored, holders)
+
+        def read(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
+            def take(index):
+                place = place_of(index, leaf.shape)
+                return local.read(path, leaf.dtype, place, holders.get(path, ()))
+
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
+
+        values = {path: read(path, leaf) for path, leaf in stored.items()}
+        _check_whole(local, header.step)
+        leaves = [from_stored(values[path], leaf) for path, leaf in targets.items()]
         state = jax.tree.unflatten(jax.tree.structure(target), leaves)
-        meta = from_main(None if local is None else dict(local.header.meta), source)
-        return HostCopy(step, state, meta)
+        return HostCopy(header.step, state, dict(header.meta))
 
     def forget(self) -> None:
         """Throws all copies away, as a run does that goes back to an earlier state."""
         self._remove(lambda header: True)
 
-    def _own_pieces(
-        self, stored: Mapping[LeafPath, Array]
-    ) -> list[tuple[LeafPath, Slices, np.dtype, jax.Array]]:
-        me = process_index()
-        shards = []
-        for path, leaf in stored.items():
-            owners: dict[Slices, int] = {}
-            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-                place, process = place_of(index, leaf.shape), int(device.process_index)
-                if self._hosts[process] == self._hosts[me]:
-                    owners[place] = min(process, owners.get(place, process))
-            mine = {place_of(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
-            for place, shard in mine.items():
-                if owners[place] == me:
-                    shards.append((path, place, np.dtype(leaf.dtype), shard.data))
-        return shards
+    def _write(self, header: CopyHeader, rows: Rows, pieces: Iterator[jax.Array]) -> str:
+        """Writes a file; returns why it could not."""
+        try:
+            write_copy(self.folder, header, rows, pieces)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            # What this process sends the others wait for.
+            collections.deque(pieces, maxlen=0)
+        return ""
 
     def _remove(self, is_outdated: Callable[[CopyHeader], bool]) -> None:
-        for header, path in _headers(self.folder):
+        for header, path in headers_in(self.folder):
             # Another process of this host may have removed it, too.
             if is_outdated(header):
                 with contextlib.suppress(OSError):
                     path.unlink()
-
-
-def _headers(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
-    for path in sorted(folder.glob("*.copy")):
-        with contextlib.suppress(CheckpointError):
-            yield CopyHeader.read(path), path
 
 
 def _gathered(number: int) -> list[int]:
@@ -385,40 +359,82 @@ def _gathered(number: int) -> list[int]:
     return [int(x) for x in np.ravel(multihost_utils.process_allgather(np.int32(number)))]
 
 
-def _read(
-    local: Pieces | None, path: LeafPath, leaf: jax.ShapeDtypeStruct, source: int | None
-) -> Array:
-    """A leaf from the memory of the hosts.
+def _told_by_all(value: object) -> list[Any]:
+    """What JSON holds, of every process."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = _gathered(text.size)
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: text.size] = text
+    rows = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+
+
+Holders: TypeAlias = Mapping[LeafPath, Mapping[Slices, int]]
+"""For each place of each leaf the first process whose host has the piece."""
+
+
+def _newest_whole(
+    here: Mapping[CopyId, tuple[CopyHeader, Pieces]], is_teller: bool
+) -> tuple[CopyHeader, Holders] | None:
+    """The newest copy that the folders of all hosts have whole together, and who has what.
 
     Args:
-        local: what this host has.
-        path: of the leaf.
-        leaf: what is stored of it, and where it is to lie.
-        source: the process that hands it to all, where some host has none; None where every
-            process takes what its shards need from its own host.
+        here: what the folder of this host has.
+        is_teller: whether this process speaks for its host.
     """
+    told = _told_by_all([[c, pieces.parts] for c, (_, pieces) in here.items()] if is_teller else [])
+    for copy in sorted({tuple(copy) for rows in told for copy, _ in rows}, reverse=True):
+        parts: dict[int, list[Part]] = {
+            teller: [
+                (process, writers, {leaf: [*map(as_place, p)] for leaf, p in places.items()})
+                for process, writers, places in listed
+            ]
+            for teller, rows in enumerate(told)
+            for other, listed in rows
+            if tuple(other) == copy
+        }
+        mine = here[copy][0].to_json() if copy in here else None
+        header = CopyHeader.from_json(from_main(mine, min(parts)))
+        if is_whole([part for listed in parts.values() for part in listed], header.leaves):
+            holders: dict[LeafPath, dict[Slices, int]] = {}
+            for teller, listed in parts.items():
+                for _, _, places in listed:
+                    for leaf, place in ((x, p) for x, some in places.items() for p in some):
+                        holders.setdefault(leaf, {}).setdefault(place, teller)
+            return header, holders
+    return None
 
-    def here(place: Slices) -> np.ndarray:
-        assert local is not None
-        return local.read(path, leaf.dtype, place)
 
-    if source is None:
+def _fetch(
+    local: Pieces, leaves: Mapping[LeafPath, jax.ShapeDtypeStruct], holders: Holders
+) -> None:
+    """Gets what this process needs and its host has not from those that have it.
 
-        def take(index):
-            return here(place_of(index, leaf.shape))
+    Args:
+        local: what this host has; gets the rest.
+        leaves: what is stored of each, and where it is to lie.
+        holders: who has what.
+    """
+    missing: set[tuple[LeafPath, Slices]] = set()
+    for path, leaf in leaves.items():
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        places = {place_of(index, leaf.shape) for index in indices if index is not None}
+        for there in holders.get(path, ()):
+            if not local.has(path, there) and any(meeting(p, there) for p in places):
+                missing.add((path, there))
+    told = _told_by_all(sorted(missing))
+    for path, place in sorted({(path, as_place(p)) for rows in told for path, p in rows}):
+        is_source = process_index() == holders[path][place]
+        size = size_of(place) * np.dtype(leaves[path].dtype).itemsize
+        raw = local.raw(path, place) if is_source else np.zeros(size, np.uint8)
+        sent = np.asarray(multihost_utils.broadcast_one_to_all(raw, is_source=is_source))
+        if (path, place) in missing:
+            local.add(path, place, sent)
 
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
-    is_source = process_index() == source
-    whole = tuple((0, size) for size in leaf.shape)
-    values = here(whole) if is_source else np.zeros(leaf.shape, leaf.dtype)
-    sent = np.asarray(multihost_utils.broadcast_one_to_all(values, is_source=is_source))
-    sent = sent.astype(leaf.dtype)
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: sent[index])
 
-
-def _check_whole(local: Pieces | None, step: int) -> None:
+def _check_whole(local: Pieces, step: int) -> None:
     """Raises on all processes where one has read a piece that is not what was written."""
-    damaged = _gathered(local is not None and bool(local.damaged))
+    damaged = _gathered(bool(local.damaged))
     if any(damaged):
         raise DamagedCheckpointError(
             f"the copy of step {step} in the memory of the hosts of the processes "

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import operator
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from ..mesh import process_index
 MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
+ZARR = "zarr"
+"""Where the values are that were written into a bucket, in place of `ARRAYS`."""
 UNFINISHED = ".tmp"
 """The ending of a folder that no reader may look into."""
 
@@ -78,13 +81,24 @@ def step_of(name: str) -> int | None:
 
 
 def staging_of(folder: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """Where a checkpoint is written on a disk before it gets its name."""
     return folder.with_name(folder.name + UNFINISHED)
 
 
 def replaced_of(folder: Path) -> Path:
     """Where the checkpoint that had the name lies while another one takes it."""
     return folder.with_name(f"{folder.name}.old{UNFINISHED}")
+
+
+def is_part(name: str) -> bool:
+    """Whether a checkpoint has an entry of that name."""
+    # While a store writes, the values lie under their name with an ending of the store's.
+    return name in (MARKER, MANIFEST, ARRAYS, ZARR) or name.startswith(f"{ARRAYS}.")
+
+
+def marker_of(manifest: bytes) -> bytes:
+    """What the marker says: the checksum of the manifest."""
+    return f"{zlib.crc32(manifest):08x}\n".encode()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,13 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..core.checks import NUMBER, WHOLE, ArgumentKind
-from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from ..core.files import as_path, kind_at
+from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError, StoreError
+from ..core.files import kind_at
+from ..core.objects import Address, Place, as_place
 from ..core.typing import PyTree
 from .layout import (
     UNFINISHED,
@@ -25,8 +25,8 @@ from .layout import (
     step_name,
     step_of,
 )
-from .save import PendingSave, load_checkpoint
-from .seal import foreign_in, read_manifest, remove
+from .save import PendingSave, check_type, load_checkpoint
+from .seal import check_replaceable, foreign_in, is_checkpoint, read_manifest, remove
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Restored:
         manifest: what it says about itself.
     """
 
-    path: Path
+    path: Place
     state: PyTree
     manifest: Manifest
 
@@ -125,14 +125,14 @@ class CheckpointManager:
     A save that fails does not end the run: it is told, and the checkpoints that are there stay.
 
     Args:
-        folder: made when needed.
+        folder: made when needed; also at `gs://` or `s3://`.
         retention: which checkpoints stay.
         type: who writes.
         background: write while the run goes on; a save then waits for the one before it.
         tell: takes a sentence for the user whenever something fails.
 
     Raises:
-        ConfigError: for an unknown type.
+        ConfigError: for an unknown type, or one that cannot be there.
 
     Example:
         >>> import jax.numpy as jnp, tempfile
@@ -147,17 +147,18 @@ class CheckpointManager:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Place,
         retention: Retention | None = None,
         *,
         type: StateDictType | str = StateDictType.SHARDED,
         background: bool = True,
         tell: Callable[[str], None] = lambda text: None,
     ):
-        self.folder: Path = as_path(folder, "the folder of checkpoints")
+        self.folder: Place = as_place(folder, "the folder of checkpoints")
         _RETENTION.check("CheckpointManager", "retention", retention)
         self.retention: Retention = retention or Retention()
         self.type: StateDictType = StateDictType(type)
+        check_type(self.folder, self.type)
         self.background: bool = background
         self.tell: Callable[[str], None] = tell
         self.failure: str | None = None
@@ -211,7 +212,7 @@ class CheckpointManager:
                 serial=serial,
                 then=self._remove_outdated,
             )
-        except CheckpointError as error:
+        except (CheckpointError, StoreError) as error:
             self._fail(error)
             return
         if not self.background:
@@ -284,6 +285,12 @@ class CheckpointManager:
 
     def _prepare(self) -> int:
         """Clears away what killed runs left half-written; returns the next serial number."""
+        if isinstance(self.folder, Address):
+            for path in self._paths():
+                if not is_checkpoint(path):
+                    check_replaceable(path)
+                    remove(path)
+            return 1 + max((entry.serial for entry in self.entries()), default=-1)
         for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
             with contextlib.suppress(OSError):
                 if foreign_in(leftover, may_be_partial=True) is None:
@@ -296,13 +303,17 @@ class CheckpointManager:
             try:
                 remove(path)
             except OSError as error:
-                self.tell(f"could not remove the old checkpoint {str(path)!r}: {error.strerror}")
+                reason = error.strerror or error
+                self.tell(f"could not remove the old checkpoint {str(path)!r}: {reason}")
 
-    def _fail(self, error: CheckpointError) -> None:
+    def _fail(self, error: CheckpointError | StoreError) -> None:
         self.failure = str(error)
         self.tell(str(error))
 
-    def _paths(self) -> list[Path]:
+    def _paths(self) -> list[Place]:
+        if isinstance(self.folder, Address):
+            names = {name.split("/")[0] for name in self.folder.names()}
+            return [self.folder / name for name in sorted(names) if step_of(name) is not None]
         if kind_at(self.folder) != "a folder":
             return []
         try:
@@ -313,11 +324,11 @@ class CheckpointManager:
                 "program to read it, or name another"
             ) from error
 
-    def _newest_first(self) -> list[Path]:
+    def _newest_first(self) -> list[Place]:
         """Every checkpoint; one whose manifest cannot be read stands where its step would."""
         entries = {entry.step: float(entry.serial) for entry in self.entries()}
 
-        def age(path: Path) -> float:
+        def age(path: Place) -> float:
             step = step_of(path.name) or 0
             before = [serial for other, serial in entries.items() if other < step]
             return entries.get(step, max(before, default=-1.0) + 0.5)

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
 from ..core.checks import TEXTS
-from ..core.errors import AxonDistError, CheckpointError, DamagedCheckpointError
-from ..core.files import as_path
+from ..core.errors import (
+    AxonDistError,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    StoreError,
+)
+from ..core.objects import Address, Place, as_place, snapshot
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
+from . import objects
 from .layout import (
+    ZARR,
     Manifest,
     StateDictType,
     as_array,
@@ -52,7 +61,7 @@ _T = TypeVar("_T")
 
 
 def save_checkpoint(
-    path: str | Path,
+    path: str | Place,
     state: PyTree,
     *,
     type: StateDictType | str = StateDictType.SHARDED,
@@ -64,9 +73,12 @@ def save_checkpoint(
     is killed leaves the checkpoint that was there before. What is written does not depend on the
     mesh: it restores onto any other one, bit for bit.
 
+    In a bucket, where nothing can be renamed, a checkpoint counts when its marker is there, which
+    is written last; one that is replaced is removed first.
+
     Args:
-        path: the folder of the checkpoint. An empty folder or an earlier checkpoint, damaged or
-            not, is replaced; anything else stays, and is an error.
+        path: the folder of the checkpoint, also at `gs://` or `s3://`. An empty folder or an
+            earlier checkpoint, damaged or not, is replaced; anything else stays, and is an error.
         state: a pytree of arrays, random keys and numbers.
         type: who writes: every process its shards (`"sharded"`), or process 0 everything
             (`"full"`).
@@ -89,7 +101,7 @@ def save_checkpoint(
         [0.0, 1.0, 2.0]
     """
     PendingSave(
-        as_path(path, "the checkpoint", CheckpointError), state, type, {} if meta is None else meta
+        as_place(path, "the checkpoint", CheckpointError), state, type, {} if meta is None else meta
     ).wait()
 
 
@@ -111,7 +123,7 @@ class PendingSave:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         state: PyTree,
         type: StateDictType | str,
         meta: Mapping[str, Any],
@@ -120,9 +132,10 @@ class PendingSave:
         serial: int = 0,
         then: Callable[[], None] = lambda: None,
     ):
-        self.folder: Path = folder
+        self.folder: Place = folder
         self._written = concurrent.futures.Future()
         type = StateDictType(type)
+        check_type(folder, type)
         arrays = _arrays_of(state)
         size = sum(array.nbytes for array in arrays.values())
         on_main(lambda: self._make_way(meta, size))
@@ -138,7 +151,7 @@ class PendingSave:
             serial=serial,
         )
         checksums = leaf_checksums(stored)
-        write = self._run(lambda: STORES[type].begin(staging_of(folder), stored))
+        write = self._run(lambda: self._begin(type, stored))
         parts = (write, manifest, checksums, then)
         threading.Thread(target=self._finish, args=parts, name="checkpoint").start()
 
@@ -172,16 +185,28 @@ class PendingSave:
         write()
         if is_main():
             sums = {path: int(value) for path, value in jax.device_get(dict(checksums)).items()}
-            seal(staging_of(self.folder), dataclasses.replace(manifest, checksums=sums))
-            publish(self.folder)
+            manifest = dataclasses.replace(manifest, checksums=sums)
+            if isinstance(self.folder, Address):
+                objects.commit(self.folder, manifest, objects.writers(checksums))
+            else:
+                seal(staging_of(self.folder), manifest)
+                publish(self.folder)
             then()
+
+    def _begin(self, type: StateDictType, stored: dict[LeafPath, Array]) -> Callable[[], None]:
+        if isinstance(self.folder, Address):
+            return objects.begin(self.folder, stored)
+        return STORES[type].begin(staging_of(self.folder), stored)
 
     def _make_way(self, meta: Any, size: int) -> None:
         check_meta(meta)
-        check_replaceable(self.folder)
-        staging = staging_of(self.folder)
+        self._run(lambda: check_replaceable(self.folder))
 
         def clear() -> None:
+            if isinstance(self.folder, Address):
+                objects.clear(self.folder)
+                return
+            staging = staging_of(self.folder)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             # Said before the first byte: the stores find out in every thread that writes.
@@ -194,12 +219,20 @@ class PendingSave:
         """Does a part of saving; whatever the disk or the store raise becomes one kind of error."""
         try:
             return action()
+        except StoreError as error:
+            raise CheckpointError(
+                f"could not save checkpoint {str(self.folder)!r}: {error}; what was saved before "
+                "stays"
+            ) from error
         except AxonDistError:
             raise
         except Exception as error:
-            if is_main():
+            if is_main() and not isinstance(self.folder, Address):
                 shutil.rmtree(staging_of(self.folder), ignore_errors=True)
-            reason = str(error).strip().splitlines() or [repr(error)]
+            full = os.strerror(errno.ENOSPC)
+            # TensorStore says it in a line for each of the layers it goes through.
+            reason = [full] if full in str(error) else str(error).strip().splitlines()
+            reason = reason or [repr(error)]
             raise CheckpointError(
                 f"could not save checkpoint {str(self.folder)!r}: {reason[0]}; what was saved "
                 "before stays. Make room there, or name another folder"
@@ -237,7 +270,7 @@ class HasState(Protocol):
 
 
 def load_checkpoint(
-    path: str | Path, target: PyTree | HasState, *, parts: str | Collection[str] | None = None
+    path: str | Place, target: PyTree | HasState, *, parts: str | Collection[str] | None = None
 ) -> PyTree:
     """Restores a state, bit for bit, onto the mesh and the layout that the target names.
 
@@ -247,7 +280,7 @@ def load_checkpoint(
     read, and every value after.
 
     Args:
-        path: the folder of the checkpoint.
+        path: the folder of the checkpoint, also at `gs://` or `s3://`.
         target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays, whose
             values are not looked at; or a `TrainStep`, for the state that it trains.
         parts: the fields of the state to restore, the others not being read. A name, such as
@@ -282,7 +315,7 @@ def load_checkpoint(
         return load_checkpoint(path, {parts: target}, parts=(parts,))[parts]
     if parts is not None:
         TEXTS.check("load_checkpoint", "parts", parts)
-    folder = as_path(path, "the checkpoint", CheckpointError)
+    folder = as_place(path, "the checkpoint", CheckpointError)
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
@@ -304,7 +337,7 @@ def _state_of(step: HasState, parts: str | Collection[str] | None) -> PyTree:
 
 
 def _check_leaves(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
     targets: dict[LeafPath, jax.ShapeDtypeStruct],
     parts: Collection[str] | None,
@@ -324,11 +357,13 @@ def _check_leaves(
 
 
 def _read(
-    folder: Path, manifest: Manifest, targets: dict[LeafPath, jax.ShapeDtypeStruct]
+    folder: Place, manifest: Manifest, targets: dict[LeafPath, jax.ShapeDtypeStruct]
 ) -> dict[LeafPath, Array]:
     stored = {path: stored_target(target) for path, target in targets.items()}
     try:
-        return STORES[manifest.type].restore(folder, stored)
+        return _restore(folder, manifest, stored)
+    except (StoreError, DamagedCheckpointError):
+        raise
     except Exception as error:
         stray = stray_in(folder, manifest)
         if stray is not None:
@@ -343,7 +378,27 @@ def _read(
         ) from error
 
 
-def _check_values(folder: Path, manifest: Manifest, stored: dict[LeafPath, Array]) -> None:
+def _restore(
+    folder: Place, manifest: Manifest, stored: dict[LeafPath, jax.ShapeDtypeStruct]
+) -> dict[LeafPath, Array]:
+    if any(name.startswith(f"{ZARR}/") for name in manifest.files):
+        return objects.restore(folder, stored)
+    if isinstance(folder, Address):
+        # It was written on a disk and copied to the bucket; so it is copied back.
+        folder = snapshot(folder, lambda name: name in manifest.files)
+    return STORES[manifest.type].restore(folder, stored)
+
+
+def check_type(folder: Place, type: StateDictType) -> None:
+    """Raises `ConfigError` where a checkpoint of a type cannot be written to a place."""
+    if isinstance(folder, Address) and type is StateDictType.FULL:
+        raise ConfigError(
+            f"checkpoint.type: got full, one file that process 0 writes, and {str(folder)!r} is in "
+            "a bucket, to which every process writes its shards; take sharded, or a folder"
+        )
+
+
+def _check_values(folder: Place, manifest: Manifest, stored: dict[LeafPath, Array]) -> None:
     sums = jax.device_get(leaf_checksums(stored))
     for path, value in sums.items():
         if int(value) != manifest.checksums[path]:

@@ -23,16 +23,19 @@ from jax import lax
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.files import kind_at, read_bytes
+from ..core.objects import Address, Place, as_place
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
+from . import objects
 from .layout import (
-    ARRAYS,
     MANIFEST,
     MARKER,
     UNFINISHED,
     FileRecord,
     Manifest,
+    is_part,
+    marker_of,
     replaced_of,
     staging_of,
 )
@@ -146,7 +149,7 @@ def seal(folder: Path, manifest: Manifest) -> None:
     for name in files:
         _sync(folder / name)
     write_durably(folder / MANIFEST, text)
-    write_durably(folder / MARKER, _marker_of(text))
+    write_durably(folder / MARKER, marker_of(text))
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         _sync(inner)
 
@@ -163,8 +166,11 @@ def publish(folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Place) -> None:
     """Removes a checkpoint; it loses its name first, so that no half of it is ever read."""
+    if isinstance(folder, Address):
+        objects.clear(folder)
+        return
     doomed = staging_of(folder)
     os.rename(folder, doomed)
     shutil.rmtree(doomed)
@@ -178,12 +184,15 @@ def write_durably(path: Path, contents: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def is_checkpoint(folder: str | Path) -> bool:
+def is_checkpoint(folder: str | Place) -> bool:
     """Whether a folder is a finished checkpoint, damaged or not."""
-    return (Path(folder) / MARKER).is_file()
+    folder = as_place(folder, "the checkpoint", CheckpointError)
+    if isinstance(folder, Address):
+        return (folder / MARKER).read() is not None
+    return (folder / MARKER).is_file()
 
 
-def read_manifest(folder: str | Path) -> Manifest:
+def read_manifest(folder: str | Place) -> Manifest:
     """Reads what a checkpoint says about itself, without its values.
 
     Args:
@@ -196,26 +205,9 @@ def read_manifest(folder: str | Path) -> Manifest:
         CheckpointError: when there is none, or a newer version wrote it.
         DamagedCheckpointError: when it is unfinished, or the manifest was changed.
     """
-    folder = Path(folder)
-    kind = kind_at(folder)
-    if kind not in (None, "a folder") or (kind is None and os.path.lexists(folder)):
-        raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r} is {kind or 'a link that leads nowhere'} and no folder; "
-            "use another one"
-        )
-    if kind is None:
-        raise CheckpointError(f"there is no checkpoint {str(folder)!r}; name a folder of one")
-    if not is_checkpoint(folder):
-        raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r} has no {MARKER} file: it was never finished, or is no "
-            "checkpoint; use another one"
-        )
-    try:
-        text = read_bytes(folder / MANIFEST, MANIFEST, CheckpointError, _MOST_BYTES)
-        marker = read_bytes(folder / MARKER, MARKER, CheckpointError)
-    except CheckpointError as error:
-        raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
-    if marker != _marker_of(text):
+    folder = as_place(folder, "the checkpoint", CheckpointError)
+    text, marker = _objects_of(folder) if isinstance(folder, Address) else _files_of(folder)
+    if marker != marker_of(text):
         raise DamagedCheckpointError(
             f"checkpoint {str(folder)!r}: {MANIFEST} and {MARKER} do not belong together, one of "
             "them was changed after it was written; use another one"
@@ -231,12 +223,56 @@ def read_manifest(folder: str | Path) -> Manifest:
         ) from error
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def _files_of(folder: Path) -> tuple[bytes, bytes]:
+    """The manifest and the marker of a checkpoint on a disk."""
+    kind = kind_at(folder)
+    if kind not in (None, "a folder") or (kind is None and os.path.lexists(folder)):
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r} is {kind or 'a link that leads nowhere'} and no folder; "
+            "use another one"
+        )
+    if kind is None:
+        raise CheckpointError(f"there is no checkpoint {str(folder)!r}; name a folder of one")
+    if not is_checkpoint(folder):
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r} has no {MARKER} file: it was never finished, or is no "
+            "checkpoint; use another one"
+        )
+    try:
+        text = read_bytes(folder / MANIFEST, MANIFEST, CheckpointError, _MOST_BYTES)
+        return text, read_bytes(folder / MARKER, MARKER, CheckpointError)
+    except CheckpointError as error:
+        raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
+
+
+def _objects_of(folder: Address) -> tuple[bytes, bytes]:
+    """The manifest and the marker of a checkpoint in a bucket."""
+    text, marker = (folder / MANIFEST).read(), (folder / MARKER).read()
+    if text is not None and marker is not None:
+        return text, marker
+    if not folder.names():
+        raise CheckpointError(f"there is no checkpoint {str(folder)!r}; name a folder of one")
+    raise DamagedCheckpointError(
+        f"checkpoint {str(folder)!r} has no {MARKER if marker is None else MANIFEST}: it was never "
+        "finished, or is no checkpoint; use another one"
+    )
+
+
+def check_files(folder: Place, manifest: Manifest) -> None:
     """Reads every file of a checkpoint, and compares sizes and checksums.
+
+    In a bucket it asks which objects there are, and reads none: the processes read what they need,
+    and the checksums of the leaves say whether that is what was saved.
 
     Raises:
         DamagedCheckpointError: naming the first file that is missing, or no longer what it was.
     """
+    if isinstance(folder, Address):
+        if lost := sorted(manifest.files.keys() - set(folder.names())):
+            raise DamagedCheckpointError(
+                f"checkpoint {str(folder)!r}: file {lost[0]} is missing; use another checkpoint"
+            )
+        return
     for name, record in manifest.files.items():
         problem = _problem_of(folder / name, record)
         if problem is not None:
@@ -245,9 +281,11 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def stray_in(folder: Path, manifest: Manifest) -> str | None:
+def stray_in(folder: Place, manifest: Manifest) -> str | None:
     """A file of a checkpoint that was not there when it was sealed, if there is one."""
     known = {*manifest.files, MANIFEST, MARKER}
+    if isinstance(folder, Address):
+        return next((name for name in folder.names() if name not in known), None)
     there = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     return next((name for name in there if name not in known), None)
 
@@ -265,10 +303,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _marker_of(manifest: bytes) -> bytes:
-    return f"{zlib.crc32(manifest):08x}\n".encode()
-
-
 def _problem_of(path: Path, record: FileRecord) -> str | None:
     if not path.is_file():
         return "is missing"
@@ -284,7 +318,7 @@ def _problem_of(path: Path, record: FileRecord) -> str | None:
     return None
 
 
-def check_replaceable(folder: Path) -> None:
+def check_replaceable(folder: Place) -> None:
     """Raises unless a save into a folder loses nothing but an earlier checkpoint.
 
     A save takes three names: that of the checkpoint, and two that last as long as it does.
@@ -300,6 +334,9 @@ def check_replaceable(folder: Path) -> None:
             f"{str(folder)!r} cannot be the name of a checkpoint: it has to end with a name, and "
             f"one that does not end with {UNFINISHED}, as unfinished ones do; name another folder"
         )
+    if isinstance(folder, Address):
+        objects.check_replaceable(folder)
+        return
     for path in (folder, staging_of(folder), replaced_of(folder)):
         try:
             foreign = foreign_in(path, may_be_partial=path != folder)
@@ -337,7 +374,7 @@ def foreign_in(path: Path, *, may_be_partial: bool) -> str | None:
     if not path.is_dir():
         return "a file" if path.exists() else None
     names = sorted(entry.name for entry in path.iterdir())
-    others = [name for name in names if not _is_part(name)]
+    others = [name for name in names if not is_part(name)]
     if others:
         what = "a checkpoint together with" if is_checkpoint(path) else "a folder that holds"
         return f"{what} {first_few([*map(repr, others)])}"
@@ -346,11 +383,6 @@ def foreign_in(path: Path, *, may_be_partial: bool) -> str | None:
     return (
         f"a folder that holds {first_few([*map(repr, names)])} but no {MARKER} file and no manifest"
     )
-
-
-def _is_part(name: str) -> bool:
-    # While a store writes, the values lie under their name with an ending of the store's.
-    return name in (MARKER, MANIFEST, ARRAYS) or name.startswith(f"{ARRAYS}.")
 
 
 def _is_manifest(path: Path) -> bool:

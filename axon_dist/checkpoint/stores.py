@@ -13,9 +13,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import logging
 import math
 import os
 import struct
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from ..core.compat import stop_leaks_of_saves
+from ..core.compat import end_failed_saves, stop_leaks_of_saves
 from ..core.errors import CheckpointError, UnsupportedError
 from ..core.files import kind_at
 from ..core.typing import Array, JsonDict, PyTree
@@ -250,6 +252,9 @@ class OrbaxStore:
         """Copies the shards of this process to host memory."""
         stored = {path: leaf for path, leaf in leaves.items() if leaf.size}
         stop_leaks_of_saves()
+        end_failed_saves()
+        # Orbax logs what it also raises, with pages of its code for every thread.
+        logging.getLogger("absl").addFilter(_is_news)
         checkpointer = ocp.StandardCheckpointer()
         if stored:
             checkpointer.save((folder / ARRAYS).absolute(), stored)
@@ -274,6 +279,12 @@ class OrbaxStore:
         )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             return checkpointer.restore(folder, args=what)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    trace = record.exc_info[2] if record.exc_info else None
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    return not any("orbax" in name for name in files)
 
 
 def _empty(target: jax.ShapeDtypeStruct) -> Array:

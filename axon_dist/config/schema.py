@@ -10,8 +10,9 @@ from typing import Annotated, Any, TypeAlias
 
 import jax
 
+from axon_dist.checkpoint.save import check_type
 from axon_dist.core.errors import ConfigError, did_you_mean
-from axon_dist.core.files import as_path
+from axon_dist.core.objects import as_place
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.ops.precision import GradScaler, MixedPrecision
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
@@ -300,7 +301,10 @@ class RunConfig:
             )
         for key, path in (("run_dir", self.run_dir), ("checkpoint.dir", self.checkpoint.dir)):
             if path is not None:
-                as_path(path, key)
+                as_place(path, key)
+        kept = self.checkpoint
+        if (kept.dir or self.run_dir) is not None:
+            check_type(as_place(kept.dir or self.run_dir, "checkpoint.dir"), kept.type)
         self._check_task()
         if self.train.global_batch % self.train.accumulate:
             raise ConfigError(

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 
+from .checks import ARRAY, FUNCTION
 from .typing import Array, Function
 
 
@@ -62,6 +63,9 @@ class Shared:
 
     value: object
 
+    def __post_init__(self) -> None:
+        ARRAY.check("Shared", "value", self.value)
+
 
 PER_SAMPLE = "axon_dist_per_sample"
 """The name of a call that is promised to treat the samples, dim 0 of its arrays, one by one."""
@@ -87,6 +91,7 @@ def per_sample(function: Function) -> Function:
         >>> double(jnp.ones(2)).tolist()
         [2.0, 2.0]
     """
+    FUNCTION.check("per_sample", "function", function)
 
     def run(*args: object) -> Array:
         return function(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import glob
 import hashlib
 import os
@@ -13,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import as_path, host_memory, kind_at
+from axon_dist.core.files import host_memory, kind_at
+from axon_dist.core.objects import Address, all_fetched, as_place
 
 from .samples import random_of
 
@@ -62,13 +64,15 @@ def find_files(patterns: Sequence[str]) -> tuple[TextFile, ...]:
     """Finds the files that match any of the patterns, each once, sorted by name.
 
     Args:
-        patterns: paths or globs; `**` crosses folders and `~` is the home folder.
+        patterns: paths or globs; `**` crosses folders and `~` is the home folder. Of what matches
+            at `gs://` or `s3://` a copy is made on this machine, once for each version of it.
 
     Returns:
         At least one file.
 
     Raises:
         ConfigError: a pattern matches no file.
+        StoreError: a bucket cannot be read.
     """
     files: dict[Path, TextFile] = {}
     for pattern in patterns:
@@ -274,7 +278,9 @@ def _place(name: str) -> float:
 
 
 def _match(pattern: str) -> list[TextFile]:
-    expanded = as_path(pattern, "data.files")
+    expanded = as_place(pattern, "data.files")
+    if isinstance(expanded, Address):
+        return _match_objects(expanded, pattern)
     base = _fixed_folder(expanded)
     if base == Path("/") and "**" in expanded.parts:
         raise ConfigError(
@@ -300,6 +306,30 @@ def _match(pattern: str) -> list[TextFile]:
             "take it out."
         )
     return matches
+
+
+def _match_objects(pattern: Address, text: str) -> list[TextFile]:
+    """The objects that match a glob, as their copies on this machine."""
+    parts = pattern.key.split("/")
+    fixed = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    base = dataclasses.replace(pattern, key="/".join(parts[:fixed]))
+    names = [name for name in base.names() if _matches(name.split("/"), parts[fixed:])]
+    if not names:
+        raise ConfigError(
+            f"data.files: {text!r} matches no object (looked in {base}): correct the address; a "
+            "folder needs a glob such as 'gs://bucket/folder/**/*.txt'."
+        )
+    paths = all_fetched(base / name for name in names)
+    return [TextFile(name, path) for name, path in zip(names, paths, strict=True)]
+
+
+def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a name match those of a glob, in which `**` is any number of parts."""
+    if pattern and pattern[0] == "**":
+        return _matches(name, pattern[1:]) or (bool(name) and _matches(name[1:], pattern))
+    if not pattern or not name:
+        return not pattern and not name
+    return fnmatch.fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
 
 
 def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:

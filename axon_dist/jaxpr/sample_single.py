@@ -83,7 +83,8 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
         return False
     value, small = known.read(source, given), shape_of(source)
     inputs, outputs = ((small, shape_of(given)),), ((small, shape_of(made)),)
-    dtypes = (np.dtype("float32"),) * 2
+    float32 = np.dtype("float32")
+    dtypes = float32, float32
     op = Operation(whole.primitive.name, whole.params, whole.params, inputs, outputs, dtypes)
     found = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
     if found is not None:

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from ..core.checks import check_fields
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import stacks_of
 from ..core.typing import Array, Path
@@ -70,6 +71,7 @@ class ActivationCheckpointing:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless interval and policy are possible."""
+        check_fields(self)
         whole = isinstance(self.interval, int) and not isinstance(self.interval, bool)
         if self.interval != "sqrt" and not (whole and int(self.interval) >= 1):
             raise ConfigError(

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..core.checks import MODULE, NUMBER, ArgumentKind, checked
+from ..core.checks import MODULE, NUMBER, ArgumentKind, check_fields, checked
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import has_64_bits
@@ -72,6 +72,7 @@ class MixedPrecision:
     gather: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("param", "compute", "reduce", "buffer", "output"):
             value = getattr(self, name)
             dtype = None if value is None else floating_dtype(value, name)

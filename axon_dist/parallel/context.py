@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ..core.checks import checked
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import HELD, Layers, layers_of, wrap_calls
 from ..core.typing import Array, Function
@@ -34,6 +35,7 @@ class ContextMode(NamedChoice):
     """All-to-all: whole sequences of some heads."""
 
 
+@checked()
 def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp") -> Strategy:
     """Splits the positions of every sequence over a mesh axis, attention included.
 

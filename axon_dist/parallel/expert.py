@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ..core.checks import TEXT, ArgumentKind, checked, is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.modules import Around, wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
@@ -47,6 +48,14 @@ class ExpertForm(NamedChoice):
     """Every rank sends each expert as many slots as `capacity` says."""
 
 
+_PAIR = ArgumentKind(
+    "a pair of a regular expression of paths and the dim of the experts from the end, such as "
+    "('(^|/)experts/up$', -3)",
+    lambda x: isinstance(x, (tuple, list)) and len(x) == 2 and TEXT.holds(x[0]) and is_whole(x[1]),
+)
+
+
+@checked(experts=_PAIR.several())
 def expert_parallel(
     form: ExpertForm | str = ExpertForm.AUTO,
     capacity: float | None = None,

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
+from ..core.checks import checked
 from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
 from ..core.modules import Around, wrap_calls
 from ..core.reduction import all_sum, sum_scatter
@@ -30,6 +31,7 @@ LOOKUPS: tuple[Function, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__ca
 """The calls of NNX layers that take rows of a table by the ids that they are given."""
 
 
+@checked()
 def tensor_parallel(
     plan: PlanLike, axis: str = "tp", sequence: bool = False, rings: bool = False
 ) -> Strategy:

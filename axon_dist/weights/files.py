@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import importlib
 import json
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from typing import Any
 from axon_dist.checkpoint import TensorEntry, list_tensors
 from axon_dist.core.errors import CheckpointError, install_command
 from axon_dist.core.files import as_path, kind_at, read_text
+from axon_dist.core.objects import Address, Place, as_place, snapshot
 
 from .adapters import ADAPTER_CONFIG, list_adapters
 
@@ -27,19 +30,25 @@ Files = str | Path | Sequence[str | Path]
 REMOTE = "hf://"
 """How a repository of the Hugging Face hub begins: `hf://org/name`, or `hf://org/name@revision`."""
 
+_BUCKETS = ("gs:/", "s3:/")
+
 _WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", "config.json", ADAPTER_CONFIG)
 
 
 def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
-    """Where a repository of a hub lies on this machine, fetched if need be; other paths as is.
+    """Where a repository of a hub, or what is in a bucket, lies here, fetched if need be.
 
     Args:
-        path: a path; those that begin with `hf://` need huggingface_hub, whose cache they are in.
+        path: a path, which is returned as it is; `hf://`, which needs huggingface_hub, in whose
+            cache it then is; or `gs://` or `s3://`, a folder, or a file in one.
         patterns: of the files that are wanted, none of them in a folder.
 
     Raises:
         CheckpointError: when it cannot be fetched.
+        StoreError: when a bucket cannot be read.
     """
+    if isinstance(path, (str, Path)) and str(path).startswith(_BUCKETS):
+        return _copied(as_place(path, "the weights", CheckpointError), patterns)
     if not isinstance(path, str) or not path.startswith(REMOTE):
         return path
     name, _, revision = path.removeprefix(REMOTE).partition("@")
@@ -62,13 +71,30 @@ def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
     return Path(folder)
 
 
+def _copied(place: Place, patterns: tuple[str, ...]) -> Path:
+    """A folder of a bucket, or a file in one with what is said of it there, copied here."""
+    assert isinstance(place, Address)
+    folder, _, file = place.key.rpartition("/")
+    is_file = any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+    inside = dataclasses.replace(place, key=folder) if is_file else place
+
+    def wanted(name: str) -> bool:
+        is_asked = name == file or name.endswith(".json") or file.endswith(INDEX)
+        is_there = "/" not in name and any(fnmatch.fnmatchcase(name, p) for p in patterns)
+        return is_there and (is_asked or not is_file)
+
+    copy = snapshot(inside, wanted)
+    return copy / file if is_file else copy
+
+
 def find_tensors(files: Files) -> dict[str, TensorEntry]:
     """Reads the headers of safetensors files, and none of their values.
 
     Args:
         files: a file; several; a `.index.json` that says which tensor is in which file beside it;
             or a folder, such as the local snapshot of a hub's repository, with such an index or
-            with one file, or with adapters as peft writes them; or `hf://org/name`.
+            with one file, or with adapters as peft writes them; `hf://org/name`; or a file or a
+            folder at `gs://` or `s3://`.
 
     Returns:
         Where every tensor lies, by name.

@@ -45,6 +45,7 @@ def read(monkeypatch):
     return texts
 
 
+@pytest.mark.full
 def test_what_trains_is_what_is_examined(tiny, chip, ran, read, monkeypatch):
     config = RunConfig.from_dict(tiny)
     train(config, Console(file=io.StringIO()))

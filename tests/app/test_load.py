@@ -26,10 +26,11 @@ def same(module, other):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({}, marks=pytest.mark.full, id="ddp"),
+        pytest.param({}, id="ddp"),
         pytest.param(
             {"mesh": "pp=2,dp=4", "parallel": {"ddp": {}, "pipeline": {"num_microbatches": 2}}},
             id="pipeline",
@@ -83,6 +84,7 @@ def test_what_is_not_there_is_named(tiny, tmp_path):
         load_model(done.directory.path)
 
 
+@pytest.mark.full
 def test_a_run_that_freezes_and_averages_is_one_model(tiny):
     """Frozen parameters are read from where they are, and the average in place of the others."""
     tiny |= {"trainable": "attention/", "checkpoint": {"every": 0}}

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from axon_dist.app.directory import LOCK, locked
+from axon_dist.app.lock import LOCK, locked
 from axon_dist.core.errors import ConfigError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from axon_dist.app.directory import locked
+from axon_dist.app.lock import locked
 with locked(Path(sys.argv[1]), "run_dir", print):
     print("held", flush=True)
     time.sleep(60)
@@ -95,7 +95,7 @@ def test_what_is_no_other_run_is_not_called_one(tmp_path, monkeypatch, number):
     def fail(*_):
         raise OSError(number, "broken")
 
-    monkeypatch.setattr("axon_dist.app.directory.fcntl.flock", fail)
+    monkeypatch.setattr("axon_dist.app.lock.fcntl.flock", fail)
     with (
         pytest.raises(ConfigError, match=r"run_dir: cannot find out .* cannot be locked: broken"),
         locked(tmp_path, "run_dir", print),

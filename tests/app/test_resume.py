@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from axon_dist.app import RunDirectory, train
-from axon_dist.app.directory import locked
+from axon_dist.app.lock import locked
 from axon_dist.checkpoint import read_manifest
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import CheckpointError, ConfigError
@@ -72,7 +72,10 @@ def tokens_seen(monkeypatch):
 
 @pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop):
-    whole = train(config("whole"))
+    console = Console(file=io.StringIO(), width=200)
+    whole = train(config("whole"), console, resume="auto")
+    assert "no checkpoint in" in console.file.getvalue()
+    assert "beginning at step 0" in console.file.getvalue()
     expected = list(tokens_seen)
     tokens_seen.clear()
     cut = train(config("cut"))
@@ -116,14 +119,6 @@ def test_on_another_mesh_it_is_the_same_run_within_rounding(config, other):
     assert resumed.result.num_steps == 6
 
 
-def test_auto_begins_where_there_is_nothing_and_says_so(config):
-    console = Console(file=io.StringIO(), width=200)
-    done = train(config("run", train__steps=2), console, resume="auto")
-    assert done.result.num_steps == 2
-    assert "no checkpoint in" in console.file.getvalue()
-    assert "beginning at step 0" in console.file.getvalue()
-
-
 def test_auto_falls_back_to_the_newest_good_checkpoint_and_says_so(config):
     whole = train(config("run"))
     good = bits(whole.result.state)
@@ -150,6 +145,10 @@ def test_a_finished_run_has_nothing_left(config):
     assert "finished already: 6 of 6 steps are done" in console.file.getvalue()
     assert whole.directory.summary.read_text() == summary
 
+
+@pytest.mark.full
+def test_a_finished_run_is_told_again_and_can_be_longer(config):
+    whole = train(config("run"))
     whole.directory.summary.unlink()
     train(config("run"), resume="auto")
     assert json.loads(whole.directory.summary.read_text())["ended"] == "finished"
@@ -175,12 +174,13 @@ def test_from_a_path_into_a_new_folder(config, part):
     assert sorted(path.name for path in first.directory.checkpoints.iterdir()) == ["step_00000002"]
 
 
+@pytest.mark.full
 def test_auto_finds_the_newest_folder_of_a_run_without_one_of_its_own(
     config, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    for stamp in ("20260101-000000", "20260102-000000"):
-        train(config("x", run_dir=f"runs/tiny-{stamp}", train__steps=2))
+    train(config("x", run_dir="runs/tiny-20260101-000000", train__steps=2))
+    shutil.copytree("runs/tiny-20260101-000000", "runs/tiny-20260102-000000")
     (tmp_path / "runs" / "tiny-20260103-000000").mkdir()
     (tmp_path / "runs" / "tiny-er-20260104-000000" / "checkpoints").mkdir(parents=True)
     resumed = train(config("x", run_dir=None, train__steps=3), resume="auto")
@@ -280,6 +280,7 @@ def test_two_runs_do_not_save_into_one_folder(config, tmp_path):
         train(config("two", checkpoint__dir=str(tmp_path / "file" / "checkpoints")))
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
     """Curves, summary and best validation begin where the run did; what changes is said."""
     steady = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "constant"}}}
@@ -306,6 +307,7 @@ def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
     assert "time since step 3" in text
 
 
+@pytest.mark.full
 def test_a_folder_that_vanishes_ends_with_an_error_after_everything_is_kept(config, monkeypatch):
     step = TrainStep.__call__
 

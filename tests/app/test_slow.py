@@ -48,6 +48,7 @@ def result(folder):
     return train(RunConfig.from_dict(config_of(folder)), Console(file=io.StringIO()))
 
 
+@pytest.mark.full
 def test_a_run_is_evaluated_with_the_model_of_the_last_meeting(result):
     path = result.directory.path
     here, alone = evaluate(path), evaluate(path, one_device=True)

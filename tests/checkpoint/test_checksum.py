@@ -35,6 +35,7 @@ def test_every_flipped_bit_changes_it(position, bit):
     assert int(leaf_checksum(jnp.asarray(flipped))) == reference(flipped.tolist())
 
 
+@pytest.mark.sample("float32", "bfloat16", "bool", "complex64", "int4")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_however_it_is_split(dtype, make_world):
     values = (jnp.arange(64) % 5).reshape(8, 8).astype(dtype)

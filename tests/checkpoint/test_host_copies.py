@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import HostCopies
-from axon_dist.checkpoint.host_copies import CopyHeader, Pieces, complete_copies, write_copy
+from axon_dist.checkpoint.copy_files import CopyHeader, copies_in, is_whole, write_copy
+from axon_dist.checkpoint.host_copies import Ring, _sender
 from axon_dist.checkpoint.layout import LeafSpec
-from axon_dist.core.errors import CheckpointError, DamagedCheckpointError
+from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from axon_dist.mesh import World
 
 SHAPES = {"w": ("float32", (8, 4)), "half": ("bfloat16", (4, 8)), "count": ("int32", ())}
@@ -34,6 +36,11 @@ def bits(state):
     return {name: np.asarray(leaf).tobytes() for name, leaf in plain.items()}
 
 
+def complete_copies(folder):
+    """The copies of which a folder has everything, newest first."""
+    return [copy for copy in copies_in(folder).values() if is_whole(copy[1].parts, copy[0].leaves)]
+
+
 @pytest.mark.parametrize("after", ["fsdp=8", "dp=8", "dp=2,fsdp=2"])
 def test_a_copy_comes_back_on_another_mesh(tmp_path, after):
     state = state_on(World.emulate(8, "dp=2,fsdp=4"), 7)
@@ -51,7 +58,7 @@ def test_the_newest_stays(tmp_path):
     copies = HostCopies(tmp_path)
     for step in (5, 10, 15):
         copies.save(step, state_on(world, step), {})
-    assert [copy.header.step for copy in complete_copies(tmp_path)] == [15]
+    assert [header.step for header, _ in complete_copies(tmp_path)] == [15]
     found = HostCopies(tmp_path).newest(state_on(world))
     assert (found.step, bits(found.state)) == (15, bits(state_on(world, 15)))
 
@@ -70,7 +77,7 @@ def test_a_start_that_went_on_replaces_what_an_earlier_one_left(tmp_path):
     HostCopies(tmp_path).save(30, state_on(world, 1), {})
     second = HostCopies(tmp_path)
     second.save(10, state_on(world, 2), {})
-    assert [copy.header.step for copy in complete_copies(tmp_path)] == [10]
+    assert [header.step for header, _ in complete_copies(tmp_path)] == [10]
 
 
 def test_a_flipped_bit_is_noticed(tmp_path):
@@ -101,7 +108,7 @@ def test_a_host_without_room_is_told_and_keeps_the_copy_before(tmp_path, monkeyp
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("axon_dist.checkpoint.host_copies.write_tensors", refuse)
+    monkeypatch.setattr("axon_dist.checkpoint.copy_files.write_tensors", refuse)
     copies.save(4, state, {})
     assert "no copy of step 4: processes [0] could not write theirs" in told[0]
     assert "No space left on device" in told[0]
@@ -125,15 +132,16 @@ def write_half(folder, process, **changes):
     header = dataclasses.replace(HEADER, process=process, **changes)
     values = np.arange(2, dtype=np.float32) + 2 * process
     place = ((2 * process, 2 * process + 2),)
-    write_copy(folder, header, [("w", place, np.dtype(np.float32), values)])
+    write_copy(folder, header, [("w", place, np.dtype(np.float32))], [values])
 
 
 def test_a_copy_counts_once_all_processes_have_written_theirs(tmp_path):
     write_half(tmp_path, 0)
     assert not list(complete_copies(tmp_path))
     write_half(tmp_path, 1)
-    (copy,) = complete_copies(tmp_path)
-    assert copy.read("w", np.float32, ((1, 4),)).tolist() == [1.0, 2.0, 3.0]
+    ((_, pieces),) = complete_copies(tmp_path)
+    written = [((0, 2),), ((2, 4),)]
+    assert pieces.read("w", np.float32, ((1, 4),), written).tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("changes", [{"generation": "b"}, {"turn": 2}, {"step": 5}])
@@ -145,9 +153,9 @@ def test_pieces_of_different_moments_are_no_copy(tmp_path, changes):
 
 def test_a_copy_waits_for_a_process_that_has_nothing_to_add(tmp_path):
     values, place = np.arange(4, dtype=np.float32), ((0, 4),)
-    write_copy(tmp_path, HEADER, [("w", place, np.dtype(np.float32), values)])
+    write_copy(tmp_path, HEADER, [("w", place, np.dtype(np.float32))], [values])
     assert not list(complete_copies(tmp_path))
-    write_copy(tmp_path, dataclasses.replace(HEADER, process=1), [])
+    write_copy(tmp_path, dataclasses.replace(HEADER, process=1), [], [])
     assert len(list(complete_copies(tmp_path))) == 1
 
 
@@ -159,4 +167,68 @@ def test_a_copy_that_lacks_a_shard_is_none(tmp_path):
 def test_a_header_comes_back():
     fields = json.loads(HEADER.to_json())
     assert fields["leaves"] == {"w": {"dtype": "float32", "shape": [4]}}
-    assert Pieces([], HEADER).is_whole is False
+    assert CopyHeader.from_json(HEADER.to_json()) == HEADER
+    assert not is_whole([], HEADER.leaves)
+
+
+def test_each_process_keeps_the_pieces_of_the_one_in_its_place_of_the_host_before():
+    ring = Ring((7, 7, 5, 5, 9, 9))
+    assert [ring.before(process) for process in range(6)] == [4, 5, 0, 1, 2, 3]
+    assert ring.beside(3) == (2, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How rows lie on devices of several processes, of which a test is one."""
+
+    processes: tuple[int, ...]
+    rows: tuple[int, ...]
+    is_fully_addressable = False
+
+    @property
+    def device_set(self):
+        return {Device(*pair) for pair in enumerate(self.processes)}
+
+    def devices_indices_map(self, shape):
+        return {
+            Device(n, process): (slice(row, row + 1),)
+            for n, (process, row) in enumerate(zip(self.processes, self.rows, strict=True))
+        }
+
+
+def leaf_on(processes, rows):
+    return types.SimpleNamespace(shape=(max(rows) + 1,), sharding=Split(processes, rows))
+
+
+def test_only_what_is_split_over_hosts_is_sent():
+    leaves = {
+        "whole": leaf_on((0, 1, 2, 3), (0, 0, 0, 0)),
+        "in each host": leaf_on((0, 1, 2, 3), (0, 1, 0, 1)),
+        "over hosts": leaf_on((0, 1, 2, 3), (0, 0, 1, 1)),
+        "over all": leaf_on((0, 1, 2, 3), (0, 1, 2, 3)),
+    }
+    assert [*Ring((7, 7, 5, 5)).spread(leaves)] == ["over hosts", "over all"]
+    assert [*Ring((7, 7, 7, 7)).spread(leaves)] == []
+
+
+def test_hosts_that_are_not_alike_are_refused():
+    wanted = (
+        r"processes of the hosts have \[1\] and \[2\] devices, and w is split over hosts: .*"
+        "as many processes on each host, with as many devices, or leave checkpoint.memory_every at"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        Ring((7, 5)).spread({"w": leaf_on((0, 1, 1), (0, 1, 2))})
+    with pytest.raises(ConfigError, match=r"have \[1\] and \[1, 1\] devices"):
+        Ring((7, 5, 5)).spread({"w": leaf_on((0, 1, 2), (0, 1, 2))})
+
+
+def test_each_device_gets_the_row_of_its_source():
+    send, split = _sender(tuple(jax.devices()[:4]), (3, 0, 1, 2))
+    rows = jax.device_put(np.arange(8, dtype=np.uint8).reshape(4, 2), split)
+    assert np.asarray(send(rows))[:, 0].tolist() == [6, 0, 2, 4]

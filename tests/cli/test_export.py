@@ -20,6 +20,7 @@ from tests.weights.hub import llama_forward
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 16))
 
 
+@pytest.mark.full
 def test_a_run_goes_out_to_plain_flax_and_to_a_hub(tiny, tmp_path, capsys):
     done = train(RunConfig.from_dict(tiny))
     run, native = str(done.directory.path), tmp_path / "out.safetensors"

@@ -120,6 +120,7 @@ def test_errors_keep_their_kind_for_callers():
     assert issubclass(ConfigError, ValueError)
 
 
+@pytest.mark.full
 def test_as_a_module():
     command = [sys.executable, "-m", "axon_dist.cli", "train", "none.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -18,7 +18,7 @@ def out_of(capsys, *arguments, code=0):
 
 def test_a_size_on_some_devices(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(config_plans, "MOST", 3)
+    monkeypatch.setattr(config_plans, "MOST", 1)
     monkeypatch.setattr(config_plans, "FEW", 0)
     text = out_of(capsys, "--params", "10e9", "--devices", "8", "--memory", "80GB")
     assert text.startswith("10e9 parameters: a decoder of 32 blocks, width 5120, 40 heads")
@@ -48,6 +48,7 @@ def test_a_config_on_a_target(capsys, few):
     assert "a step is" in text
 
 
+@pytest.mark.full
 def test_what_trains_to_other_numbers_is_apart(capsys, few, monkeypatch):
     monkeypatch.setattr(config_plans, "FEW", 1)
     large = ["model.width=512", "train.global_batch=1024"]
@@ -71,6 +72,7 @@ def test_replicas_of_a_config_stay_and_keep_their_options(capsys, few):
     assert lines["train"]["nonfinite"] == "skip"
 
 
+@pytest.mark.full
 def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     config = str(CONFIGS / "fsdp8.yaml")
@@ -92,7 +94,7 @@ def test_a_convolutional_model_is_planned(capsys, few):
     assert "ddp" in text
 
 
-def test_what_does_not_fit_is_exit_code_1(capsys):
+def test_what_does_not_fit_is_exit_code_1(capsys, few):
     text = out_of(capsys, "--params", "70B", "--devices", "8", "--memory", "80GB", code=1)
     assert "comes nearest" in " ".join(text.split())
     assert "are the train state" in " ".join(text.split())

@@ -113,6 +113,7 @@ def test_the_default_is_what_a_step_takes(capsys):
     assert capsys.readouterr().out.startswith("eager_1f1b: ")
 
 
+@pytest.mark.full
 def test_a_long_picture_is_not_what_a_search_is_for(capsys):
     sizes = ["--stages", "8", "--microbatches", "64", "--memory", "8"]
     assert main(["schedule", "--search", *sizes]) == 0

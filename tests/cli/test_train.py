@@ -55,6 +55,7 @@ def steps_of(folder):
     return [read_manifest(checkpoint).meta["step"] for checkpoint in saved]
 
 
+@pytest.mark.full
 def test_trains(config, tmp_path):
     process = start(config, "train.steps=60")
     out, err = process.communicate(timeout=180)

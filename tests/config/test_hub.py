@@ -50,6 +50,7 @@ def test_what_is_no_snapshot_is_said_at_its_key(snapshot, tmp_path):
     assert describe("model.hub")[0].keys[0].meaning.startswith("a folder with config.json")
 
 
+@pytest.mark.full
 def test_a_run_that_starts_from_a_snapshot_and_its_export(tiny, tmp_path):
     sizes = {**WINDOWED, "vocab_size": 256}
     folder = hub.write(tmp_path / "snapshot", sizes, hub.llama_tensors(sizes))

@@ -63,6 +63,7 @@ def test_a_run_that_stops_can_go_on_where_it_was(config, tmp_path):
     assert samples_at(run, 6) == 48
 
 
+@pytest.mark.full
 def test_a_run_that_goes_back(config, tmp_path):
     done = train(config("rollback", every=2))
     assert (done.summary["steps"], done.summary["rollbacks"]) == (6, 1)

@@ -251,12 +251,12 @@ def build(model: str, schedule: str, mesh: str, others=(), microbatches=4, optim
 
 
 ALWAYS = [
-    ("unet", "eager_1f1b", "pp=3", (), "adam", "residuals"),
-    ("tied", "gpipe", "pp=2,dp=2", ("dp",), "sgd", "recompute"),
     ("twice", "1f1b", "pp=2", (), "sgd", "recompute"),
-    ("penalty", "zero_bubble_v", "pp=2", (), "adam", "recompute"),
 ]
 FULL = [
+    ("unet", "eager_1f1b", "pp=3", (), "adam", "residuals"),
+    ("tied", "gpipe", "pp=2,dp=2", ("dp",), "sgd", "recompute"),
+    ("penalty", "zero_bubble_v", "pp=2", (), "adam", "recompute"),
     ("seq2seq", "interleaved_1f1b", "pp=2,tp=2", ("tp",), "sgd", "recompute"),
     *(
         (model, schedule, "pp=2", (), "sgd", "recompute")

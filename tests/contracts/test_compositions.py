@@ -31,10 +31,10 @@ TRANSFORMER = {"width": 32, "ffn_width": 32, "vocab_size": 32, "max_length": 16,
 def equals_one_device(case, strategy, mesh, accumulate=1, optimizer=None, **options):
     """Trains a few steps on a mesh and on one device; returns the step and its last state."""
     make = optimizer or (lambda: optax.sgd(0.05, momentum=0.9))
-    want = train(case, make(), STEPS, accumulate)
     world = World.emulate(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")), mesh)
     options |= {} if strategy.pipeline else {"accumulate": accumulate}
     step = build_train_step(case.make(), make(), case.loss_fn, strategy, world, **options)
+    want = train(case, make(), STEPS, accumulate)
     state = step.init()
     for number in range(STEPS):
         if strategy.pipeline is None:
@@ -80,6 +80,7 @@ BF16 = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", part(BF16, ["buckets x tp"]))
 def test_bf16_in_manual_regions_beside_automatic_axes(name):
     """XLA:CPU ends the process over a bfloat16 reduction that is not widened."""
@@ -142,6 +143,7 @@ OVER_POSITIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", part(OVER_POSITIONS, ["fsdp"]))
 def test_state_is_split_over_the_ranks_of_positions(name):
     make, mesh, mode, accumulate = OVER_POSITIONS[name]
@@ -211,6 +213,7 @@ class FusedNet(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "sequence"),
     and_full([("split", True)], [("stacked", False), ("heads", True), ("split", False)]),
@@ -225,6 +228,7 @@ def test_fused_kernels_in_pipelines_with_tensor_parallelism(how, sequence):
     assert kernels
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accumulate", part([1, 2], [2]))
 def test_defaults_of_the_reduction_do_not_conflict(accumulate):
     case = CASES["batchnorm"]
@@ -319,6 +323,7 @@ COMPLEX = {
 }
 
 
+@pytest.mark.sample("pipeline")
 @pytest.mark.parametrize("name", part(COMPLEX, ["full_shard by hand", "pipeline"]))
 def test_complex_parameters(name):
     make, mesh, accumulate = COMPLEX[name]

@@ -70,6 +70,7 @@ ROWS = {
 }
 
 
+@pytest.mark.sample("adam-interleaved", "sgd-zero bubble", "adam-accumulate fsdp")
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-2)], ids=["sgd", "adam"])
 def test_dropout_draws_what_one_device_draws(row, optimizer):

@@ -154,6 +154,7 @@ def test_equals_one_device_block_by_block(name, as_on_gpus):
     test_equals_one_device(name)
 
 
+@pytest.mark.sample("tp")
 @pytest.mark.parametrize("name", part(ROWS, ["tp", "fsdp, slots, scan, remat"]))
 def test_equals_one_device(name):
     mesh, strategy, accumulate, optimizer, changes, experts = ROWS[name]

@@ -144,7 +144,7 @@ def test_a_bridged_stack_needs_one_block_at_a_time():
 
 @pytest.mark.parametrize(
     "name",
-    part(ROWS, ["config pipeline", "shared by hand", "stacked by hand"]),
+    part(ROWS, ["config pipeline", "shared by hand"]),
 )
 def test_equals_one_device(name):
     case, mesh, strategy, options = ROWS[name]

@@ -166,6 +166,18 @@ ALWAYS = {
 """The losses that every run tries with an option; where samples are coupled, that is a refusal."""
 
 
+@pytest.mark.sample(
+    "decayed-accumulate",
+    "weighted-accumulate",
+    "keys-accumulate",
+    "root-accumulate",
+    "contrast-accumulate",
+    "watching-accumulate",
+    "root-by_hand",
+    "contrast-by_hand",
+    "weighted-pipeline",
+    "contrast-pipeline",
+)
 @pytest.mark.parametrize(
     ("name", "option"),
     and_full(

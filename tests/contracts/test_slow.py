@@ -65,9 +65,9 @@ ROWS = [
     Row("fsdp", "nodes=2,fsdp=2", "mlp", 1),
     Row("ddp", "nodes=2,dp=2", "weighted", 2, "sgd", "nesterov", 2),
     Row("fsdp", "nodes=2,fsdp=2", "batchnorm", 4),
-    Row("alone", "nodes=4", "mlp", 2, "adam"),
 ]
 FULL = [
+    Row("alone", "nodes=4", "mlp", 2, "adam"),
     Row("fsdp", "nodes=2,fsdp=2", "mlp", 4, "adam"),
     Row("ddp", "nodes=2,dp=2", "dropout", 2, "sgd", "plain", 2),
     *(

@@ -108,7 +108,7 @@ def by_hand(make, loss_fn, batch, steps, rate=0.1):
     return losses, nnx.to_pure_dict(params)
 
 
-@pytest.mark.parametrize("row", part(ROWS, ["fsdp accumulate remat", "pipeline dp"]))
+@pytest.mark.parametrize("row", part(ROWS, ["fsdp accumulate remat"]))
 @pytest.mark.parametrize("kind", part(KINDS, ["nnx.remat"]))
 def test_stacked_blocks_train_as_on_one_device(kind, row):
     make, loss_fn, batch = KINDS[kind]
@@ -144,6 +144,7 @@ def test_stages_of_a_stack_draw_what_stages_of_a_list_draw():
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
 
+@pytest.mark.sample("nnx.remat")
 @pytest.mark.parametrize("kind", ["dropout", "nnx.remat"])
 def test_stages_of_a_stack_are_one_program(kind, monkeypatch):
     """As those of a list are: no program per stage, and no weights but a rank's own."""

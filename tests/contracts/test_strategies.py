@@ -69,16 +69,14 @@ REMAT = ActivationCheckpointing(2)
 
 ROWS = [
     Row("ddp", "dp=8", "linen", 2),
-    Row("ddp", "dp=4", "weighted", 4),
     Row("ddp_buckets", "dp=4", "dropout", 2),
     Row("ddp_overlapped", "dp=4", "batchnorm", 2),
-    Row("ddp_microbatch", "dp=4", "dropout", 2),
     Row("ddp", "dp=4", "mlp", 2, "sgd", 0.1),
     Row("zero2", "dp=8", "weighted", 2),
     Row("zero3", "dp=8", "dropout", 2),
     Row("zero1", "dp=8", "mlp", 2, "adam", unroll=1),
     Row("full_shard", "fsdp=4", "mlp", 2, "sgd", 0.1, unroll=1),
-    Row("full_shard_once", "fsdp=4", "dropout", 4),
+    Row("full_shard_once", "fsdp=4", "weighted", 2),
     Row("full_shard_by_hand", "fsdp=4", "weighted", 2),
     Row("hybrid_shard", "dp=2,fsdp=4", "weighted", 1, unroll=1),
     Row("full_shard_remat", "fsdp=4", "weighted", 1),
@@ -96,6 +94,8 @@ def _mesh(strategy: str, size: int) -> str:
 # meets too without running their product.
 TURNS = ((2, 4), (4, 1), (8, 2))
 FULL = [
+    Row("full_shard_once", "fsdp=4", "dropout", 4),
+    Row("ddp_microbatch", "dp=4", "dropout", 2),
     *(Row("ddp", "dp=8", model, 2) for model in CASES),
     *(Row("ddp", mesh, "weighted", k) for mesh in ("dp=2", "dp=4") for k in (1, 4)),
     Row("ddp_buckets", "dp=8", "weighted", 1),
@@ -117,6 +117,7 @@ FULL += [
     for row in FULL
     if row.model in BLOCKS and "ddp" not in row.strategy and "remat" not in row.strategy
 ]
+FULL = list(dict.fromkeys(FULL))
 
 
 @functools.cache

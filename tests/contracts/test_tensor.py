@@ -48,10 +48,8 @@ TENSOR: dict[str, Callable] = {
 ROWS = [
     Row("tensor", "tp=8", "linen"),
     Row("ddp_tensor", "dp=2,tp=2", "dropout", 2),
-    Row("ddp_tensor", "dp=2,tp=4", "batchnorm", 1, "adam"),
     Row("zero1_tensor", "dp=2,tp=4", "weighted", 2),
     Row("fsdp_tensor", "fsdp=2,tp=4", "dropout", 2),
-    Row("fsdp_tensor_rings", "fsdp=2,tp=4", "transformer"),
 ]
 MODELS = ("mlp", "weighted", "batchnorm", "dropout", "linen", "transformer")
 MESHES = {"tensor": ("tp=2", "tp=4"), "hybrid": ("dp=2,fsdp=2,tp=2",)}

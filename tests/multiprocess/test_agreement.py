@@ -30,6 +30,7 @@ def marked(cases):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", marked(API))
 def test_programs(start, kind):

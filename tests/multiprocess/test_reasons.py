@@ -69,6 +69,7 @@ def coordinator_of(launcher):
     return [p for p, (up, line) in parents.items() if up in ranks and "coordinator.py" in line]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW else []) for k in REASONS]
 )

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from axon_dist.launch import INTERRUPTED
-from benchmarks.replicas import EVERY, FEWER, WHOLE, Runs, lose_one, pid_of
+from benchmarks.replicas import EVERY, FEWER, SHARDED, WHOLE, Runs, lose_one, pid_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -18,7 +18,7 @@ import os, pathlib, shutil, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from axon_dist.checkpoint import HostCopies, host_copies as copies
-from axon_dist.checkpoint.host_copies import write_copy
+from axon_dist.checkpoint.copy_files import write_copy
 from axon_dist.mesh import World
 
 world = World.emulate(4, "dp=2,fsdp=2")
@@ -59,7 +59,39 @@ HostCopies(root / "shared", lambda text: print("told", text, flush=True)).save(9
 print("kept", HostCopies(root / "shared").newest(both).step, flush=True)
 copies.write_copy = write_copy
 check(root / f"own-{me}", state, lost=1)
-check(root / f"apart-{me}", both)
+check(root / f"apart-{me}", both, lost=1)
+"""
+
+LOST = """
+import pathlib, shutil, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from axon_dist.checkpoint import HostCopies
+from axon_dist.mesh import World
+
+world = World.emulate(3, "fsdp=3")
+me, folder = world.process_index, pathlib.Path(sys.argv[1]) / sys.argv[-1]
+folder.mkdir()
+kinds = {"float32": 6, "bfloat16": 3, "float8_e4m3fn": 9, "int8": 6, "bool": 3, "uint32": 12}
+values = {name: np.arange(n).astype(jnp.dtype(name)) for name, n in kinds.items()}
+split = NamedSharding(world.mesh, PartitionSpec("fsdp"))
+
+def put(value):
+    return jax.make_array_from_callback(value.shape, split, lambda index: value[index])
+
+def is_right(found):
+    shards = [(s.data, values[x][s.index]) for x in kinds for s in found[x].addressable_shards]
+    return all(np.asarray(got).tobytes() == value.tobytes() for got, value in shards)
+
+state = {name: put(value) for name, value in values.items()}
+for lost in ((0,), (1,), (2,), (0, 2)):
+    HostCopies(folder).save(5, state, {"data": len(lost)})
+    if me in lost:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    found = HostCopies(folder).newest(state)
+    right = found and (found.step, found.meta, is_right(found.state))
+    print("lost", lost, len(list(folder.glob("*.copy"))), right, flush=True)
 """
 
 
@@ -75,11 +107,22 @@ def test_hosts_keep_whole_copies_and_give_them_to_one_that_has_none(start, tmp_p
         assert ("No space left on device" in told) == (rank == 1)
         assert kept == "kept 5"
         assert re.fullmatch(rf"own-{rank} 1 5 \{{'data': 40\}} True", own)
-        # Each host has half of the array, and no host has all of it.
-        assert apart == f"apart-{rank} nothing"
+        # Each host has half of the array, and a copy of the other's.
+        assert apart == f"apart-{rank} 2 5 {{'data': 40}} True"
 
 
-SHARDED = ("mesh={fsdp: -1}", "parallel=full_shard")
+@pytest.mark.full
+def test_state_split_over_hosts_outlives_any_one_of_them(start, tmp_path):
+    processes = start(3, "-c", f"import os; import sys; sys.argv.append(os.environ['RANK']){LOST}",
+                      str(tmp_path))  # fmt: skip
+    assert processes.wait([0, 1, 2], timeout=120) == [0, 0, 0], processes.text(0)
+    for rank in range(3):
+        lines = [line for line in processes.text(rank).splitlines() if line.startswith("lost")]
+        for lost, line in enumerate(lines[:3]):
+            files = 0 if lost == rank else 2
+            assert line == f"lost ({lost},) {files} (5, {{'data': 1}}, True)"
+        # Two in a row took both copies of what the first of them had.
+        assert lines[3].endswith(" None")
 
 
 @pytest.mark.slow

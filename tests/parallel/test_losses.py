@@ -56,6 +56,7 @@ STEPS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [n if n == "tp" else pytest.param(n, marks=pytest.mark.full) for n in STEPS]
 )

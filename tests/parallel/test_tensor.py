@@ -55,7 +55,7 @@ def same(ours, theirs):
         np.testing.assert_allclose(got / scale, want / scale, atol=1e-5)
 
 
-@pytest.mark.sample("reshape")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [

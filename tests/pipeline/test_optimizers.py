@@ -244,7 +244,7 @@ def check_on(name, model, strategy, world):
     jax.tree.map(np.testing.assert_array_equal, again, params_rows)
 
 
-@pytest.mark.sample("clip adamw-vectors", "clip lamb-stack")
+@pytest.mark.sample("clip adamw-vectors")
 @pytest.mark.parametrize(("name", "model"), list(cases(*DEFAULT)))
 def test_equals_one_device(name, model, make_world):
     check_on(name, model, pipelined(2, 2), make_world("pp=2"))

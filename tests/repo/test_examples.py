@@ -21,7 +21,7 @@ def cache():
     return {name.upper(): str(jax.config.values[name]) for name in names}
 
 
-@pytest.mark.sample("02_fsdp.py", "07_your_own_schedule.py")
+@pytest.mark.sample("07_your_own_schedule.py")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_example_runs(path):
     done = subprocess.run(

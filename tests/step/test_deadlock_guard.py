@@ -101,6 +101,7 @@ def shifted_step():
     return build_train_step(ShiftedNet(), optax.sgd(0.1), loss, strategy, world), loss
 
 
+@pytest.mark.full
 def test_shifts_along_a_split_dim_gather_and_equal_one_device():
     step, loss = shifted_step()
     batch = {"x": jax.random.normal(jax.random.key(0), (4, 8, 8))}

@@ -178,6 +178,7 @@ def test_memory_grows_by_shards_and_activations_not_by_gathered_blocks(world):
     assert many - few < 3 * shards + 2 * activations < 8 * BLOCK_BYTES
 
 
+@pytest.mark.full
 def test_where_weights_stay_whole_a_block_keeps_no_second_copy_of_them(world):
     """A block more costs its whole weights once, its shards and little of its activations."""
     program = lambda n: compiled(world, n, sharding_strategy="shard_grad_op")

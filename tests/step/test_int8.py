@@ -156,6 +156,7 @@ def own_bytes(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.full
 def test_fsdp_moves_and_holds_one_byte_of_a_frozen_weight(make_world):
     """Two gathers of a byte each, forward and backward; and a byte over the ranks between steps."""
     world = make_world("fsdp=8")

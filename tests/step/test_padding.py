@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample("zero bubble-3")
+@pytest.mark.sample("accumulated-13")
 @pytest.mark.parametrize(("name", "samples"), CASES)
 def test_equals_one_device_without_padding(name, samples):
     step, batch = build(name), batch_of(samples)

@@ -50,6 +50,7 @@ def bits(tree):
     return jax.tree.map(lambda x: np.asarray(x).tobytes(), tree)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("widths", "others"),
     [
@@ -97,7 +98,7 @@ def test_without_a_pipeline_nothing_is_converted(make_world):
     assert form.take_up(state) is state
 
 
-@pytest.mark.sample("factored-vectors", "bfloat16-rows")
+@pytest.mark.sample("bfloat16-rows")
 @pytest.mark.parametrize("widths", [EQUAL, UNEQUAL], ids=["rows", "vectors"])
 @pytest.mark.parametrize(
     "make",

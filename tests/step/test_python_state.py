@@ -103,9 +103,12 @@ WAYS = {
 
 
 @pytest.mark.sample(
-    "OfContext-fsdp", "OfConfig-remat", "OfGlobal-pipeline", "OfAttribute-fsdp",
-    "OfArgument-pipeline", "OfCalls-fsdp", "KeepsData-pipeline",
-)  # fmt: skip
+    "OfConfig-remat",
+    "OfAttribute-fsdp",
+    "OfArgument-pipeline",
+    "OfCalls-fsdp",
+    "KeepsData-pipeline",
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_call_is_the_program_that_it_traces_to(make_world, kind, way):

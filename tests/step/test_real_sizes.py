@@ -145,13 +145,21 @@ REFUSED = {
 
 
 @pytest.mark.sample(
-    "log of the size-buckets-16", "log of one is 0-accumulate-4", "at most 3-both-4",
-    "other power-accumulate-16", "other wire-buckets-16", "every second-buckets-4",
-    "every second-both-4", "interleaved-accumulate-4", "halves-accumulate-16",
-    "cross entropy-buckets-4", "own places-accumulate-4", "squeezed-buckets-4", "counts-buckets-4",
-    "crossed carries-buckets-16", "transposed carry-accumulate-4", "overwritten carry-buckets-4",
-    "masked carry-buckets-4", "weighted-pipeline-4", "by loops-buckets-16",
-)  # fmt: skip
+    "log of one is 0-accumulate-4",
+    "other power-accumulate-16",
+    "other wire-buckets-16",
+    "every second-buckets-4",
+    "every second-both-4",
+    "interleaved-accumulate-4",
+    "halves-accumulate-16",
+    "squeezed-buckets-4",
+    "counts-buckets-4",
+    "crossed carries-buckets-16",
+    "transposed carry-accumulate-4",
+    "overwritten carry-buckets-4",
+    "masked carry-buckets-4",
+    "by loops-buckets-16",
+)
 @pytest.mark.parametrize(
     ("name", "how", "count"),
     [

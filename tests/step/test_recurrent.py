@@ -47,7 +47,7 @@ def build(world, name, **options):
     return build_train_step(make, optax.sgd(0.1), loss_fn, strategy, world, **options)
 
 
-@pytest.mark.sample("zero1-dp=4-2")
+@pytest.mark.sample("full_shard-fsdp=4-1")
 @pytest.mark.parametrize(
     ("name", "mesh", "count"),
     [("full_shard", "fsdp=4", 1), ("zero1", "dp=4", 2), ("hybrid_shard", "dp=2,fsdp=2", 1)],

@@ -58,7 +58,7 @@ def on_one_device(count=16):
     return losses, model, float(loss_fn(model, batch).mean)
 
 
-@pytest.mark.sample("pipeline", "own statistics", "padded")
+@pytest.mark.sample("pipeline")
 @pytest.mark.parametrize(
     ("axes", "strategy", "options", "count"),
     [

@@ -43,7 +43,7 @@ def make(layers, scan, mesh, names):
     )
 
 
-@pytest.mark.sample("fsdp=4,cp=2-")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [

@@ -61,6 +61,7 @@ def bits(tree):
     return [np.asarray(data(leaf)).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.full
 def test_no_byte_of_a_step_crosses_the_axis_and_a_meeting_sends_the_formula():
     for slow in ({}, {"compress": "int8"}, {"compress": "top_k", "fragments": 2}, {"fragments": 3}):
         step = step_of(4, **slow)

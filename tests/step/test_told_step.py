@@ -42,7 +42,7 @@ def on_one_device(steps):
     return losses, model
 
 
-@pytest.mark.sample("pipeline")
+@pytest.mark.sample("microbatches")
 @pytest.mark.parametrize(
     ("axes", "strategy", "options"),
     [

@@ -146,7 +146,7 @@ CELLS = [pytest.param(row, id=name) for name, row in ROWS.items()] + [
 ]
 
 
-@pytest.mark.sample("by hand", "pp")
+@pytest.mark.sample("by hand")
 @pytest.mark.parametrize("row", CELLS)
 def test_equals_an_optimizer_of_the_chosen_variables_on_one_device(row, make_world):
     axes, strategy, trainable, options = row
@@ -166,6 +166,7 @@ def test_equals_an_optimizer_of_the_chosen_variables_on_one_device(row, make_wor
     np.testing.assert_allclose(loss, loss_fn(averaged, BATCHES[0]), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_norms_clipping_and_checks_know_trained_parameters_alone(make_world):
     """`optax` on one device clips by the norm of what it is given, and so does the step."""
     clipped = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
@@ -389,6 +390,7 @@ def test_an_average_that_is_not_kept_is_refused(make_world):
         step.merge(step.init(), ema=True)
 
 
+@pytest.mark.sample("vectors")
 @pytest.mark.parametrize("widths", [(16, 16, 16, 16), (16, 16, 8, 8)], ids=["rows", "vectors"])
 def test_a_pipeline_trains_some_blocks_and_freezes_others(widths, make_world):
     """Of a row, or of a vector, one rank trains its part and another does not."""

@@ -54,11 +54,7 @@ MESHES = {
 }
 
 
-@pytest.mark.sample(
-    "hf-llama-fsdp=4 x tp=2-listed",
-    "hf-llama-pp=2-listed",
-    "hf-gpt2-pp=2-stacked",
-)
+@pytest.mark.sample("hf-llama-fsdp=4 x tp=2-listed", "hf-gpt2-pp=2-stacked")
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,264 @@
+"""The files of a copy in a host's memory: the pieces of one process each, and what they say.
+
+    step_00000012-<generation>-<process>.copy       `.tmp` in place of `.copy` while it is written
+
+A safetensors file: a header as JSON, the place of each piece in its leaf, the pieces as bytes, and
+a CRC-32 of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from ..core.errors import CheckpointError
+from ..core.typing import Path as LeafPath
+from .layout import UNFINISHED, LeafSpec, step_name
+from .stores import open_tensors, write_tensors
+
+Slices: TypeAlias = tuple[tuple[int, int], ...]
+"""Where a piece lies in its leaf: the first index along each dim, and the one after the last."""
+
+CopyId: TypeAlias = tuple[int, str, int]
+"""Step, generation and turn of a copy; its pieces all come from the same moment."""
+
+_HEADER, _PLACES, _CHECKSUMS = "header", "places", "checksums"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopyHeader:
+    """What a file says of itself.
+
+    Args:
+        step: how many steps the state has taken.
+        generation: which start of the run wrote it.
+        turn: how many copies that start had made by then.
+        process: whose pieces these are; it, or its neighbour, wrote the file.
+        writers: all processes of its host, each of which has one.
+        leaves: of the whole state.
+        meta: what was kept with it.
+    """
+
+    step: int
+    generation: str
+    turn: int
+    process: int
+    writers: tuple[int, ...]
+    leaves: Mapping[LeafPath, LeafSpec]
+    meta: Mapping[str, Any]
+
+    @property
+    def copy(self) -> CopyId:
+        """Which copy the file is a part of."""
+        return self.step, self.generation, self.turn
+
+    def to_json(self) -> str:
+        """Writes it; `read` reads it back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CopyHeader:
+        """Reads what `to_json` wrote."""
+        fields = json.loads(text)
+        leaves = {
+            name: LeafSpec(spec["dtype"], tuple(spec["shape"]))
+            for name, spec in fields.pop("leaves").items()
+        }
+        return cls(leaves=leaves, **{**fields, "writers": tuple(fields["writers"])})
+
+    @classmethod
+    def read(cls, path: Path) -> CopyHeader:
+        """Reads that of a file.
+
+        Raises:
+            CheckpointError: when it is none.
+        """
+        try:
+            return cls.from_json(bytes(open_tensors(path)[_HEADER]).decode())
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise CheckpointError(f"{str(path)!r} is no copy of a state: {error}") from error
+
+
+def place_of(index: Sequence[slice], shape: Sequence[int]) -> Slices:
+    """The place of a shard.
+
+    Example:
+        >>> place_of((slice(None), slice(2, 4)), (3, 8))
+        ((0, 3), (2, 4))
+    """
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def raw_bytes(values: jax.Array | np.ndarray) -> np.ndarray:
+    """The bytes of an array on this host, row-major, [bytes] uint8."""
+    return np.ascontiguousarray(np.asarray(values)).reshape(-1).view(np.uint8)
+
+
+def write_copy(
+    folder: Path,
+    header: CopyHeader,
+    rows: Sequence[tuple[LeafPath, Slices, np.dtype]],
+    pieces: Iterable[jax.Array | np.ndarray],
+) -> None:
+    """Writes the pieces of one process; the file appears under its name when all of it is there.
+
+    Args:
+        folder: in the memory of the host.
+        header: what the file says of itself.
+        rows: path, place and dtype of each piece.
+        pieces: their values, each made when it is written, if this is a generator.
+    """
+    name = f"{step_name(header.step)}-{header.generation}-{header.process}"
+    unfinished = folder / f"{name}{UNFINISHED}"
+    texts = header.to_json(), json.dumps([[path, place] for path, place, _ in rows])
+    blocks = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    sizes = [size_of(place) * dtype.itemsize for _, place, dtype in rows]
+    specs = {name: block for name, block in zip((_HEADER, _PLACES), blocks, strict=True)}
+    specs |= {str(n): jax.ShapeDtypeStruct((size,), np.uint8) for n, size in enumerate(sizes)}
+    specs |= {_CHECKSUMS: jax.ShapeDtypeStruct((len(rows),), np.uint32)}
+
+    def values() -> Iterator[np.ndarray]:
+        sums = []
+        yield from blocks
+        for data in pieces:
+            raw = raw_bytes(data)
+            sums.append(zlib.crc32(raw))
+            yield raw
+        yield np.array(sums, np.uint32)
+
+    try:
+        write_tensors(unfinished, specs, values())
+        os.replace(unfinished, folder / f"{name}.copy")
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+Part: TypeAlias = tuple[int, Sequence[int], Mapping[LeafPath, Sequence[Slices]]]
+"""What a file says without its values: process and writers of its header, and its places."""
+
+
+def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool:
+    """Whether every element of every leaf was written; the places of a leaf overlap nowhere.
+
+    The pieces of a host count when all of its processes have finished.
+
+    Args:
+        parts: of one copy, from wherever they are.
+        leaves: of the whole state.
+    """
+    there = {process for process, _, _ in parts}
+    done = [places for _, writers, places in parts if there.issuperset(writers)]
+
+    def written(leaf: LeafPath) -> int:
+        return sum(map(size_of, {place for places in done for place in places.get(leaf, ())}))
+
+    # The words of a random key are more than its shape says.
+    return all(written(leaf) >= math.prod(spec.shape) for leaf, spec in leaves.items())
+
+
+class Pieces:
+    """The pieces of a copy that lie on this host.
+
+    Args:
+        headers: what the files say of themselves, by file.
+    """
+
+    def __init__(self, headers: Mapping[Path, CopyHeader]):
+        self.damaged: set[LeafPath] = set()
+        self.parts: list[Part] = []
+        self._pieces: dict[tuple[LeafPath, Slices], tuple[np.ndarray, int | None]] = {}
+        for path, header in headers.items():
+            arrays = open_tensors(path)
+            rows = zip(json.loads(bytes(arrays[_PLACES])), arrays[_CHECKSUMS], strict=True)
+            places: dict[LeafPath, list[Slices]] = {}
+            for number, ((leaf, place), crc) in enumerate(rows):
+                whole = as_place(place)
+                self._pieces[leaf, whole] = arrays[str(number)], int(crc)
+                places.setdefault(leaf, []).append(whole)
+            self.parts.append((header.process, header.writers, places))
+
+    def add(self, leaf: LeafPath, place: Slices, raw: np.ndarray) -> None:
+        """Adds a piece that another host had, as bytes."""
+        self._pieces[leaf, place] = raw, None
+
+    def raw(self, leaf: LeafPath, place: Slices) -> np.ndarray:
+        """The bytes of a piece; remembers damage."""
+        raw, crc = self._pieces[leaf, place]
+        if crc is not None and zlib.crc32(raw) != crc:
+            self.damaged.add(leaf)
+        self._pieces[leaf, place] = raw, None
+        return raw
+
+    def has(self, leaf: LeafPath, place: Slices) -> bool:
+        """Whether a piece is here."""
+        return (leaf, place) in self._pieces
+
+    def read(
+        self, leaf: LeafPath, dtype: Any, place: Slices, written: Iterable[Slices]
+    ) -> np.ndarray:
+        """The values at a place, put together from the pieces that meet it.
+
+        Args:
+            leaf: which.
+            dtype: of its elements.
+            place: where.
+            written: the places of all pieces of the leaf.
+        """
+        values = np.empty([stop - start for start, stop in place], dtype)
+        for there in written:
+            if (meet := meeting(place, there)) is not None:
+                piece = self.raw(leaf, there).view(dtype)
+                piece = piece.reshape([stop - start for start, stop in there])
+                values[_within(meet, place)] = piece[_within(meet, there)]
+        return values
+
+
+def copies_in(folder: Path) -> dict[CopyId, tuple[CopyHeader, Pieces]]:
+    """What a folder has of each copy, newest first."""
+    groups: dict[CopyId, dict[Path, CopyHeader]] = {}
+    for header, path in headers_in(folder):
+        groups.setdefault(header.copy, {})[path] = header
+    ordered = sorted(groups.items(), reverse=True)
+    return {copy: (next(iter(group.values())), Pieces(group)) for copy, group in ordered}
+
+
+def size_of(place: Slices) -> int:
+    """How many elements lie at a place."""
+    return math.prod(stop - start for start, stop in place)
+
+
+def as_place(pairs: Iterable[Sequence[int]]) -> Slices:
+    """A place as JSON has it."""
+    return tuple((int(start), int(stop)) for start, stop in pairs)
+
+
+def meeting(one: Slices, other: Slices) -> Slices | None:
+    """Where two places meet; None where they do not."""
+    meet = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return meet if all(start < stop for start, stop in meet) else None
+
+
+def _within(meet: Slices, place: Slices) -> tuple[slice, ...]:
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(meet, place, strict=True)
+    )
+
+
+def headers_in(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
+    """The finished files of a folder, with what they say of themselves."""
+    for path in sorted(folder.glob("*.copy")):
+        with contextlib.suppress(CheckpointError):
+            yield CopyHeader.read(path), path

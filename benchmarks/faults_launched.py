@@ -1,0 +1,237 @@
+"""Kinds of run under `axon launch`, each of which meets every kind of fault, one after the other.
+
+Two processes of two devices train. At random steps one is killed, one is stopped, the launcher gets
+SIGHUP, the launcher is killed, the coordination service is killed, the disk fills up, and a second
+run starts in the same folder. Each loss has to be named in the log, and what it hit has to be gone,
+within `IN_TIME` seconds; the run goes on, by the launcher or as a scheduler would have it, and has
+to end with the bits of one that nobody disturbed, and to leave no process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PROCESSES, SILENCE_SECONDS, IN_TIME, MARK = 2, 10, 30.0, "AXON_FAULTS_MARK"
+KINDS: dict[str, tuple[str, ...]] = {
+    "full_shard": (),
+    "LoRA, ema, int8": (
+        "lora={rank: 2, paths: [attention]}",
+        "frozen_dtype=int8",
+        "train.ema=0.9",
+    ),
+    "pipeline": ("mesh={pp: 2, dp: 2}", "parallel={pipeline: {num_microbatches: 2}, ddp: {}}"),
+    "DiLoCo": (
+        "mesh={nodes: 2, fsdp: 2}",
+        "parallel={diloco: {every: 5}, full_shard: {}}",
+        "train.nonfinite=skip",
+    ),
+    "zero1, accumulate": ("mesh={dp: 4}", "parallel=zero1", "train.accumulate=2"),
+    "experts": (
+        "mesh={ep: 4}",
+        "parallel={expert: {capacity: null}}",
+        "model.experts={count: 4, per_token: 2, balance: 0.01}",
+    ),
+    "memory copies": ("checkpoint.every=10", "checkpoint.memory_every=2"),
+}
+"""What each kind of run changes in the config of `benchmarks.faults`; a new kind is a row."""
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The command lines of all processes that a run has started, by number."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        # It may be gone, or not be ours.
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                found[int(folder.name)] = line
+    return found
+
+
+class Launched:
+    """A run under the launcher, which may be started again.
+
+    Args:
+        config: of `benchmarks.faults`.
+        disk: the folder in which it writes, on a disk of its own where root may make one.
+        overrides: of the config.
+    """
+
+    def __init__(self, config: Path, disk: Path, overrides: tuple[str, ...]):
+        self.disk, self.folder, self.log = disk, disk / "run", disk.with_suffix(".log")
+        self.config, self.overrides, self.mark = config, overrides, uuid.uuid4().hex
+        self.launcher = self.start()
+
+    def start(self) -> subprocess.Popen:
+        axon = [sys.executable, "-m", "axon_dist.cli"]
+        launch = [*axon, "launch", "-n", str(PROCESSES), "--max-restarts", "9"]
+        launch += ["--log-dir", str(self.disk.with_suffix(".logs"))]
+        train = [*axon, "train", str(self.config), f"run_dir={self.folder}", "--resume", "auto"]
+        hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY")
+        env = {name: value for name, value in os.environ.items() if name not in hidden}
+        env |= {MARK: self.mark, "AXON_SILENCE_TIMEOUT": str(SILENCE_SECONDS)}
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                [*launch, "--", *train, *self.overrides], env=env, stdout=log, stderr=log
+            )
+
+    def step(self) -> int:
+        """The newest step in its metrics."""
+        path = self.folder / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return max(map(int, re.findall(r'"step": (\d+),.*"train/loss"', text)), default=0)
+
+    def ranks(self) -> list[int]:
+        """The processes that train, in any order."""
+        lines = marked(self.mark).items()
+        return [pid for pid, line in lines if "cli train" in line and "cli launch" not in line]
+
+    def has_said(self, words: str, since: int) -> bool:
+        return re.search(words, self.log.read_text(errors="replace")[since:]) is not None
+
+
+Fault = Callable[[Launched, random.Random], bool]
+"""Makes a fault and waits for what must come of it; whether it came, in time."""
+
+
+def within(seconds: float, is_there: Callable[[], bool]) -> bool:
+    """Whether something becomes true in time."""
+    end = time.monotonic() + seconds
+    while not is_there():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def ended(run: Launched, hit: Callable[[], None], words: str = "") -> bool:
+    """Hits a run; whether all of its processes are gone in time, and the log has the words."""
+    before, since = run.ranks(), len(run.log.read_text(errors="replace"))
+    hit()
+    are_gone = within(IN_TIME, lambda: not set(before) & set(run.ranks()))
+    return are_gone and within(5, lambda: run.has_said(words, since))
+
+
+def lose_rank(number: int, words: str) -> Fault:
+    return lambda run, chance: ended(
+        run, lambda: os.kill(chance.choice(run.ranks()), number), words
+    )
+
+
+def lose_coordinator(run: Launched, chance: random.Random) -> bool:
+    pid = next(pid for pid, line in marked(run.mark).items() if "coordinator.py" in line)
+    return ended(run, lambda: os.kill(pid, signal.SIGKILL), "lost the coordination service")
+
+
+def end_launcher(number: int, code: int, words: str = "") -> Fault:
+    def fault(run: Launched, chance: random.Random) -> bool:
+        are_gone = ended(run, lambda: run.launcher.send_signal(number), words)
+        is_right = run.launcher.wait() == code
+        are_gone = are_gone and within(5, lambda: not marked(run.mark))
+        run.launcher = run.start()
+        return are_gone and is_right
+
+    return fault
+
+
+def fill_disk(run: Launched, chance: random.Random) -> bool:
+    """The run says so, and goes on, or starts again, once there is room."""
+    since = len(run.log.read_text(errors="replace"))
+    filler = run.disk / "filler"
+    with contextlib.suppress(OSError), open(filler, "wb") as file:
+        while True:
+            file.write(bytes(2**16))
+            file.flush()
+    words = r"could not save checkpoint|No space left|disk .*(full|left)"
+    is_said = within(IN_TIME, lambda: run.has_said(words, since))
+    filler.unlink()
+    return is_said
+
+
+def start_twice(run: Launched, chance: random.Random) -> bool:
+    """The second has to leave, which takes as long as a start."""
+    other = run.start()
+    return other.wait(300) == 2 and run.launcher.poll() is None
+
+
+FAULTS: dict[str, Fault] = {
+    "one killed": lose_rank(signal.SIGKILL, r"rank \d was killed by SIGKILL"),
+    "one stopped": lose_rank(signal.SIGSTOP, r"lost process \d \(host "),
+    "SIGHUP": end_launcher(signal.SIGHUP, 75, "SIGHUP"),
+    "launcher killed": end_launcher(signal.SIGKILL, -signal.SIGKILL),
+    "coordinator killed": lose_coordinator,
+    "disk full": fill_disk,
+    "two runs": start_twice,
+}
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """A disk of 32 MB at a folder; whether there is one, which takes the rights of root."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)]
+    is_there = subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        yield is_there
+    finally:
+        if is_there:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def measure_kind(
+    folder: Path,
+    config: Path,
+    steps: int,
+    kind: str,
+    chance: random.Random,
+    bits: Callable[[Path], dict[str, bytes]],
+) -> dict[str, bool]:
+    """Every fault, and whether it did no harm."""
+    alone = Launched(config, folder / f"alone-{kind}", KINDS[kind])
+    if alone.launcher.wait():
+        raise SystemExit(alone.log.read_text())
+    found: dict[str, bool] = {}
+    with small_disk(folder / f"hit-{kind}") as has_disk:
+        run = Launched(config, folder / f"hit-{kind}", KINDS[kind])
+        faults = [name for name in FAULTS if has_disk or name != "disk full"]
+        chance.shuffle(faults)
+        for number, name in enumerate(faults):
+            least = number * (steps - 2) // len(faults)
+            wanted = max(run.step(), least) + chance.randrange(1, 4)
+            if not within(600, lambda n=wanted: run.step() >= n or run.launcher.poll() is not None):
+                break
+            started = time.monotonic()
+            found[name] = run.launcher.poll() is None and FAULTS[name](run, chance)
+            seconds = time.monotonic() - started
+            print(f"{kind}: {name} at step {wanted}: {found[name]}, {seconds:.1f} s", flush=True)
+        is_same = run.launcher.wait() == 0 and bits(run.folder) == bits(alone.folder)
+        is_same = is_same and within(5, lambda: not marked(run.mark))
+    if not is_same:
+        print(run.log.read_text(errors="replace")[-4000:])
+    return {name: found.get(name, False) and is_same for name in faults}
+
+
+def measure_launched(
+    folder: Path,
+    config: Path,
+    steps: int,
+    runs: int,
+    chance: random.Random,
+    bits: Callable[[Path], dict[str, bytes]],
+) -> list[tuple[str, int, int]]:
+    """Rows of kind and fault, how often, and how often it did no harm."""
+    rows = []
+    for kind in list(KINDS)[:runs]:
+        found = measure_kind(folder, config, steps, kind, chance, bits)
+        rows += [(f"{kind}: {name}", 1, int(is_good)) for name, is_good in found.items()]
+    return rows

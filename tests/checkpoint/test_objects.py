@@ -1,0 +1,152 @@
+"""Checkpoints in a bucket: the promises of those on a disk, with a marker in place of a name."""
+
+import jax.numpy as jnp
+import pytest
+
+from axon_dist.checkpoint import (
+    CheckpointManager,
+    Retention,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
+from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError, StoreError
+from axon_dist.core.objects import as_place
+from axon_dist.mesh import World
+
+
+@pytest.fixture
+def server(store):
+    return store
+
+
+@pytest.fixture(params=["gs", "s3"])
+def folder(store, request):
+    return f"{request.param}://bucket/runs/one"
+
+
+def test_it_comes_back_bit_for_bit_on_another_mesh(folder, values, place, bits):
+    on_eight = place(values, World.emulate(8))
+    save_checkpoint(f"{folder}/step", on_eight, meta={"seen": 7})
+    found = load_checkpoint(f"{folder}/step", place(values, World.emulate(2), abstract=True))
+    assert bits(found) == bits(values)
+    assert read_manifest(f"{folder}/step").meta == {"seen": 7}
+
+
+def test_a_store_that_fails_half_the_time_changes_no_bit(folder, server, values, place, bits):
+    server.faults = 0.4
+    save_checkpoint(f"{folder}/step", place(values, World.emulate(4)))
+    target = place(values, World.emulate(8), abstract=True)
+    assert bits(load_checkpoint(f"{folder}/step", target)) == bits(values)
+
+
+def test_a_copy_on_a_disk_is_a_checkpoint_and_back_again(
+    folder, server, tmp_path, values, place, bits
+):
+    save_checkpoint(f"{folder}/step", place(values, World.emulate(2)))
+    for name in server.names():
+        path = tmp_path / name.removeprefix("bucket/runs/one/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(server.objects[name][1])
+    target = place(values, World.emulate(1), abstract=True)
+    assert bits(load_checkpoint(tmp_path / "step", target)) == bits(values)
+    name = next(name for name in read_manifest(tmp_path / "step").files if name.endswith("/0"))
+    (tmp_path / "step" / name).write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match=f"file {name} has 0 bytes"):
+        load_checkpoint(tmp_path / "step", target)
+
+
+@pytest.mark.parametrize("type", ["sharded", "full"])
+def test_a_checkpoint_of_a_disk_is_read_in_a_bucket(
+    folder, server, tmp_path, monkeypatch, type, values, place, bits
+):
+    values.pop("empty")
+    save_checkpoint(tmp_path / "step", place(values, World.emulate(2)), type=type)
+    for path in (tmp_path / "step").rglob("*"):
+        if path.is_file():
+            name = path.relative_to(tmp_path)
+            (as_place(folder, "here") / str(name)).write(path.read_bytes())
+    target = place(values, World.emulate(1), abstract=True)
+    assert bits(load_checkpoint(f"{folder}/step", target)) == bits(values)
+
+
+def damage(server, name, change):
+    name = f"bucket/runs/one/step_00000002/{name}"
+    generation, contents = server.objects.pop(name)
+    if (changed := change(contents)) is not None:
+        server.objects[name] = generation + 10_000, changed
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("COMMITTED", lambda x: None, "has no COMMITTED: it was never finished"),
+        ("manifest.json", lambda x: x.replace(b'"seen": 1', b'"seen": 2'), "not belong together"),
+        ("zarr/w/0", lambda x: None, "file zarr/w/0 is missing"),
+        ("zarr/w/0", lambda x: bytes([x[0] ^ 1]) + x[1:], "leaf w came back with the checksum"),
+        ("zarr/w/0", lambda x: x[:5], "cannot be read"),
+    ],
+)  # fmt: skip
+def test_damage_is_seen_and_passed_over(server, folder, name, change, said):
+    told = []
+    with CheckpointManager(folder, tell=told.append) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": jnp.full(8, step)}, meta={"seen": 1})
+    damage(server, name, change)
+    found = manager.restore_newest({"w": jnp.zeros(8, int)})
+    assert found is not None
+    assert found.step == 1
+    assert found.state["w"].tolist() == [1] * 8
+    assert said in told[0]
+
+
+def test_what_a_killed_save_left_counts_for_nothing_and_goes(server, folder):
+    with CheckpointManager(folder, Retention(last=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": jnp.full(2, step)})
+    assert [entry.step for entry in manager.entries()] == [2, 3]
+    (as_place(folder, "here") / "step_00000004/zarr/w/0").write(b"half")
+    assert [entry.step for entry in manager.entries()] == [2, 3]
+    with manager:
+        manager.save(5, {"w": jnp.full(2, 5)})
+    assert [entry.step for entry in manager.entries()] == [3, 5]
+    assert {name.split("/")[3] for name in server.names()} == {"step_00000003", "step_00000005"}
+    assert not [name for name in server.names() if name.endswith("/zarr/.0.json")]
+
+
+def test_the_marker_comes_last_and_goes_first(server, folder):
+    server.requests.clear()
+    for _ in range(2):
+        save_checkpoint(f"{folder}/step", {"w": jnp.ones(2)})
+    writes = ("PUT ", "POST ", "DELETE ")
+    asked = [one for one in server.requests if one.startswith(writes)]
+    changes = [one.split("/one/")[1].split("&")[0] for one in asked]
+    marker = changes.index("step/COMMITTED")
+    assert set(changes[:marker]) == {
+        "step/zarr/w/.zarray", "step/zarr/w/0", "step/zarr/.0.json", "step/manifest.json",
+    }  # fmt: skip
+    assert changes[marker + 1] == "step/COMMITTED"
+    assert "step/COMMITTED" not in changes[marker + 2 : -1]
+    assert changes[-1] == "step/COMMITTED"
+
+
+def test_where_nobody_answers_no_older_checkpoint_is_taken(server, folder, monkeypatch):
+    with CheckpointManager(folder) as manager:
+        manager.save(1, {"w": jnp.ones(2)})
+    monkeypatch.setattr(type(server), "fault", lambda self: "forbid")
+    with pytest.raises(StoreError, match=r"bucket/runs/one.*: .*; check the name, that these"):
+        manager.restore_newest({"w": jnp.ones(2)})
+
+
+def test_other_objects_stay(server, folder):
+    (as_place(folder, "here") / "step/thesis.pdf").write(b"x")
+    with pytest.raises(
+        CheckpointError, match=r"in it lies 'thesis.pdf', which saving would delete"
+    ):
+        save_checkpoint(f"{folder}/step", {"w": jnp.ones(2)})
+    assert server.names() == ["bucket/runs/one/step/thesis.pdf"]
+
+
+def test_a_full_checkpoint_is_refused_before_anything_runs(folder):
+    with pytest.raises(ConfigError, match=r"checkpoint.type: got full.*take sharded, or a folder"):
+        CheckpointManager(folder, type="full")
