@@ -374,7 +374,7 @@ def _read(search: _Search, refused: dict[str, str], one: Arrangement) -> ReadPla
             if plan is None:
                 refused.setdefault(one.name, str(error))
             return plan
-        time, met = _with_meetings(_time(reading, one, search), step, reading, search, one.apart)
+        time, met = _with_outer_steps(_time(reading, one, search), step, reading, search, one.apart)
         plan = ReadPlan(one, config, reading, time, search.device_bytes, None, search.changed, met)
         smaller = None if plan.fits else _smaller(plan, search, tried)
         if smaller is None:
@@ -397,7 +397,7 @@ def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
     return more
 
 
-def _with_meetings(
+def _with_outer_steps(
     time: StepCost, step: Any, reading: Reading, search: _Search, apart: SlowReplicas | None
 ) -> tuple[StepCost, float]:
     """The time of a step with its share of what replicas do in an outer step, and the bytes."""
@@ -405,7 +405,7 @@ def _with_meetings(
         return time, 0.0
     met = [
         read_program(program, arguments, len(arguments), reading.mesh, search.platform)
-        for program, arguments in step.meeting_programs()
+        for program, arguments in step.outer_step_programs()
     ]
     # Nothing else runs while they meet.
     waits = [one.step_time(search.hardware, search.work.policy.compute) for one in met]

@@ -300,6 +300,12 @@ def _cannot_write(key: str, path: Path, why: str | None) -> ConfigError:
     return ConfigError(f"{key}: cannot write to {str(path)!r}: {why}; name another")
 
 
+def directory_at(path: Path, config: RunConfig) -> RunDirectory:
+    """The folder of a run on this host, and its address where `run_dir` names a bucket."""
+    place = None if config.run_dir is None else as_place(config.run_dir, "run_dir")
+    return RunDirectory(path, place if isinstance(place, Address) else None)
+
+
 def _has_run(place: Place) -> bool:
     if isinstance(place, Address):
         return (place / RECORDS[0]).read() is not None

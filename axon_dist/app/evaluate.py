@@ -18,7 +18,6 @@ from axon_dist.checkpoint import step_of
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.objects import Place
 from axon_dist.core.tree import map_with_path
-from axon_dist.core.typing import LossFn
 from axon_dist.data import Loader, LocalBatch, Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.loop.meters import LAG, MetricSums, delayed
 from axon_dist.mesh import World
@@ -31,7 +30,9 @@ from .run_model import find_checkpoint, load_arrays, run_config
 from .runs import build_loader, measured_on
 from .steps import build_step, build_world
 
-SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})
+SCORES: MappingProxyType[Callable, Callable] = MappingProxyType(
+    {next_token_loss: next_token_scores}
+)
 """Losses that have metrics which are too dear for training, and what measures both."""
 
 
@@ -108,7 +109,7 @@ def evaluate(
     task = config.kind.task
     measure = SCORES.get(task.loss_fn, task.loss_fn)
     built = build_step(
-        config, world, optax.identity(), loss_fn=measure, meeting=lambda slow: None, trains=False
+        config, world, optax.identity(), loss_fn=measure, slow=lambda slow: None, trains=False
     )
     loader = build_loader(config, world, built.strategy.batch_axes)
     tell(f"data: {loader.description}")
@@ -329,7 +330,7 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
 
 def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
-    step = build_step(config, world, optax.identity(), meeting=lambda slow: None, trains=False)
+    step = build_step(config, world, optax.identity(), slow=lambda slow: None, trains=False)
     targets: Any = step.weight_targets
 
     # In device memory, where a strategy that offloads them would not have them.

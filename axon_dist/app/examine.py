@@ -18,8 +18,7 @@ from axon_dist.core.objects import as_place
 from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, report, target_devices
-from axon_dist.mesh import MeshSpec, World
-from axon_dist.mesh.targets import Target, parse_target, prepare_environment
+from axon_dist.mesh import MeshSpec, Target, World, parse_target, prepare_environment
 from axon_dist.planner import read_step
 from axon_dist.step import Claims, TrainStep
 
@@ -41,8 +40,8 @@ class Examination:
         parameters: how many there are, how many are trained, and in what others are kept.
         target: the machine, or None for the devices of this one.
         attention: which attention runs, in a sentence; None for a model that is not ours.
-        meetings: of replicas that train on their own, the reports of what follows the steps after
-            which they synchronize, a fragment each.
+        outer_steps: of replicas that train on their own, the report of the outer step of each
+            fragment.
         every: after how many steps each fragment synchronizes; 0 where there is one replica.
     """
 
@@ -52,19 +51,23 @@ class Examination:
     parameters: str
     target: Target | None
     attention: str | None = None
-    meetings: tuple[Report, ...] = ()
+    outer_steps: tuple[Report, ...] = ()
     every: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The reports as plain values."""
         found = self.report.to_dict()
-        if not self.meetings:
+        if not self.outer_steps:
             return found
-        return {**found, "meetings": [one.to_dict() for one in self.meetings], "every": self.every}
+        return {
+            **found,
+            "outer_steps": [one.to_dict() for one in self.outer_steps],
+            "every": self.every,
+        }
 
-    def meeting_lines(self) -> list[str]:
+    def outer_step_lines(self) -> list[str]:
         """What each outer step sends, and what that comes to a step; none where there are none."""
-        sent = [one.collectives.by_link() for one in self.meetings]
+        sent = [one.collectives.by_link() for one in self.outer_steps]
         lines = [
             f"outer step of fragment {number}, every {self.every} steps: "
             f"{byte_size(links.get('slow', 0))} over slow links, "
@@ -101,7 +104,9 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     found = compiled_report(step, config)
     line = ". ".join(filter(None, [attention_line(config, step), remat_line(config, step)])) or None
     parameters = parameters_of(step.parts)
-    meetings = tuple(report(lowered.compile(), world.mesh) for lowered in step.lower_meetings())
+    outer_steps = tuple(
+        report(lowered.compile(), world.mesh) for lowered in step.lower_outer_steps()
+    )
     slow = step.strategy.slow
     return Examination(
         found,
@@ -110,7 +115,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
         parameters,
         machine,
         line,
-        meetings,
+        outer_steps,
         0 if slow is None else slow.every,
     )
 

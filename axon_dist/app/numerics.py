@@ -330,7 +330,7 @@ class Guard(nnx.Module):
 
 
 def check_numerics(
-    devices: Sequence[jax.Device], names: Iterable[str] | None = None, full: bool = False
+    devices: Sequence[Any], names: Iterable[str] | None = None, full: bool = False
 ) -> list[Finding]:
     """Compares the gradients of operations, laid out over devices, with those of one device.
 
@@ -392,7 +392,7 @@ def _on_one(model: nnx.Module, batch: Batch, device: object) -> dict[str, Array]
 
 
 def _laid_out(
-    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[jax.Device]
+    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[Any]
 ) -> dict[str, Array]:
     sizes = {row.axes[0]: len(devices) // 2, row.axes[1]: 2}
     world = World.init(sizes, list(devices))

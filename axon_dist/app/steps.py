@@ -82,7 +82,7 @@ def build_step(
     metrics: tuple[str, ...] = ("loss", "grad_norm"),
     loss_fn: LossFn | None = None,
     compiler_options: Mapping[str, OptionValue | None] | None = None,
-    meeting: Callable[[SlowPlan | None], SlowPlan | None] = lambda slow: slow,
+    slow: Callable[[SlowPlan | None], SlowPlan | None] = lambda slow: slow,
     trains: bool = True,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
@@ -94,7 +94,7 @@ def build_step(
         metrics: what the step reports.
         loss_fn: in place of that of the config's task.
         compiler_options: beside and over those of the config.
-        meeting: changes when and how replicas that train on their own synchronize; None for a plan
+        slow: changes when and how replicas that train on their own synchronize; None for a plan
             makes one model of them, as for a step that trains nothing.
         trains: whether steps will be taken, so that the loss of the config's batch has to be that
             of its parts.
@@ -109,11 +109,11 @@ def build_step(
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
     if config.remat == AUTO:
-        given = optimizer, metrics, loss_fn, compiler_options, meeting, trains
+        given = optimizer, metrics, loss_fn, compiler_options, slow, trains
         return recomputing_least(config, world, trains, lambda one: build_step(one, world, *given))
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
-    strategy = dataclasses.replace(strategy, slow=meeting(strategy.slow))
+    strategy = dataclasses.replace(strategy, slow=slow(strategy.slow))
     own, clip_norm = _optimizer(config, factory)
     step = build_train_step(
         factory,

@@ -25,7 +25,6 @@ from axon_dist.core.errors import (
     OutOfMemoryError,
     install_command,
 )
-from axon_dist.core.objects import Address, as_place
 from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
@@ -48,7 +47,7 @@ from axon_dist.step import TrainState
 
 from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_config
-from .directory import RunDirectory, create_directory, take_folders
+from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
 from .resume import check_copies, check_resume, open_checkpoints, open_states
 from .runs import Run, build_run, compiling_ahead
@@ -151,8 +150,7 @@ def train(
 def _made_directory(config: RunConfig, resume: str | None) -> RunDirectory:
     """The folder of the run, made by process 0, on every process."""
     path = Path(on_main(lambda: str(create_directory(config, resume).path)))
-    place = None if config.run_dir is None else as_place(config.run_dir, "run_dir")
-    return RunDirectory(path, place if isinstance(place, Address) else None)
+    return directory_at(path, config)
 
 
 def _open_port(run: Run) -> list[str]:

@@ -33,7 +33,7 @@ COMPARED = ("loss", "grad_norm")
 """The metrics that are compared, beside the parameters."""
 
 
-def meeting_soon(slow: SlowPlan | None) -> SlowPlan | None:
+def synchronizing_soon(slow: SlowPlan | None) -> SlowPlan | None:
     """The plan with an outer step after every second step, uncompressed.
 
     What travels in few bits equals nothing that one device computes.
@@ -259,7 +259,7 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
             f"verify compares with one device of this process, and there are {world.num_processes} "
             "processes; run it in one, on a mesh of its devices"
         )
-    step = build_step(config, world, _optimizer(), COMPARED, meeting=meeting_soon)
+    step = build_step(config, world, _optimizer(), COMPARED, slow=synchronizing_soon)
     check_memory(config, step)
     alone = _one_device(config, world, step.layout.num_microbatches)
     by_turns = _train if step.strategy.slow is None else functools.partial(train_replicas, step)

@@ -108,8 +108,8 @@ def file_checksum(path: Path) -> int:
 
 @jax.jit
 def _checksums_of_group(leaves: dict[LeafPath, Array]) -> dict[LeafPath, Array]:
-    near = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), leaves)
-    return jax.tree.map(leaf_checksum, near)
+    on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), leaves)
+    return jax.tree.map(leaf_checksum, on_device)
 
 
 def _as_words(x: Array) -> Array:

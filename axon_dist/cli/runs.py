@@ -213,7 +213,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     if examination.attention is not None:
         console.print(examination.attention, highlight=False)
     console.print(examination.report)
-    for line in examination.meeting_lines():
+    for line in examination.outer_step_lines():
         console.print(line, highlight=False)
     _write_json(arguments, examination.to_dict())
     return 0

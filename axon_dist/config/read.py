@@ -310,7 +310,7 @@ def _extra(hint: object, kind: type[_T]) -> _T | None:
     return next((extra for extra in extras if isinstance(extra, kind)), None)
 
 
-def _read_dataclass(cls: type, data: object, path: str) -> Any:
+def _read_dataclass(cls: Any, data: object, path: str) -> Any:
     values = read_options(options_of(cls), _section(data, path), path)
     # A class may take one of its fields as positions: `Policy("Block", "Head")`.
     endless = [
@@ -324,8 +324,9 @@ def _checked(make: Callable[[], _T], path: str) -> _T:
     """Makes a value that checks itself, with the path put before what it complains about."""
     try:
         made = make()
-        if hasattr(made, "validate"):
-            made.validate()
+        validate = getattr(made, "validate", None)
+        if validate is not None:
+            validate()
         return made
     except AxonDistError as error:
         message = str(error)
@@ -406,7 +407,7 @@ def _read_own(choice: OneOf, key: str, value: Mapping[str, object], path: str) -
     return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **given), path)
 
 
-def _pick(table: Mapping[str, _T], name: object, path: str) -> _T:
+def _pick(table: Mapping[Any, _T], name: object, path: str) -> _T:
     # Only a text can be a name; a list is not even looked up.
     if not isinstance(name, (str, int)) or name not in table:
         raise ConfigError(f"{path}: there is no {name!r:.80}.{did_you_mean(str(name), table)}")

@@ -231,7 +231,7 @@ def takes(function: Callable[..., Any], *names: str) -> bool:
     return True
 
 
-def is_dtype(value: object, kind: DTypeLike) -> bool:
+def is_dtype(value: Any, kind: DTypeLike) -> bool:
     """Whether a value is a dtype of a kind, such as `jnp.floating`, or names one that JAX has."""
     try:
         return jnp.issubdtype(jnp.dtype(value), kind)

@@ -183,12 +183,12 @@ def detect_cluster(name: str, timeout: float) -> tuple[str, int, int, Sequence[i
     Raises:
         ValueError: when this is no such cluster.
     """
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+    address, count, number, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, name, int(timeout)
     )
-    if None in found[:3]:
+    if address is None or count is None or number is None:
         raise ValueError("JAX finds no such cluster here")
-    return found
+    return address, count, number, devices
 
 
 def eval_jaxpr(closed: ClosedJaxpr, values: Sequence[Array]) -> list[Array]:
@@ -294,9 +294,8 @@ def new_operation(
     def mapped(
         arrays: Sequence[Array], dims: Sequence[int | None], **parameters: Hashable
     ) -> tuple[list[Array], list[int]]:
-        one = functools.partial(run, **parameters)
         axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
-        results = jax.vmap(one, in_axes=axes)(*arrays)
+        results = jax.vmap(functools.partial(run, **parameters), in_axes=axes)(*arrays)
         return list(results), [0] * len(results)
 
     operation.def_impl(lambda *xs, **named: list(compiled(tuple(named.items()))(*xs)))

@@ -8,7 +8,7 @@ import enum
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 
 class AxonDistError(Exception):
@@ -151,7 +151,7 @@ class NamedChoice(enum.StrEnum):
     """
 
     @classmethod
-    def _missing_(cls, value: object) -> NoReturn:
+    def _missing_(cls, value: object) -> Any:
         raise unknown(cls, value)
 
 

@@ -69,7 +69,7 @@ def varying(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def on_wire(x: Array, dtype: DTypeLike) -> Array:
+def on_wire(x: Array, dtype: DTypeLike | None) -> Array:
     """A value in the dtype in which it is reduced; complex values stay what they are."""
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     return x if dtype is None or is_complex else x.astype(dtype)

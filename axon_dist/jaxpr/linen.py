@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from ..core.compat import eval_equation, eval_jaxpr
 from ..core.typing import Array, Function, Path, PyTree
-from .walk import Known, inners, opened, same_program, variables
+from .walk import Known, inners, opened, same_program, struct_of, variables
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -255,7 +255,7 @@ def without_keys(
 
 def looped_inputs(closed: ClosedJaxpr) -> dict[int, int]:
     """Which inputs of a program a scan reads row by row, each with the length of the scan."""
-    program = opened(closed, [v.aval for v in closed.jaxpr.invars]).jaxpr
+    program = opened(closed, [*map(struct_of, closed.jaxpr.invars)]).jaxpr
     numbers = {variable: number for number, variable in enumerate(program.invars)}
     return {
         numbers[read]: equation.params["length"]

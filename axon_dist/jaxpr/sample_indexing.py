@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from .factors import SCATTERS, Role
@@ -200,7 +201,7 @@ def _slice(op: Operation, values: list[Value]) -> Value:
 
 
 def _sliced(
-    value: Value, shapes: Shapes, new: Shapes, found: list[list[tuple[int, int, int]]]
+    value: Value, shapes: Shapes, new: Shapes, found: Sequence[Sequence[tuple[int, ...]]]
 ) -> Value:
     dim = value.dim
     if dim is None:

@@ -213,7 +213,7 @@ def are_alike(op: Operation) -> bool:
     )
 
 
-def are_equal_keys(one: Array, other: Array) -> bool:
+def are_equal_keys(one: Any, other: Any) -> bool:
     """Whether two constants are random keys, and equal."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -424,7 +424,10 @@ def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
         return coupled(Why.DIFFERS, "")
     eps = 0.0 if kind in "biu" else float(jnp.finfo(first.dtype).eps)
     if not first.ndim:
-        return grown_scalar(_number(first), _number(second), ratio, eps)
+        one, other = _number(first), _number(second)
+        if one is None or other is None:
+            return coupled(Why.DIFFERS, "")
+        return grown_scalar(one, other, ratio, eps)
     a, b = first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1)
     with np.errstate(all="ignore"):
         scales = b / a

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import TypeAlias
 
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ..core.typing import Shape
@@ -82,7 +83,9 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
         return False
     value, small = known.read(source, given), shape_of(source)
     inputs, outputs = ((small, shape_of(given)),), ((small, shape_of(made)),)
-    op = Operation(whole.primitive.name, whole.params, whole.params, inputs, outputs, (None, None))
+    float32 = np.dtype("float32")
+    dtypes = float32, float32
+    op = Operation(whole.primitive.name, whole.params, whole.params, inputs, outputs, dtypes)
     found = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
     if found is not None:
         known.write(source, made, dataclasses.replace(found, number=value.number))

@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -363,7 +364,7 @@ class Walk:
             for i in range(len(carry))
         ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
-        lengths = loops[0].times, loops[1].times
+        lengths: Any = loops[0].times, loops[1].times
         counters = [
             first.is_zero and all(counts(body.jaxpr, own + i, i) for body in bodies)
             for i, first in enumerate(carry)

@@ -11,7 +11,7 @@ import sys
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jaxlib
@@ -404,7 +404,7 @@ def prepare_emulation(num_devices: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def keep_collectives_in_order(devices: Sequence[jax.Device]) -> None:
+def keep_collectives_in_order(devices: Sequence[Any]) -> None:
     """Turns JAX's compilation cache off for CPU devices whose collectives it would mix up.
 
     Args:

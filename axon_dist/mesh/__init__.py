@@ -30,6 +30,9 @@ from .mesh_spec import AXIS_ORDER as AXIS_ORDER
 from .mesh_spec import SLOW_AXES as SLOW_AXES
 from .mesh_spec import AxesLike as AxesLike
 from .mesh_spec import MeshSpec as MeshSpec
+from .targets import Target as Target
+from .targets import parse_target as parse_target
+from .targets import prepare_environment as prepare_environment
 from .world import GROUP as GROUP
 from .world import Backend as Backend
 from .world import World as World

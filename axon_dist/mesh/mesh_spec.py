@@ -252,7 +252,7 @@ def _nodes(devices: Sequence[_Device]) -> tuple[str, list[list[_Device]]]:
     kind, keys = "slice", slices
     if len(set(slices)) < 2:
         kind, keys = "process", [device.process_index for device in devices]
-    by_node: dict[int, list[_Device]] = {}
+    by_node: dict[int | None, list[_Device]] = {}
     for key, device in zip(keys, devices, strict=True):
         by_node.setdefault(key, []).append(device)
     return kind, list(by_node.values())

@@ -111,7 +111,7 @@ class World:
             )
 
     @classmethod
-    def init(cls, axes: AxesLike = "dp=-1", devices: Sequence[jax.Device] | None = None) -> World:
+    def init(cls, axes: AxesLike = "dp=-1", devices: Sequence[Any] | None = None) -> World:
         """Arranges the devices of every process into a mesh.
 
         Where the environment says that this process is one of several (`from_env`), they first
@@ -342,7 +342,7 @@ def process_index() -> int:
     return jax.process_index()
 
 
-def build_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
+def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
     """Lays devices out row-major over the axes of a resolved spec, every axis of type Auto.
 
     On TPUs `jax.make_mesh` orders the devices after the wiring of the slice, dims of which are
@@ -370,7 +370,7 @@ def build_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
         return Mesh(split, spec.names, axis_types=types)
 
 
-def _backend_of(devices: Sequence[jax.Device]) -> Backend:
+def _backend_of(devices: Sequence[Any]) -> Backend:
     platform = devices[0].platform
     if platform == "cpu" and len({device.process_index for device in devices}) > 1:
         return Backend.GLOO

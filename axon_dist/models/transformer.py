@@ -177,7 +177,7 @@ class Transformer(nnx.Module):
             x = block(x, *more)
         return x
 
-    def before_head(self, tokens: Array, segments: Array | None = None) -> dict[str, Array] | None:
+    def before_head(self, tokens: Array, segments: Array | None = None) -> dict[str, Any] | None:
         """What a loss takes that never makes all logits: `linear_cross_entropy(labels=..., **it)`.
 
         Args:

@@ -165,9 +165,7 @@ class SplitAttention:
     layout: Layout
     is_dealt: bool = False
 
-    def __call__(
-        self, attend: Function, module: nnx.Module, *args: object, **kwargs: object
-    ) -> Array:
+    def __call__(self, attend: Function, module: Any, *args: object, **kwargs: object) -> Array:
         """Attends over the whole sequence; Ulysses by the module's own method.
 
         Args:

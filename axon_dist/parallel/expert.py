@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -298,6 +299,16 @@ def has_experts(module: object) -> bool:
     return all(hasattr(module, name) for name in (MIX, "feed", "hidden_dims"))
 
 
+class HasExperts(Protocol):
+    """A module that sends tokens through experts, as `models.Experts`."""
+
+    hidden_dims: Mapping[str, int]
+
+    def feed(self, product: Function, rows: Array, kernels: PyTree) -> Array:
+        """What the experts make of rows, their products computed by `product(rows, kernel)`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class SplitExperts:
     """Runs in place of a module's `mix_experts`, in `shard_map`.
@@ -317,7 +328,7 @@ class SplitExperts:
     def __call__(
         self,
         mix: Function,
-        module: nnx.Module,
+        module: HasExperts,
         tokens: Array,
         gates: Array,
         chosen: Array,
@@ -442,7 +453,7 @@ class SplitExperts:
 
 def _place(ndim: int, axis: str | None, hidden: int, features: Axes) -> PartitionSpec:
     """Where a kernel lies on its way in: experts in front, features in their dim."""
-    entries: list[Axes | str | None] = [axis] + [None] * (ndim - 1)
+    entries: list[Axes | str | None] = [axis, *[None] * (ndim - 1)]
     if features:
         entries[ndim + hidden] = features
     return PartitionSpec(*entries)

@@ -66,7 +66,7 @@ class OverMesh:
     most_features: int | None = None
 
     def __call__(
-        self, attend: Callable[..., Array], module: nnx.Module, *args: object, **kwargs: object
+        self, attend: Callable[..., Array], module: Any, *args: object, **kwargs: object
     ) -> Array:
         """Computes `attend(module, query, key, value)` of arrays `[B, T, H, K]`.
 

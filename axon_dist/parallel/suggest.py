@@ -21,7 +21,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Leaf, Path, PyTree
 from ..jaxpr.dataflow import Cut, Flow, FlowValue, Product, follow
 from ..nn import ParallelMode, mixes, softmax_attention
-from .expert import MIX, has_experts
+from .expert import MIX, HasExperts, has_experts
 from .plan import BIAS, TABLES, Plan, Rule
 
 SAMPLES, POSITIONS = 2, 12
@@ -191,7 +191,7 @@ def _plain_attention(
 
 
 def _every_expert(
-    mix: Function, module: nnx.Module, tokens: Array, gates: Array, chosen: Array, kernels: PyTree
+    mix: Function, module: HasExperts, tokens: Array, gates: Array, chosen: Array, kernels: PyTree
 ) -> tuple[Array, Array]:
     """Stands for experts that tokens are sorted by: every token goes to all of them."""
     count = jax.tree.leaves(kernels)[0].shape[0]

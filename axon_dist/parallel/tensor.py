@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
@@ -22,6 +23,9 @@ from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, s
 from .kernels import COLUMNS, ROWS, RingProducts, into
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import AdaptLayers, Strategy
+
+Module: TypeAlias = nnx.Module | nn.Module
+"""A layer, of NNX or within a bridged module."""
 
 LOOKUPS: tuple[Function, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
 """The calls of NNX layers that take rows of a table by the ids that they are given."""
@@ -244,9 +248,7 @@ class Pin:
             return {"__call__": self, "attend": head}
         return {"__call__": self}
 
-    def __call__(
-        self, call: Function, module: nnx.Module, *args: object, **kwargs: object
-    ) -> Array:
+    def __call__(self, call: Function, module: Module, *args: object, **kwargs: object) -> Array:
         """Runs a call between its pins, by the mode."""
         if self.rule.mode is ParallelMode.REPLICATE:
             return jax.tree.map(self._whole, call(module, *args, **kwargs))
@@ -261,7 +263,7 @@ class Pin:
         return around[self.rule.mode](call, module, *args, **kwargs)
 
     def around_columns(
-        self, call: Function, module: nnx.Module, x: Array, *args: object, **kwargs: object
+        self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """Whole features in, split features out."""
         x, parts = self._whole(self._ring(COLUMNS, x)), self.rule.parts
@@ -280,7 +282,7 @@ class Pin:
         return jnp.stack(blocks, dim - 1).reshape(whole)
 
     def around_rows(
-        self, call: Function, module: nnx.Module, x: Array, *args: object, **kwargs: object
+        self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """Split features in, the sum over the ranks out."""
         features = (self.axis,) if self.is_split else ()
@@ -289,7 +291,7 @@ class Pin:
         return summed(self._residual(call(module, x, *args, **kwargs)))
 
     def around_lookup(
-        self, call: Function, module: nnx.Module, tokens: Array, *args: object, **kwargs: object
+        self, call: Function, module: Module, tokens: Array, *args: object, **kwargs: object
     ) -> Array:
         """Token ids in, rows of the table out: every rank looks up those that it holds.
 
@@ -317,7 +319,7 @@ class Pin:
         return mapped(table, tokens)
 
     def around_vocabulary(
-        self, call: Function, module: nnx.Module, x: Array, *args: object, **kwargs: object
+        self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """A table looks tokens up, a head gives split logits."""
         looks_up = not jnp.issubdtype(x.dtype, jnp.floating)
@@ -356,9 +358,7 @@ class LinenPins:
     path: Path
     shapes: tuple[tuple[Path, Shape], ...]
 
-    def __call__(
-        self, call: Function, module: nnx.Module, *args: object, **kwargs: object
-    ) -> Array:
+    def __call__(self, call: Function, module: Module, *args: object, **kwargs: object) -> Array:
         """Runs the bridge with its inner calls intercepted."""
         pinned: list[nn.Module] = []
 
@@ -398,7 +398,7 @@ class LinenPins:
         return pin(lambda _, *a, **k: call(*a, **k), context.module, *args, **kwargs)
 
 
-def _lookup(call: Function, module: nnx.Module) -> tuple[PyTree, Function] | None:
+def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
     """The table of a layer that takes rows by ids, and how; None for a layer of another kind.
 
     One that is like `Embed` and does something to the ids first, such as adding an offset, cannot

@@ -136,7 +136,9 @@ class WithArguments:
     names: tuple[str, ...]
     arguments: tuple[tuple[str, Any], ...]
 
-    def __call__(self, call: Function, module: nnx.Module, *args: object, **kwargs: object) -> Any:
+    def __call__(
+        self, call: Function, module: nnx.Module | nn.Module, *args: object, **kwargs: object
+    ) -> Any:
         """Runs the method; a bridged module that is told another method runs that as it is."""
         if kwargs.get("method") is not None:
             return call(module, *args, **kwargs)

@@ -167,7 +167,7 @@ class Outer:
         left = {"missing": rows} if "missing" in state.meeting else {}
         return shardings(strategy.params, state.outer, mesh), {"opt_state": states, **left}
 
-    def meet(self, number: int) -> Callable[[TrainState], TrainState]:
+    def program(self, number: int) -> Callable[[TrainState], TrainState]:
         """The program of one fragment's outer step, to be traced.
 
         Args:
@@ -285,15 +285,15 @@ class ReplicaForm(StateForm):
         return NamedSharding(self.spec.mesh, PartitionSpec(self.outer.plan.axis))
 
     @property
-    def meetings(self) -> tuple[Callable[[TrainState], TrainState], ...]:
+    def outer_steps(self) -> tuple[Callable[[TrainState], TrainState], ...]:
         """What the replicas do in an outer step, a program for each fragment."""
-        return tuple(self.outer.meet(number) for number in range(self.outer.plan.fragments))
+        return tuple(self.outer.program(number) for number in range(self.outer.plan.fragments))
 
     def due(self, step: int) -> tuple[int, ...]:
         """Which outer steps follow after so many steps."""
         return self.outer.plan.due(step)
 
-    def near(self, state: TrainState) -> TrainState:
+    def on_device(self, state: TrainState) -> TrainState:
         """The same state: all of it is in device memory, and no buffer divided."""
         return state
 

@@ -207,7 +207,7 @@ class StateForm:
         return self.whole
 
     @property
-    def meetings(self) -> tuple[Callable[[TrainState], TrainState], ...]:
+    def outer_steps(self) -> tuple[Callable[[TrainState], TrainState], ...]:
         """What replicas that train on their own do in an outer step; none where there is one."""
         return ()
 
@@ -225,7 +225,7 @@ class StateForm:
         """A `TrainState` of shapes with shardings."""
         return jax.tree.map(placed_shape, self.shapes, self.places)
 
-    def near(self, state: TrainState) -> TrainState:
+    def on_device(self, state: TrainState) -> TrainState:
         """The same state as a step computes with it: in device memory, its buffers whole."""
         if self.spec.strategy.offload is not CPUOffload.NONE:
             places = jax.tree.map(lambda place: place.with_memory_kind("device"), self.places)
@@ -286,7 +286,7 @@ class StateForm:
         where = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
         if self.spec.storage.rows is not None:
             values = jax.jit(
-                lambda state: self.values(self.near(state)), out_shardings=(where, self.whole)
+                lambda state: self.values(self.on_device(state)), out_shardings=(where, self.whole)
             )
         found = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: found[path] for path in targets}

@@ -51,7 +51,7 @@ class TrainStep:
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
         claims: where the strategy says that arrays lie, and why; `init` checks it.
-        near: (state) -> the same state, all of it in device memory.
+        on_device: (state) -> the same state, all of it in device memory.
         form: what its states look like, and how the first one is made.
     """
 
@@ -66,30 +66,30 @@ class TrainStep:
         self.abstract_state: TrainState = form.shapes
         self.state_shardings: TrainState = form.places
         self.claims: Claims = form.claims
-        self.near: Callable[[TrainState], TrainState] = form.near
+        self.on_device: Callable[[TrainState], TrainState] = form.on_device
         self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
-        near = form.near
+        on_device = form.on_device
 
         # Profilers show a compiled program by the name of its function.
         def train_step(
             state: TrainState, placed: Placed, held: Array | None = None
         ) -> tuple[TrainState, Metrics]:
-            return form.step(near(state), placed, held)
+            return form.step(on_device(state), placed, held)
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
         self._evaluate = jit(
             lambda state, placed: evaluation(
-                spec.together(), *form.arguments(near(state), placed.shared), placed.arrays
+                spec.together(), *form.arguments(on_device(state), placed.shared), placed.arrays
             ),
             out_shardings=form.whole,
         )
         self._differentiate = jit(
-            lambda state, placed: form.gradients(near(state), placed)[:2],
+            lambda state, placed: form.gradients(on_device(state), placed)[:2],
             out_shardings=(form.owners, form.reported),
         )
-        self._meetings = [
-            jit(run, donate_argnums=0, out_shardings=form.places) for run in form.meetings
+        self._outer_steps = [
+            jit(run, donate_argnums=0, out_shardings=form.places) for run in form.outer_steps
         ]
         self._report = jax.jit(shared_metrics, out_shardings=form.whole)
         self._counted: tuple[Callable[[], TrainState | None], int] = (lambda: None, 0)
@@ -179,7 +179,7 @@ class TrainStep:
             self._agree_on_program(state, placed, held)
         # How many steps it has taken is asked of the devices where it is not this step's.
         last, taken = self._counted
-        if self._meetings and last() is not state:
+        if self._outer_steps and last() is not state:
             taken = int(state.step)
         try:
             state, metrics = self._step(state, placed, held)
@@ -187,10 +187,10 @@ class TrainStep:
             if self.spec.batch is None:
                 error.args = (f"{error}. build_train_step(batch=...) says so at build",)
             raise
-        if self._meetings:
+        if self._outer_steps:
             metrics = self._report(metrics)
             for number in self.form.due(taken + 1):
-                state = self._meetings[number](state)
+                state = self._outer_steps[number](state)
             self._counted = weakref.ref(state), taken + 1
         self._last = weakref.ref(state)
         self._in_flight.add(metrics["loss"])
@@ -252,7 +252,7 @@ class TrainStep:
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         grads, metrics = self._differentiate(state, placed)
-        return grads, self._report(metrics) if self._meetings else metrics
+        return grads, self._report(metrics) if self._outer_steps else metrics
 
     def evaluate_sums(
         self, state: TrainState, batch: Batch, *, ema: bool = False
@@ -294,7 +294,7 @@ class TrainStep:
         state = averaged(state) if ema else state
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
-            state = self.near(state)
+            state = self.on_device(state)
         return self.parts.merge(*self.form.values(state))
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
@@ -310,13 +310,13 @@ class TrainStep:
         """
         return self._lower(batch, 1)
 
-    def lower_meetings(self) -> tuple[jax.stages.Lowered, ...]:
+    def lower_outer_steps(self) -> tuple[jax.stages.Lowered, ...]:
         """Lowers what follows the steps after which replicas synchronize; one program a fragment.
 
         Returns:
             The lowered programs; none where the strategy has no replicas that train on their own.
         """
-        return tuple(run.lower(self.form.placed_shapes) for run in self._meetings)
+        return tuple(run.lower(self.form.placed_shapes) for run in self._outer_steps)
 
     def program(self, batch: Batch) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """Traces the step for a batch of shapes, without lowering it for any device.
@@ -331,7 +331,7 @@ class TrainStep:
         arguments = self._arguments(batch, 1)
         return self._step.trace(*arguments).jaxpr, jax.tree.leaves(arguments)
 
-    def meeting_programs(self) -> tuple[tuple[Any, list[jax.ShapeDtypeStruct]], ...]:
+    def outer_step_programs(self) -> tuple[tuple[Any, list[jax.ShapeDtypeStruct]], ...]:
         """Traces what follows the steps after which replicas synchronize; one program a fragment.
 
         Returns:
@@ -339,7 +339,7 @@ class TrainStep:
             on their own.
         """
         state = self.form.placed_shapes
-        return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._meetings)
+        return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._outer_steps)
 
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
@@ -430,8 +430,8 @@ class PortableForm:
         mesh = step.world.mesh
         where = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
         self.target = jax.tree.map(placed_shape, portable, where)
-        near = step.near
-        self._to_model = jax.jit(lambda state: to_model(near(state)), out_shardings=where)
+        on_device = step.on_device
+        self._to_model = jax.jit(lambda state: to_model(on_device(state)), out_shardings=where)
         self._to_rows = jax.jit(to_rows, out_shardings=step.state_shardings)
 
     def of(self, state: TrainState) -> TrainState:

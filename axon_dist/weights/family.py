@@ -14,7 +14,6 @@ from axon_dist.core.errors import UnsupportedError
 from axon_dist.models import ExpertConfig, RopeScaling, TransformerConfig
 from axon_dist.models.transformer_config import NORMS
 
-from ..core.typing import JsonDict
 from .rule import WeightRule, WeightRules
 
 LAYER, EXPERT = "layer", "expert"
@@ -182,7 +181,7 @@ class Family:
     experts: ExpertKeys | None = None
     sizes: Mapping[str, str] = dataclasses.field(default_factory=_SIZES.copy)
     names: TensorNames = TensorNames()
-    written: Callable[[TransformerConfig], JsonDict] | None = None
+    written: Callable[[TransformerConfig], dict[str, Any]] | None = None
 
     def rules(self, config: TransformerConfig) -> WeightRules:
         """Which tensor is which parameter of a `Transformer`."""
@@ -258,7 +257,7 @@ class Family:
             experts=self._experts(data),
         )
 
-    def to_hub(self, config: TransformerConfig) -> JsonDict:
+    def to_hub(self, config: TransformerConfig) -> dict[str, Any]:
         """The `config.json` of a `Transformer` that is of this family."""
         parts = {**_PARTS, **self.parts}
         if self._has("rope_local_base_freq") and config.windows:
@@ -310,13 +309,13 @@ class Family:
     def _is_rotary(self) -> bool:
         return self.parts.get("positions", "rotary") == "rotary"
 
-    def _rotation(self, data: Mapping[str, Any], has_windows: bool) -> JsonDict:
+    def _rotation(self, data: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
         if not self._is_rotary:
             return {}
         given = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
         local = given.get("sliding_attention") or {}
         given = given.get("full_attention", given) or {}
-        found: JsonDict = {
+        found: dict[str, Any] = {
             "rope_theta": float(given.get("rope_theta") or data["rope_theta"]),
             "rope_scaling": self._scaling(given, data),
         }
@@ -352,10 +351,10 @@ class Family:
             given.get("attention_factor"),
         )
 
-    def _rotation_keys(self, config: TransformerConfig) -> JsonDict:
+    def _rotation_keys(self, config: TransformerConfig) -> dict[str, Any]:
         if not self._is_rotary:
             return {}
-        found: JsonDict = {"rope_theta": config.rope_theta}
+        found: dict[str, Any] = {"rope_theta": config.rope_theta}
         if self._has("rope_local_base_freq"):
             found["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
         scaling = config.rope_scaling
@@ -363,7 +362,7 @@ class Family:
             return found
         if scaling.kind not in self.scalings:
             require(config, self.name, {"rope_scaling": None})
-        said: JsonDict = {"rope_type": scaling.kind, "factor": scaling.factor}
+        said: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind != "linear":
             low, high = _TURNS[scaling.kind]
             said |= {low: scaling.low, high: scaling.high}
@@ -392,7 +391,7 @@ class Family:
         periods = range(1, len(each) + 1)
         return next(each[:p] for p in periods if all(w == each[i % p] for i, w in enumerate(each)))
 
-    def _window_keys(self, config: TransformerConfig) -> JsonDict:
+    def _window_keys(self, config: TransformerConfig) -> dict[str, Any]:
         each = config.layer_windows
         sizes = {size for size in each if size}
         if (
@@ -404,7 +403,7 @@ class Family:
                 f"a Transformer with windows={config.windows} is no {self.name}, which has "
                 f"{_WINDOWS[self.windows]}; use another format, or 'native'"
             )
-        found: JsonDict = {}
+        found: dict[str, Any] = {}
         if self.windows:
             found["sliding_window"] = max(sizes, default=None)
         if self._has("use_sliding_window"):
@@ -430,7 +429,7 @@ class Family:
             balance=data.get("router_aux_loss_coef", 0.0) if adds else 0.0,
         )
 
-    def _expert_keys(self, config: TransformerConfig) -> JsonDict:
+    def _expert_keys(self, config: TransformerConfig) -> dict[str, Any]:
         keys, experts = self.experts, config.experts
         if keys is None or experts is None:
             require(config, self.name, {"experts": None} if keys is None else {})
@@ -481,7 +480,7 @@ def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> l
     return found
 
 
-def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> JsonDict:
+def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> dict[str, Any]:
     """The sizes of a config under the names of a family, every default resolved.
 
     Args:

@@ -74,9 +74,9 @@ def test_a_run_goes_on_with_another_number_of_steps(result, folder):
 def test_what_is_read_tells_meetings_from_steps(folder):
     found = examine(RunConfig.from_dict(config_of(folder)))
     assert found.report.collectives.by_link().keys() == {"fast"}
-    (meeting,) = found.meetings
-    assert set(meeting.collectives.by_axis()) == {"nodes"}
-    first, total = found.meeting_lines()
+    (outer_step,) = found.outer_steps
+    assert set(outer_step.collectives.by_axis()) == {"nodes"}
+    first, total = found.outer_step_lines()
     assert first.startswith("outer step of fragment 0, every 2 steps: ")
     assert total.startswith("all of them: ")
     assert total.endswith(" a step over slow links")

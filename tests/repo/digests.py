@@ -93,7 +93,7 @@ def _hash(text: str) -> str:
 def program_texts(cell: Cell) -> list[str]:
     """The lowered step of a cell, and what follows the steps after which replicas meet."""
     step = cell.build()
-    return [lowered.as_text() for lowered in (step.lower(cell.batch()), *step.lower_meetings())]
+    return [lowered.as_text() for lowered in (step.lower(cell.batch()), *step.lower_outer_steps())]
 
 
 def digest(cell: Cell) -> str:

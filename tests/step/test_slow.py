@@ -68,13 +68,13 @@ def test_no_byte_of_a_step_crosses_the_axis_and_a_meeting_sends_the_formula():
         inner = collectives(step.lower(batch()).compile(), step.world.mesh)
         assert inner.by_link().keys() == {"fast"}
         assert set(inner.by_axis()) == {"fsdp"}
-        meetings = [
-            collectives(lowered.compile(), step.world.mesh) for lowered in step.lower_meetings()
+        outer_steps = [
+            collectives(lowered.compile(), step.world.mesh) for lowered in step.lower_outer_steps()
         ]
-        sent = [ledger.total_wire_bytes(axis="nodes") for ledger in meetings]
+        sent = [ledger.total_wire_bytes(axis="nodes") for ledger in outer_steps]
         assert len(sent) == slow.get("fragments", 1)
         assert all(sent)
-        assert [ledger.by_link()["slow"] for ledger in meetings] == sent
+        assert [ledger.by_link()["slow"] for ledger in outer_steps] == sent
         assert sum(sent) == Outer(step.spec).wire_bytes()
     # Half of every kernel and whole biases, 2(R-1)/R times four bytes each.
     assert Outer(step_of(4).spec).wire_bytes() == 4 * 3 * (16 * 8 + 16)
