@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -19,7 +20,7 @@ from axon_dist.core.files import as_path
 MOST_BYTES = 4 * 2**30
 """What compiled programs take on the disk; the least recently used ones go first."""
 
-_DIGEST = 32
+_DIGEST, _NAME = 32, "-program"
 _CPU = ("model name", "flags", "Features", "CPU part")
 
 
@@ -62,8 +63,8 @@ class ProgramStore:
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for one in (folder, folder.parent):
+        for one in (folder.parent, folder):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = one.stat()
             if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
                 raise PermissionError(
@@ -76,36 +77,41 @@ class ProgramStore:
 
     def get(self, key: str) -> bytes | None:
         """The program of a key, or None."""
-        file = self.path / key
+        file = self._file(key)
         try:
             found = file.read_bytes()
+            os.utime(file)
         except FileNotFoundError:
             return None
         program = found[_DIGEST:]
         if hashlib.sha256(program).digest() != found[:_DIGEST]:
             file.unlink(missing_ok=True)
             return None
-        os.utime(file)
         return program
 
     def put(self, key: str, value: bytes) -> None:
         """Keeps the program of a key."""
-        with tempfile.NamedTemporaryFile(dir=self.path, prefix=_PARTIAL, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=self.path, suffix=_NAME, delete=False) as file:
             file.write(hashlib.sha256(value).digest() + value)
-        os.replace(file.name, self.path / key)
+        os.replace(file.name, self._file(key))
+
+    def _file(self, key: str) -> Path:
+        return self.path / (key + _NAME)
 
     def _drop_oldest(self, most_bytes: int) -> None:
-        files = [file for file in self.path.iterdir() if file.is_file()]
-        seen = {file: file.stat() for file in files}
-        total = sum(one.st_size for one in seen.values())
-        for file in sorted(files, key=lambda file: seen[file].st_mtime):
-            if total <= most_bytes:
-                return
-            file.unlink(missing_ok=True)
-            total -= seen[file].st_size
+        left = most_bytes
+        for file in sorted(self.path.glob("*" + _NAME), key=_last_use, reverse=True):
+            with contextlib.suppress(FileNotFoundError):  # another run may do the same
+                left -= file.stat().st_size
+                if left < 0:
+                    file.unlink()
 
 
-_PARTIAL = ".partial-"
+def _last_use(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _host() -> str:
