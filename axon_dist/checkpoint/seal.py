@@ -45,6 +45,7 @@ _GOLDEN = 0x9E3779B1
 """2^32 divided by the golden ratio: its multiples spread evenly over 32 bits (Knuth, TAOCP 6.4)."""
 
 
+@jax.jit  # traced once for all leaves of a shape
 def leaf_checksum(x: Array) -> Array:
     """Mixes every element with its position into 32 bits, wherever the array lives.
 
