@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,13 @@ from ..core.typing import Array, Batch, PyTree
 from ..jaxpr.factors import ELEMENTWISE, KEEPS, MOVES
 from ..jaxpr.randomness import without_rank
 from ..jaxpr.walk import equations
-from ..sharding import axes_of
+from ..sharding import axes_of, optimizer_shardings
 from .local_view import LocalPlan
 from .microbatches import Draws, SumsFn, draws_of
 from .objective import GradientArguments, GradientResult, Sums, beside, forward_of, gradient_sums
-from .separable import asked_of_ranks
 from .spec import StepSpec
+
+T = TypeVar("T")
 
 
 def elastic_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
@@ -102,9 +104,6 @@ class ElasticPlan(LocalPlan):
         """
         drawing = None if self.drawing is None else _by_shard(self.drawing)
         batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-        if count == 1:
-            # Of a single shard the whole body would be the same in every turn, and moved out.
-            batch = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
         start = jax.lax.axis_index(self.axes) * count
 
         def before(number: Any) -> PyTree:
@@ -167,20 +166,54 @@ def whole_norm(spec: StepSpec, tree: PyTree) -> Array:
         tree: in global view, split or whole.
     """
 
-    def norm(tree: PyTree) -> Array:
-        # In a loop of one turn, which the compiler cannot tell: a reduction stands alone there.
-        start = jax.lax.axis_index(spec.strategy.batch_axes)
-        zero = start, jnp.zeros(())
-        _, found = jax.lax.while_loop(
-            lambda carry: carry[0] <= start,
-            lambda carry: (carry[0] + 1, optax.tree.norm(tree)),
-            zero,
-        )
-        return found
+    return _alone(spec, optax.tree.norm, (PartitionSpec(),), PartitionSpec())(tree)
 
-    whole = PartitionSpec()
-    return jax.shard_map(norm, mesh=spec.mesh, in_specs=whole, out_specs=whole, check_vma=False)(
-        tree
+
+def elastic_update(
+    spec: StepSpec, grads: PyTree, state: PyTree, params: PyTree, loss: Array
+) -> tuple[PyTree, PyTree]:
+    """The optimizer's update, each rank about the shards whose moments it has.
+
+    Args:
+        spec: the step.
+        grads: mean gradients, laid as their moments.
+        state: of the optimizer.
+        params: as stored.
+        loss: a scalar.
+
+    Returns:
+        The next parameters, laid as their moments, and the next state.
+    """
+    policy, mesh = spec.storage.strategy.opt_state, spec.mesh
+    found = spec.owners, optimizer_shardings(policy, spec.stored_shapes, state, mesh)
+    owners, moments = jax.tree.map(lambda place: place.spec, found)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> tuple[PyTree, PyTree]:
+        updates, state = spec.stored_optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
+    return alone(grads, state, params, loss)
+
+
+def _alone(
+    spec: StepSpec, function: Callable[..., T], in_specs: Any, out_specs: Any
+) -> Callable[..., T]:
+    """A function of each rank's shards, compiled by itself, whatever stands around it."""
+
+    def run(*args: Any) -> T:
+        # Of a loop of one turn the compiler would make none: here it must count with two, and a
+        # second one changes nothing.
+        turns = 1 + jnp.isinf(jax.tree.leaves(args)[0].ravel()[0]).astype(jnp.int32)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < turns,
+            lambda carry: (carry[0] + 1, function(*args)),
+            (jnp.zeros_like(turns), zeros),
+        )[1]
+
+    return jax.shard_map(
+        run, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
@@ -264,19 +297,23 @@ def _of_counts(spec: StepSpec) -> Obstacle:
 
 def _of_sums(spec: StepSpec) -> Obstacle:
     reduction, precision = spec.reduction, spec.strategy.precision
-    if asked := asked_of_ranks(spec):
-        return f"{' and '.join(asked)} would add up in an order of its own", "leave it out"
-    if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
-        return (
-            f"gradients cross the wire in {jnp.dtype(reduction.dtype).name}, and are then rounded "
-            "between ranks and not between the shards of a rank",
-            'reduce in float32: ddp(reduce_dtype="float32"), or a MixedPrecision with '
-            'reduce="float32"',
-        )
     if precision is not None and precision.products is not None:
         return (
             "products in fp8 take their scales from the samples of all ranks",
             'use another precision, such as "bf16"',
+        )
+    if reduction.is_grouped or not reduction.sync_buffers:
+        return (
+            f"bucket_capacity={reduction.bucket_capacity}, sync={reduction.sync.name} and "
+            f"broadcast_buffers={reduction.sync_buffers} say how ranks reduce, and the tree does",
+            "leave all three out",
+        )
+    if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
+        return (
+            f"gradients cross the wire in {jnp.dtype(reduction.dtype).name}, and are then rounded "
+            "between ranks and not between the shards of a rank",
+            'reduce in float32: ddp(reduce_dtype="float32"), or '
+            'MixedPrecision(compute="bfloat16", reduce="float32")',
         )
     return None
 

@@ -156,6 +156,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     ),
     Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
     *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    ELASTIC_BITS,
     Requirement.row(
         "microbatches are the pipeline's",
         StrategyConflictError,
@@ -222,7 +223,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     ),
     Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
     Requirement("the optimizer works on stages", lambda spec: spec.distributed.next_state),
-    ELASTIC_BITS,
     Requirement.row(
         "matrices can be distributed",
         UnsupportedError,

@@ -362,11 +362,8 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
         return True, [f"a pipeline beside {'×'.join(spec.strategy.batch_axes)}"]
     if not spec.is_local:
         return False, []
-    return True, ['deterministic="elastic"'] if spec.options.is_elastic else asked_of_ranks(spec)
-
-
-def asked_of_ranks(spec: StepSpec) -> list[str]:
-    """What a strategy says about the reduction that ranks alone can do, in words."""
+    if spec.options.is_elastic:
+        return True, ['deterministic="elastic"']
     reduction, compute = spec.reduction, spec.compute_dtype
     recast = None not in (reduction.dtype, compute) and reduction.dtype != compute
     capacity, overlaps = reduction.bucket_capacity, reduction.sync is GradSyncStrategy.OVERLAPPED
@@ -378,4 +375,4 @@ def asked_of_ranks(spec: StepSpec) -> list[str]:
         "broadcast_buffers=False": not reduction.sync_buffers,
         f"a reduction in {reduction.dtype} beside compute in {compute}": recast,
     }
-    return [word for word, is_asked in words.items() if is_asked]
+    return True, [word for word, is_asked in words.items() if is_asked]

@@ -80,8 +80,10 @@ def deterministic_options(world: World, deterministic: bool | str = True) -> dic
             "CPUs, or deterministic=True"
         )
     # The simplifier turns x / broadcast(y) into x * broadcast(1 / y) or not, by what other passes
-    # have left when it comes there, and these differ between one partition and several.
-    return {"xla_disable_hlo_passes": "algsimp"}
+    # have left when it comes there, and these differ between one partition and several. What is
+    # moved out of a loop is fused with what stands there, and then other products are contracted
+    # with a sum (FMA).
+    return {"xla_disable_hlo_passes": "algsimp,while-loop-invariant-code-motion"}
 
 
 def compiler_options(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from ..core.typing import Array, PyTree
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
 from ..optim.wrappers import metrics_of
 from .batch import Placed
-from .elastic import elastic_gradients, whole_norm
+from .elastic import elastic_gradients, elastic_update, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .objective import GradientArguments, GradientResult
@@ -203,6 +204,14 @@ def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> Gra
     )
 
 
+def _updated(spec: StepSpec) -> Callable[..., tuple[PyTree, PyTree]]:
+    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> tuple[PyTree, PyTree]:
+        updates, state = spec.distributed(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    return update
+
+
 def one_step(
     spec: StepSpec, state: TrainState, placed: Placed, held: Array | None = None
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -222,10 +231,8 @@ def one_step(
     norm_of = functools.partial(whole_norm, spec) if options.is_elastic else optax.tree.norm
     clipped, measured = clip(grads, options, norm_of)
     with jax.named_scope("optimizer"):
-        updates, opt_state = spec.distributed(
-            clipped, state.opt_state, state.params, value=metrics["loss"]
-        )
-        params = optax.apply_updates(state.params, updates)
+        update = functools.partial(elastic_update, spec) if options.is_elastic else _updated(spec)
+        params, opt_state = update(clipped, state.opt_state, state.params, metrics["loss"])
     measured |= metrics_of(opt_state)
     if "param_norm" in options.metrics:
         measured["param_norm"] = norm_of(params)
