@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import importlib
-import inspect
 import os
 import types
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax._src import (
@@ -26,7 +24,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax._src.cudnn import fused_attention_stablehlo as fused_attention_stablehlo
 from jax.core import ShapedArray
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
@@ -354,92 +352,6 @@ def new_operation(
 
         ad.primitive_jvps[operation] = derived
     return operation
-
-
-def cudnn_attention_forward(
-    query: Array, key: Array, value: Array, bias: Array | None, causal: bool, keeps_weights: bool
-) -> tuple[Array, ...]:
-    """The forward kernel of cuDNN's attention, asked of no process whether it has cuDNN.
-
-    The public call asks that, and scrambles the logarithms of the weights besides: it gives them as
-    `[B, T, H]` where the kernel wrote `[B, H, T]`.
-
-    Args:
-        query: `[B, T, H, K]` in bfloat16 or float16.
-        key: `[B, S, N, K]`.
-        value: likewise.
-        bias: `[B, 1, T, S]`, added to the scores; None for none.
-        causal: position t sees positions 0 to t.
-        keeps_weights: whether the logarithms of the weights are given too.
-
-    Returns:
-        `[B, T, H, K]`, and float32 `[B, H, T]` where they are kept.
-    """
-    found = cudnn._dot_product_attention_fwd_p_wrapper.bind(
-        *_cudnn_operands(query, key, value, bias),
-        **_cudnn_parameters(query, bias, causal),
-        is_training=keeps_weights,
-    )
-    return tuple(found[: 1 + keeps_weights])
-
-
-def _cudnn_operands(
-    query: Array, key: Array, value: Array, bias: Array | None
-) -> tuple[Array, ...]:
-    """The arrays of a call: no lengths, offsets or pages."""
-    unused = jnp.zeros(0, query.dtype)
-    return query, key, value, unused if bias is None else bias, *[unused] * 6
-
-
-def _cudnn_parameters(query: Array, bias: Array | None, causal: bool) -> dict[str, object]:
-    # Since 0.11 a score may be changed by a function.
-    names = inspect.signature(cudnn.dot_product_attention).parameters
-    more = {"score_mod": None} if "score_mod" in names else {}
-    return {
-        "scale": query.shape[-1] ** -0.5,
-        "seed": 42,  # of a dropout that there is none of
-        "dropout_rate": 0.0,
-        "variadic_args": (bias is not None, False),
-        "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        "layout": cudnn.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
-        **more,
-    }
-
-
-def cudnn_attention_gradients(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    causal: bool,
-    log_weight: Array,
-    out: Array,
-    cotangent: Array,
-) -> tuple[Array, Array, Array]:
-    """The backward kernel of cuDNN by itself, with the weights that the caller names.
-
-    Args:
-        query: as of `cudnn_attention`, like the others up to `causal`.
-        key: likewise.
-        value: likewise.
-        bias: likewise.
-        causal: likewise.
-        log_weight: float32 `[B, H, T]`, may count more keys than those given.
-        out: `[B, T, H, K]`, the result with all of those keys.
-        cotangent: of that result.
-
-    Returns:
-        The gradients of queries, keys and values.
-    """
-    gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        *_cudnn_operands(query, key, value, bias),
-        log_weight,
-        out,
-        cotangent,
-        **_cudnn_parameters(query, bias, causal),
-    )
-    return tuple(gradients[:3])
 
 
 def splash_gradients(

@@ -8,12 +8,13 @@ not here would be another one wherever no CUDA is installed.
 from __future__ import annotations
 
 import functools
+import inspect
 from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 
-from .compat import cudnn_attention_forward, cudnn_attention_gradients
+from .compat import fused_attention_stablehlo as kernels
 from .typing import Array, Leaf
 
 MOST_FEATURES = 256
@@ -84,3 +85,89 @@ def _backward(causal: bool, kept: tuple, cotangent: Array):
 
 
 cudnn_attention.defvjp(_forward, _backward)
+
+
+def cudnn_attention_forward(
+    query: Array, key: Array, value: Array, bias: Array | None, causal: bool, keeps_weights: bool
+) -> tuple[Array, ...]:
+    """The forward kernel of cuDNN's attention, asked of no process whether it has cuDNN.
+
+    The public call asks that, and scrambles the logarithms of the weights besides: it gives them as
+    `[B, T, H]` where the kernel wrote `[B, H, T]`.
+
+    Args:
+        query: `[B, T, H, K]` in bfloat16 or float16.
+        key: `[B, S, N, K]`.
+        value: likewise.
+        bias: `[B, 1, T, S]`, added to the scores; None for none.
+        causal: position t sees positions 0 to t.
+        keeps_weights: whether the logarithms of the weights are given too.
+
+    Returns:
+        `[B, T, H, K]`, and float32 `[B, H, T]` where they are kept.
+    """
+    found = kernels._dot_product_attention_fwd_p_wrapper.bind(
+        *_cudnn_operands(query, key, value, bias),
+        **_cudnn_parameters(query, bias, causal),
+        is_training=keeps_weights,
+    )
+    return tuple(found[: 1 + keeps_weights])
+
+
+def _cudnn_operands(
+    query: Array, key: Array, value: Array, bias: Array | None
+) -> tuple[Array, ...]:
+    """The arrays of a call: no lengths, offsets or pages."""
+    unused = jnp.zeros(0, query.dtype)
+    return query, key, value, unused if bias is None else bias, *[unused] * 6
+
+
+def _cudnn_parameters(query: Array, bias: Array | None, causal: bool) -> dict[str, object]:
+    # Since 0.11 a score may be changed by a function.
+    names = inspect.signature(kernels.dot_product_attention).parameters
+    more = {"score_mod": None} if "score_mod" in names else {}
+    return {
+        "scale": query.shape[-1] ** -0.5,
+        "seed": 42,  # of a dropout that there is none of
+        "dropout_rate": 0.0,
+        "variadic_args": (bias is not None, False),
+        "mask_type": kernels.MaskType.CAUSAL if causal else kernels.MaskType.NO_MASK,
+        "layout": kernels.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+        **more,
+    }
+
+
+def cudnn_attention_gradients(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    causal: bool,
+    log_weight: Array,
+    out: Array,
+    cotangent: Array,
+) -> tuple[Array, Array, Array]:
+    """The backward kernel of cuDNN by itself, with the weights that the caller names.
+
+    Args:
+        query: as of `cudnn_attention`, like the others up to `causal`.
+        key: likewise.
+        value: likewise.
+        bias: likewise.
+        causal: likewise.
+        log_weight: float32 `[B, H, T]`, may count more keys than those given.
+        out: `[B, T, H, K]`, the result with all of those keys.
+        cotangent: of that result.
+
+    Returns:
+        The gradients of queries, keys and values.
+    """
+    gradients = kernels._dot_product_attention_bwd_p_wrapper.bind(
+        *_cudnn_operands(query, key, value, bias),
+        log_weight,
+        out,
+        cotangent,
+        **_cudnn_parameters(query, bias, causal),
+    )
+    return tuple(gradients[:3])

@@ -24,8 +24,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-from ..core.compat import cudnn_attention_forward, cudnn_attention_gradients, splash_gradients
-from ..core.cudnn import cudnn_obstacle
+from ..core.compat import splash_gradients
+from ..core.cudnn import cudnn_attention_forward, cudnn_attention_gradients, cudnn_obstacle
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, PyTree
 from ..core.weighted import per_sample

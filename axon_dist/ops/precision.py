@@ -434,7 +434,13 @@ _EPSILON = 1e-6
 """What PyTorch's `clip_grad_norm_` adds to the norm."""
 
 
-def clip_by_global_norm(grads: PyTree, max_norm: float | None) -> tuple[PyTree, Array]:
+NormOf: TypeAlias = Callable[[PyTree], Array]
+"""A tree of arrays in float32 or wider -> the norm of all their elements."""
+
+
+def clip_by_global_norm(
+    grads: PyTree, max_norm: float | None, norm_of: NormOf = optax.tree.norm
+) -> tuple[PyTree, Array]:
     """Scales gradients by `min(1, max_norm / (norm + 1e-6))`.
 
     In global view every element counts once, however it is laid out. The norm is added up in at
@@ -443,6 +449,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | None) -> tuple[PyTree, 
     Args:
         grads: arrays of any floating dtypes, in global view, split or whole.
         max_norm: the largest norm; None leaves the gradients as they are.
+        norm_of: takes the norm.
 
     Returns:
         The clipped gradients in their dtypes, laid out as before, and the norm before clipping.
@@ -454,7 +461,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | None) -> tuple[PyTree, 
     """
 
     # Squares of bfloat16 must not be added up in bfloat16.
-    norm = optax.tree.norm(jax.tree.map(_wide, grads))
+    norm = norm_of(jax.tree.map(_wide, grads))
     if max_norm is None:
         return grads, norm
     factor = jnp.where(norm > max_norm, max_norm / (norm + _EPSILON), 1.0)

@@ -168,6 +168,7 @@ class BatchLayout:
         num_processes: how many processes bring rows of their own; those that bring the rows of
             another one are not counted.
         padding: fills up batches that do not divide; None refuses them.
+        logical_shards: what B has to divide by besides.
     """
 
     mesh: Mesh
@@ -175,6 +176,7 @@ class BatchLayout:
     num_microbatches: int
     num_processes: int = 1
     padding: Padding | None = None
+    logical_shards: int = 1
 
     @classmethod
     def of(cls, spec: StepSpec) -> BatchLayout:
@@ -182,7 +184,8 @@ class BatchLayout:
         axes, pad = spec.strategy.batch_axes, spec.options.pad
         padding = None if pad is None else Padding(pad, spec)
         shares = spec.world.num_batch_shares(axes)
-        return cls(spec.mesh, axes, spec.num_microbatches, shares, padding)
+        shards = spec.options.logical_shards or 1
+        return cls(spec.mesh, axes, spec.num_microbatches, shares, padding, shards)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -192,7 +195,8 @@ class BatchLayout:
     @property
     def divisor(self) -> int:
         """What the global batch must divide by."""
-        return self.num_microbatches * math.prod(self.mesh.shape[axis] for axis in self.axes)
+        ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return math.lcm(self.num_microbatches * ranks, self.logical_shards)
 
     def check(self, batch: Batch, num_processes: int = 1) -> None:
         """Raises unless every leaf has the same number of samples, and it divides.
@@ -207,10 +211,14 @@ class BatchLayout:
         total = samples_of(batch) * num_processes
         if total % self.divisor or not total:
             split = "×".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.axes) or "1 rank"
+            cut, more = f"{self.num_microbatches} microbatches", ""
+            if self.logical_shards > 1:
+                cut = f"{self.logical_shards} logical shards"
+            else:
+                more = ", or have it filled up: build_train_step(pad=...)"
             raise DivisibilityError(
-                f"a batch of {total} samples does not divide over {split} and "
-                f"{self.num_microbatches} microbatches; make it a positive "
-                f"multiple of {self.divisor}, or have it filled up: build_train_step(pad=...)"
+                f"a batch of {total} samples does not divide over {split} and {cut}; make it a "
+                f"positive multiple of {self.divisor}{more}"
             )
 
     def split(self, leaf: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -88,7 +87,7 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
         UnsupportedError: when the draws of ranks cannot be told apart. Those of microbatches alone
             are then made for each microbatch, and a warning says so.
     """
-    count, ranks = spec.num_microbatches, math.prod(spec.mesh.shape[axis] for axis in axes)
+    count, ranks = spec.num_microbatches, spec.num_ranks if axes else 1
     if ranks * count == 1:
         return None
     try:

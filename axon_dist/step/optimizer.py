@@ -217,6 +217,11 @@ class DistributedUpdate:
         return trace(self.params, self.state, self.params, loss)
 
     @property
+    def program(self) -> ClosedJaxpr:
+        """The update as a program of gradients, state, parameters and loss."""
+        return self._traced[0]
+
+    @property
     def next_state(self) -> PyTree:
         """The shapes of the optimizer's state after an update."""
         return self._traced[1][1]

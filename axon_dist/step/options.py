@@ -27,7 +27,8 @@ class StepKeywords(TypedDict, total=False):
     metrics: tuple[str, ...]
     scaler: GradScaler | None
     nonfinite: Nonfinite | str | None
-    deterministic: bool
+    deterministic: bool | str
+    logical_shards: int | None
     pad: str | None
     compiler_options: Mapping[str, OptionValue | None] | None
     separable: bool | None
@@ -194,6 +195,9 @@ def check_kind(name: str, value: object, kind: type, example: str) -> None:
 METRICS = ("loss", "grad_norm", "param_norm")
 """What a step can be asked to report."""
 
+ELASTIC = "elastic"
+"""The `deterministic` whose bits do not depend on how many ranks there are."""
+
 LOSS_SCALE = "loss_scale"
 """The metric in which a step with a `GradScaler` reports its scale."""
 
@@ -211,8 +215,14 @@ class StepOptions:
         nonfinite: `"stop"`, `"skip"` or `"rollback"` makes a step whose loss or gradient is not
             finite keep the state, on all devices, and say so in its metric `nonfinite`; a `Trainer`
             then does what it says. None updates whatever comes, as plain JAX does.
-        deterministic: compiles for the same bits in every run, which may be slower on GPUs; see
-            `deterministic_options`.
+        deterministic: True compiles for the same bits in every run, which may be slower on GPUs;
+            see `deterministic_options`. `"elastic"` gives the same bits on any number of ranks too,
+            on CPUs: for data parallelism, ZeRO and FSDP a step adds up along one balanced binary
+            tree over `logical_shards`. A rank evaluates its shards one after another, so that
+            `accumulate` asks for no more than that there are as many.
+        logical_shards: V, into how many equal parts of successive samples a batch is cut under
+            `deterministic="elastic"`; a power of two, and a multiple of the ranks of every run that
+            is to have these bits.
         pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
             with samples of weight 0 (`Padding`), and it is proven of the program that these change
             neither the loss nor a metric nor a buffer; else the step is refused. None refuses
@@ -252,13 +262,19 @@ class StepOptions:
     metrics: tuple[str, ...] = ("loss",)
     scaler: GradScaler | None = None
     nonfinite: Nonfinite | None = None
-    deterministic: bool = False
+    deterministic: bool | str = False
+    logical_shards: int | None = None
     pad: str | None = None
     compiler_options: Mapping[str, OptionValue | None] | None = None
     separable: bool | None = None
     eval_kwargs: Mapping[str, Any] | None = None
     ema: float | None = None
     unroll: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether bits do not depend on how many ranks there are."""
+        return self.deterministic == ELASTIC
 
     @property
     def holds(self) -> bool:
@@ -289,9 +305,25 @@ class StepOptions:
                 f"ema is {self.ema}; it must be the decay of the average, at least 0 and below 1, "
                 "such as 0.999, or None not to average"
             )
-        check_kind("deterministic", self.deterministic, bool, "True or False")
+        self._check_deterministic()
         told = "arguments of the model's call by name, such as {'deterministic': True}"
         check_kind("eval_kwargs", self.eval_kwargs, Mapping, told)
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")
+
+    def _check_deterministic(self) -> None:
+        if not isinstance(self.deterministic, bool) and self.deterministic != ELASTIC:
+            raise ConfigError(
+                f"deterministic is {self.deterministic!r}; it must be True, False or {ELASTIC!r}"
+            )
+        shards = self.logical_shards
+        if shards is None and not self.is_elastic:
+            return
+        whole = isinstance(shards, int) and not isinstance(shards, bool) and shards > 0
+        if not (self.is_elastic and whole and shards & (shards - 1) == 0):
+            raise ConfigError(
+                f"logical_shards is {shards!r}, and deterministic is {self.deterministic!r}; "
+                f"deterministic={ELASTIC!r} needs logical_shards, a power of two such as 8, and "
+                "without it there are none"
+            )

@@ -16,6 +16,7 @@ from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
 from ..parallel import STRATEGY_RULES, PlacedStrategy, check_sums, has_experts
 from ..sharding import Policy, optimizer_shardings, shardings, spec_axes
+from .elastic import obstacle
 from .gather import no_fp8_gather
 from .global_view import check_eval_kwargs
 from .replicas import Outer
@@ -28,7 +29,8 @@ Found = Mapping[str, Any] | None
 
 def _microbatches(spec: StepSpec) -> Found:
     accumulate, count = spec.options.accumulate, spec.num_microbatches
-    return None if accumulate in (1, count) else {"accumulate": accumulate, "count": count}
+    is_said = spec.strategy.pipeline is not None and accumulate not in (1, count)
+    return None if not is_said else {"accumulate": accumulate, "count": count}
 
 
 def _layers(spec: StepSpec) -> None:
@@ -136,14 +138,25 @@ def _arrays(spec: StepSpec) -> None:
     optimizer_shardings(stored.opt_state, spec.stored_shapes, spec.first_opt_state, mesh)
 
 
+ELASTIC_BITS = Requirement.row(
+    "bits do not depend on how many ranks there are",
+    UnsupportedError,
+    'deterministic="elastic" cannot hold: {why}. To do: {what}; or use deterministic=True',
+    obstacle,
+)
+
 RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("options have possible values", lambda spec: spec.options.validate()),
     Requirement(
         "devices can compute the same bits twice",
-        lambda spec: spec.options.deterministic and deterministic_options(spec.world),
+        lambda spec: (
+            spec.options.deterministic
+            and deterministic_options(spec.world, spec.options.deterministic)
+        ),
     ),
     Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
     *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    ELASTIC_BITS,
     Requirement.row(
         "microbatches are the pipeline's",
         StrategyConflictError,
@@ -254,6 +267,7 @@ def _compressed(spec: StepSpec) -> Found:
 
 
 REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
+    ELASTIC_BITS,
     *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
     Requirement.row(
         "no replica waits for another",

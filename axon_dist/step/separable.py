@@ -362,6 +362,8 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
         return True, [f"a pipeline beside {'×'.join(spec.strategy.batch_axes)}"]
     if not spec.is_local:
         return False, []
+    if spec.options.is_elastic:
+        return True, ['deterministic="elastic"']
     reduction, compute = spec.reduction, spec.compute_dtype
     recast = None not in (reduction.dtype, compute) and reduction.dtype != compute
     capacity, overlaps = reduction.bucket_capacity, reduction.sync is GradSyncStrategy.OVERLAPPED

@@ -21,10 +21,10 @@ from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World, is_on_paper, option_names, relative_of
 from ..nn import Layout
 from ..parallel import Reduction, Strategy
-from ..sharding import shardings
+from ..sharding import Replicate, shardings
 from .objective import Prepare
 from .optimizer import DistributedUpdate, optimizer_for
-from .options import StepOptions
+from .options import ELASTIC, StepOptions
 from .parts import ModelParts
 from .separable import Separator
 from .storage import Storage, storage_of
@@ -45,20 +45,21 @@ _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
 )
 
 
-def deterministic_options(world: World) -> dict[str, bool]:
+def deterministic_options(world: World, deterministic: bool | str = True) -> dict[str, OptionValue]:
     """The compiler options under which a program gives the same bits every time.
 
     The same means: the same program, mesh, versions and kind of devices. Another mesh adds in
-    another order.
+    another order, except under `"elastic"`.
 
     Args:
         world: the devices, and the mesh they form.
+        deterministic: True, or `"elastic"` for the same bits on any number of devices.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`; none where nothing has to be set.
 
     Raises:
-        UnsupportedError: for devices of which it is not known.
+        UnsupportedError: for devices of which it is not known; for `"elastic"` on others than CPUs.
 
     Example:
         >>> deterministic_options(World.emulate(8))
@@ -69,13 +70,25 @@ def deterministic_options(world: World) -> dict[str, bool]:
             f"deterministic=True on {world.backend} devices: it is not known what makes them give "
             f"the same bits twice; use {', '.join(_OPTIONS)} devices, or leave it out"
         )
-    return dict(_OPTIONS[world.backend])
+    if deterministic != ELASTIC:
+        return dict(_OPTIONS[world.backend])
+    if not world.is_cpu:
+        raise UnsupportedError(
+            f"deterministic={ELASTIC!r} on {world.backend} devices: that bits do not depend on the "
+            "number of ranks has been shown on CPUs alone; use emulated devices or processes on "
+            "CPUs, or deterministic=True"
+        )
+    # The simplifier turns x / broadcast(y) into x * broadcast(1 / y) or not, by what other passes
+    # have left when it comes there, and these differ between one partition and several. What is
+    # moved out of a loop is fused with what stands there, and then other products are contracted
+    # with a sum (FMA).
+    return {"xla_disable_hlo_passes": "algsimp,while-loop-invariant-code-motion"}
 
 
 def compiler_options(
     world: World,
     given: Mapping[str, OptionValue | None] | None = None,
-    deterministic: bool = False,
+    deterministic: bool | str = False,
     whole: bool = False,
     only_sums: bool = False,
     few: bool = True,
@@ -89,7 +102,7 @@ def compiler_options(
     Args:
         world: the devices, and the mesh they form.
         given: names and values for the compiler; None as a value takes an option of the chip away.
-        deterministic: whether every run has to give the same bits.
+        deterministic: whether every run has to give the same bits, and on any number of devices.
         whole: whether no loop of the step gathers weights.
         only_sums: whether nothing travels in the step but sums of gradients.
         few: whether nothing travels but weights and gradients.
@@ -109,12 +122,12 @@ def compiler_options(
     if given is not None:
         _check_values(given)
     given, chip = dict(given or {}), relative_of(world.mesh)
-    fixed = deterministic_options(world) if deterministic else {}
+    fixed = deterministic_options(world, deterministic) if deterministic else {}
     for name, value in fixed.items():
         if name in given and str(given[name]).lower() != str(value).lower():
             raise ConfigError(
-                f"deterministic=True compiles with {name}={value}, and compiler_options say "
-                f"{given[name]!r}; leave one of the two out"
+                f"deterministic={deterministic} compiles with {name}={value}, and "
+                f"compiler_options say {given[name]!r}; leave one of the two out"
             )
     if is_on_paper(world):
         return {name: value for name, value in given.items() if value is not None}
@@ -241,11 +254,15 @@ class StepSpec:
     def num_microbatches(self) -> int:
         """Into how many microbatches a batch is cut; a pipeline has a number of its own."""
         pipeline = self.strategy.pipeline
+        if self.options.is_elastic:
+            return 1
         return self.options.accumulate if pipeline is None else pipeline.num_microbatches
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks split the samples of a microbatch."""
+        """How many ranks split the samples of a microbatch; or how many logical shards do."""
+        if self.options.logical_shards is not None:
+            return self.options.logical_shards
         return math.prod(self.mesh.shape[axis] for axis in self.strategy.batch_axes)
 
     def microbatch(self, batch: Batch) -> tuple[int, Batch]:
@@ -278,6 +295,8 @@ class StepSpec:
             # Without batch axes no rank has gradients of its own to hold back; and parameters that
             # are resident are for the samples of other ranks, too.
             return False
+        if self.options.is_elastic:
+            return True
         return self.reduction.is_local(self.num_microbatches, self.compute_dtype)
 
     @property
@@ -368,6 +387,9 @@ class StepSpec:
         # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
         by_stages = self.strategy.pipeline is not None
         strategy = dataclasses.replace(self.strategy, remat=None) if by_stages else self.strategy
+        if self.options.is_elastic:
+            # Weights are whole: blocks are no units of a gather, however the strategy splits them.
+            strategy = dataclasses.replace(strategy, params=Replicate(), opt_state=Replicate())
         return view_of(strategy, self.parts, self.options.unroll)
 
     @property

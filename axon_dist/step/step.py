@@ -272,7 +272,7 @@ class TrainStep:
         """
         self._check(state)
         state = averaged(state) if ema else state
-        layout = dataclasses.replace(self.layout, num_microbatches=1)
+        layout = dataclasses.replace(self.layout, num_microbatches=1, logical_shards=1)
         return self._evaluate(state, layout.place(batch))
 
     def evaluate(self, state: TrainState, batch: Batch, *, ema: bool = False) -> dict[str, Array]:

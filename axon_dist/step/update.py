@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from ..core.typing import Array, Metrics, PyTree
-from ..ops.precision import GradScaler, all_finite, clip_by_global_norm, keep_if
+from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
 from ..optim.wrappers import metrics_of
 from .batch import Placed
+from .elastic import elastic_gradients, elastic_update, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .objective import GradientArguments, GradientResult
@@ -22,12 +25,15 @@ from .spec import StepSpec
 from .state import FLAG, TrainState
 
 
-def clip(grads: PyTree, options: StepOptions) -> tuple[PyTree, dict[str, Array]]:
+def clip(
+    grads: PyTree, options: StepOptions, norm_of: NormOf = optax.tree.norm
+) -> tuple[PyTree, dict[str, Array]]:
     """Scales gradients down to the largest norm allowed, if there is one.
 
     Args:
         grads: reduced, in global view, in the dtypes of the parameters.
         options: `clip_norm`, and whether `grad_norm` is among the metrics.
+        norm_of: takes the norm.
 
     Returns:
         The gradients, and the norm before clipping where it is wanted.
@@ -35,7 +41,7 @@ def clip(grads: PyTree, options: StepOptions) -> tuple[PyTree, dict[str, Array]]
     limit = options.clip_norm
     if limit is None and "grad_norm" not in options.metrics:
         return grads, {}
-    clipped, norm = clip_by_global_norm(grads, limit)
+    clipped, norm = clip_by_global_norm(grads, limit, norm_of)
     return clipped, {"grad_norm": norm}
 
 
@@ -164,6 +170,8 @@ def mean_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
     found = here.separator.of(given.batch)
     if spec.strategy.pipeline is not None:
         view = pipeline_gradients
+    elif spec.options.is_elastic:
+        view = elastic_gradients
     else:
         view = local_gradients if found.is_per_rank and spec.is_local else global_gradients
     if found.loss_fn is not spec.loss_fn:
@@ -195,6 +203,14 @@ def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> Gra
     )
 
 
+def _updated(spec: StepSpec) -> Callable[..., tuple[PyTree, PyTree]]:
+    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> tuple[PyTree, PyTree]:
+        updates, state = spec.distributed(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    return update
+
+
 def one_step(
     spec: StepSpec, state: TrainState, placed: Placed, held: Array | None = None
 ) -> tuple[TrainState, Metrics]:
@@ -211,15 +227,14 @@ def one_step(
     """
     options = spec.options
     grads, metrics, buffers = unscaled_gradients(spec, state, placed)
-    clipped, measured = clip(grads, options)
+    norm_of = functools.partial(whole_norm, spec) if options.is_elastic else optax.tree.norm
+    clipped, measured = clip(grads, options, norm_of)
     with jax.named_scope("optimizer"):
-        updates, opt_state = spec.distributed(
-            clipped, state.opt_state, state.params, value=metrics["loss"]
-        )
-        params = optax.apply_updates(state.params, updates)
+        update = functools.partial(elastic_update, spec) if options.is_elastic else _updated(spec)
+        params, opt_state = update(clipped, state.opt_state, state.params, metrics["loss"])
     measured |= metrics_of(opt_state)
     if "param_norm" in options.metrics:
-        measured["param_norm"] = optax.tree.norm(params)
+        measured["param_norm"] = norm_of(params)
     new = dataclasses.replace(
         state,
         step=state.step + 1,

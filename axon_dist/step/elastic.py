@@ -1,0 +1,336 @@
+"""`deterministic="elastic"`: gradients whose bits do not depend on how many ranks there are.
+
+A batch is V logical shards of B/V samples, one behind another. Each is evaluated by itself, by one
+program, whoever runs it; its sums are the leaves of a balanced binary tree. Of R ranks each has V/R
+shards that follow each other, and so a subtree. It folds that in a loop, and the ranks fold the
+rest, so that with any power of two of ranks
+
+    total = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)),    V = 8
+
+What XLA makes of a program depends on what stands around it. The loop's body stands alone: neither
+the number of its turns nor that of the shard is known to the compiler, so that nothing is unrolled,
+and the sums go into another loop, so that nothing of the addition is fused with a shard's program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Jaxpr
+from jax.sharding import PartitionSpec
+
+from ..collectives.tree import tree_sum
+from ..core.compat import CALLS, eval_jaxpr
+from ..core.errors import UnsupportedError
+from ..core.tree import leaves_with_paths
+from ..core.typing import Array, Batch, PyTree
+from ..jaxpr.factors import ELEMENTWISE, KEEPS, MOVES
+from ..jaxpr.randomness import without_rank
+from ..jaxpr.walk import equations
+from ..sharding import axes_of, optimizer_shardings
+from .local_view import LocalPlan
+from .microbatches import Draws, SumsFn, draws_of
+from .objective import GradientArguments, GradientResult, Sums, beside, forward_of, gradient_sums
+from .spec import StepSpec
+
+T = TypeVar("T")
+
+
+def elastic_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
+    """Gradients summed along one tree over the logical shards, laid where their moments lie.
+
+    Weights are whole for the whole step, and a rank holds log2(V/R) + 2 whole gradients.
+
+    Args:
+        spec: the step.
+        given: parameters, buffers, batch and scale.
+
+    Raises:
+        UnsupportedError: for a buffer that depends on the samples of a shard.
+    """
+    axes = spec.strategy.batch_axes
+    plan, whole = ElasticPlan(spec, draws_of(spec, given.batch, axes)), PartitionSpec()
+    mapped = jax.shard_map(
+        plan.run,
+        mesh=spec.mesh,
+        in_specs=(plan.param_specs, plan.frozen_specs, whole, PartitionSpec(axes), whole),
+        out_specs=(plan.owner_specs, whole, whole),
+        check_vma=False,
+    )
+    grads, (loss, metrics), buffers = mapped(*given)
+    return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ElasticPlan(LocalPlan):
+    """What one rank does: it folds its subtree, and then its part of the rest."""
+
+    def run(
+        self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+    ) -> tuple[PyTree, Any, PyTree]:
+        """Runs on one rank: shards in, sums along the tree and new buffers out."""
+        spec, shards = self.spec, self.spec.num_ranks
+        whole, others = (
+            self._whole(tree, places)
+            for tree, places in ((params, self.param_specs), (frozen, self.frozen_specs))
+        )
+        forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
+        forward = beside(spec.view.with_layer_scan(forward), others)
+        sums_of = gradient_sums(forward, scale, parts=shards)
+        count = shards // spec.mesh.size
+        sums, buffers = self._folded(sums_of, whole, buffers, batch, count)
+
+        def total(x: Array, place: PartitionSpec) -> Array:
+            split = {axis: dim for dim in range(len(place)) for axis in axes_of(place, dim)}
+            return tree_sum(x, self.axes, split)
+
+        grads = jax.tree.map(total, sums.grads, self.owner_specs)
+        scalars = jax.tree.map(lambda x: total(x, PartitionSpec()), (sums.loss, sums.metrics))
+        return grads, scalars, buffers
+
+    def _folded(
+        self, sums_of: SumsFn, weights: PyTree, first: PyTree, batch: Batch, count: int
+    ) -> tuple[Sums, PyTree]:
+        """The sums of this rank's shards, folded as a binary counter counts.
+
+        After shard k, level l of the stack holds the sum of a complete subtree of 2^l shards
+        wherever bit l of k + 1 is set.
+        """
+        drawing = None if self.drawing is None else _by_shard(self.drawing)
+        batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        start = jax.lax.axis_index(self.axes) * count
+
+        def before(number: Any) -> PyTree:
+            return first if drawing is None else drawing.before(first, first, number)
+
+        trace = jax.make_jaxpr(sums_of, return_shape=True)
+        program, shapes = trace(weights, before(0), jax.tree.map(lambda x: x[0], batch))
+        self._check_buffers(program.jaxpr, first)
+        structure = jax.tree.structure(shapes)
+        stack = jax.tree.map(
+            lambda x: jnp.zeros((count.bit_length(), *x.shape), x.dtype), shapes[0]
+        )
+
+        def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
+            number, stack, _ = carry
+            turn = number - start
+            shard = jax.tree.map(lambda x: _row(x, turn), batch)
+            with jax.named_scope("logical_shard"):
+                leaves = jax.tree.leaves((weights, before(number), shard))
+                new, buffers = structure.unflatten(eval_jaxpr(program, leaves))
+
+            def merge(carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+                level, new = carry
+                return level + 1, jax.tree.map(lambda s, x: _row(s, level) + x, stack, new)
+
+            level, new = jax.lax.while_loop(
+                lambda carry: (turn >> carry[0]) & 1 == 1, merge, (jnp.zeros_like(turn), new)
+            )
+            put = jax.lax.dynamic_update_index_in_dim
+            stack = jax.tree.map(lambda s, x: put(s, x, level, 0), stack, new)
+            return number + 1, stack, without_rank(buffers, first)
+
+        _, stack, buffers = jax.lax.while_loop(
+            lambda carry: carry[0] < start + count, body, (start, stack, first)
+        )
+        return jax.tree.map(lambda x: x[-1], stack), buffers
+
+    def _check_buffers(self, program: Jaxpr, buffers: PyTree) -> None:
+        """Raises for a buffer that a shard's samples change."""
+        paths = [path for path, _ in leaves_with_paths(buffers)]
+        once = frozenset() if self.drawing is None else self.drawing.once
+        weights = len(jax.tree.leaves(self.spec.parts.params))
+        before = program.invars[weights : weights + len(paths)]
+        after = program.outvars[len(program.outvars) - len(paths) :]
+        for path, old, new in zip(paths, before, after, strict=True):
+            if old is not new and path not in once:
+                raise UnsupportedError(
+                    f"the buffer {path!r} depends on the samples, as the statistics of BatchNorm "
+                    'do, and under deterministic="elastic" would be that of one logical shard. '
+                    "Use a normalisation of each sample such as nnx.LayerNorm, freeze statistics "
+                    "with use_running_average=True, or use deterministic=True"
+                )
+
+
+def whole_norm(spec: StepSpec, tree: PyTree) -> Array:
+    """The norm of all elements of arrays, added up on every rank in one order.
+
+    Args:
+        spec: the step.
+        tree: in global view, split or whole.
+    """
+
+    return _alone(spec, optax.tree.norm, (PartitionSpec(),), PartitionSpec())(tree)
+
+
+def elastic_update(
+    spec: StepSpec, grads: PyTree, state: PyTree, params: PyTree, loss: Array
+) -> tuple[PyTree, PyTree]:
+    """The optimizer's update, each rank about the shards whose moments it has.
+
+    Args:
+        spec: the step.
+        grads: mean gradients, laid as their moments.
+        state: of the optimizer.
+        params: as stored.
+        loss: a scalar.
+
+    Returns:
+        The next parameters, laid as their moments, and the next state.
+    """
+    policy, mesh = spec.storage.strategy.opt_state, spec.mesh
+    found = spec.owners, optimizer_shardings(policy, spec.stored_shapes, state, mesh)
+    owners, moments = jax.tree.map(lambda place: place.spec, found)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> tuple[PyTree, PyTree]:
+        updates, state = spec.stored_optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
+    return alone(grads, state, params, loss)
+
+
+def _alone(
+    spec: StepSpec, function: Callable[..., T], in_specs: Any, out_specs: Any
+) -> Callable[..., T]:
+    """A function of each rank's shards, compiled by itself, whatever stands around it."""
+
+    def run(*args: Any) -> T:
+        # Of a loop of one turn the compiler would make none: here it must count with two, and a
+        # second one changes nothing.
+        turns = 1 + jnp.isinf(jax.tree.leaves(args)[0].ravel()[0]).astype(jnp.int32)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < turns,
+            lambda carry: (carry[0] + 1, function(*args)),
+            (jnp.zeros_like(turns), zeros),
+        )[1]
+
+    return jax.shard_map(
+        run, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def _by_shard(drawing: Draws) -> Draws:
+    """The draws of parts that are told by their number alone."""
+    return dataclasses.replace(drawing, axes=(), ranks=1)
+
+
+def _row(x: Array, number: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
+
+
+def obstacle(spec: StepSpec) -> dict[str, str] | None:
+    """Why a step cannot have bits that do not depend on the number of ranks, and what to do.
+
+    Args:
+        spec: the step.
+
+    Returns:
+        `why` and `what`; None where it can, or is not asked to.
+    """
+    if not spec.options.is_elastic:
+        return None
+    for find in (_of_strategy, _of_counts, _of_sums, _of_update):
+        if (found := find(spec)) is not None:
+            return dict(zip(("why", "what"), found, strict=True))
+    return None
+
+
+Obstacle: TypeAlias = tuple[str, str] | None
+"""Why it cannot be, and what to do; None where nothing is in the way."""
+
+
+def _of_strategy(spec: StepSpec) -> Obstacle:
+    strategy, others = spec.strategy, "ddp, zero and fsdp, alone or composed"
+    if strategy.slow is not None:
+        return (
+            f"replicas over {strategy.slow.axis!r} train each on its own samples, so that their "
+            "number is part of the algorithm",
+            f"use {others}",
+        )
+    if strategy.pipeline is not None:
+        return (
+            f"a pipeline over {strategy.pipeline.axis!r} adds microbatches up in the order of its "
+            "schedule",
+            f"use {others}",
+        )
+    if strategy.layers or strategy.resident:
+        return (
+            f"strategy {strategy.name!r} splits sums within a sample over ranks, as tensor, "
+            "context and expert parallelism do, and with another number of ranks these sums are "
+            "others",
+            f"use {others}",
+        )
+    if math.prod(spec.mesh.shape[axis] for axis in strategy.batch_axes) != spec.mesh.size:
+        return (
+            f"the mesh is {dict(spec.mesh.shape)}, and strategy {strategy.name!r} splits samples "
+            f"over {', '.join(strategy.batch_axes) or 'no axis'} alone",
+            f"leave the other axes out of the mesh, and use {others}",
+        )
+    return None
+
+
+def _of_counts(spec: StepSpec) -> Obstacle:
+    ranks, accumulate, shards = spec.mesh.size, spec.options.accumulate, spec.num_ranks
+    if shards % (ranks * accumulate):
+        parts = f"{ranks} ranks" + f" x accumulate={accumulate}" * (accumulate > 1)
+        return (
+            f"logical_shards={shards} do not divide over {parts}, each of which folds a whole "
+            "subtree",
+            f"use a power of two of ranks and microbatches, up to {shards} together",
+        )
+    if spec.options.pad is not None:
+        return (
+            f"pad={spec.options.pad!r} fills up the rows of each process, so that the shards "
+            "depend on how many processes there are",
+            "leave pad out, and give batches that divide by logical_shards",
+        )
+    return None
+
+
+def _of_sums(spec: StepSpec) -> Obstacle:
+    reduction, precision = spec.reduction, spec.strategy.precision
+    if precision is not None and precision.products is not None:
+        return (
+            "products in fp8 take their scales from the samples of all ranks",
+            'use another precision, such as "bf16"',
+        )
+    if reduction.is_grouped or not reduction.sync_buffers:
+        return (
+            f"bucket_capacity={reduction.bucket_capacity}, sync={reduction.sync.name} and "
+            f"broadcast_buffers={reduction.sync_buffers} say how ranks reduce, and the tree does",
+            "leave all three out",
+        )
+    if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
+        return (
+            f"gradients cross the wire in {jnp.dtype(reduction.dtype).name}, and are then rounded "
+            "between ranks and not between the shards of a rank",
+            'reduce in float32: ddp(reduce_dtype="float32"), or '
+            'MixedPrecision(compute="bfloat16", reduce="float32")',
+        )
+    return None
+
+
+_WIDE = 32
+"""Bits of the floating-point numbers that the tree adds up."""
+
+_BY_ELEMENT = ELEMENTWISE | MOVES | KEEPS | CALLS | {"cond", "custom_jvp_call"}
+
+
+def _of_update(spec: StepSpec) -> Obstacle:
+    for equation in equations(spec.distributed.program.jaxpr):
+        if (name := equation.primitive.name) not in _BY_ELEMENT:
+            return (
+                f"the optimizer does not work element by element: its {name!r} over elements that "
+                "ranks split has an order that depends on their number",
+                "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global "
+                "norm use clip_norm=... of build_train_step",
+            )
+    return None
