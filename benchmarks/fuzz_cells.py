@@ -511,6 +511,8 @@ class Cell:
             steps=STEPS,
             samples=self.samples,
             tolerance=_LOW if self.is_low else _TOLERANCE,
+            nudge="dtype=jnp.bfloat16" if self.is_low else "factor=np.float32(1 + 2**-22)",
+            times=4 if self.is_low else 10,
             low=self.is_low,
             whole=self.accumulate == 1 or self.is_whole,
         )
@@ -607,7 +609,7 @@ def build():
     )
 
 
-def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
+def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0, dtype=None):
     graphdef, params, rest = nnx.split(Net(), nnx.Param, ...)
     params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
     params = jax.tree.map(lambda p: p * factor, params)
@@ -617,8 +619,8 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
     @jax.jit
     def part(params, rest, batch):
         def total(params):
-            model = nnx.merge(graphdef, params, rest, copy=True)
-            loss = loss_fn(model, batch)
+            model = nnx.merge(graphdef, narrow(params, dtype), rest, copy=True)
+            loss = loss_fn(model, narrow(batch, dtype))
             loss, more = loss if isinstance(loss, tuple) else (loss, {{}})
             loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
             after = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
@@ -674,6 +676,11 @@ def of_replica(x, replica):
     return np.concatenate(np.split(x, {accumulate} * {replicas})[replica :: {replicas}])
 
 
+def narrow(tree, dtype):
+    is_wide = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if is_wide(x) else x, tree)
+
+
 def fold(rest, replica):
     is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     one = lambda x: jax.random.fold_in(x, replica) if replica and is_key(x) else x
@@ -689,11 +696,12 @@ def compare(step):
     mine = losses, nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
     off = distances(mine, wanted)
     if any(distance > {tolerance} for distance in off.values()):
-        # What two units in the last place of the parameters move as far is rounding's.
-        nudged = list(one_device(factor=np.float32(1 + 2**-22)))
+        # What moves as far on one device is rounding's: by two units in the last place of the
+        # parameters, and by computing in a narrow dtype where the step does.
+        nudged = list(one_device({nudge}))
         moved = distances(([(loss, more) for loss, *_, more in nudged], *nudged[-1][1:3]), wanted)
         known = {{name: 0.0 if np.isinf(far) else far for name, far in moved.items()}}
-        limits = {{name: max({tolerance}, 10 * known[name]) for name in off}}
+        limits = {{name: max({tolerance}, {times} * known[name]) for name in off}}
         wrong = {{name: far for name, far in off.items() if far > limits[name]}}
         assert not wrong, f"off by {{wrong}}, where rounding moves {{known}}"
 
