@@ -11,9 +11,7 @@ from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import context_parallel, fsdp, pipelined, tensor_parallel
 
-CONFIG = TransformerConfig.preset(
-    "tiny", vocab_size=32, width=16, num_layers=1, head_dim=4, ffn_width=16
-)
+CONFIG = TransformerConfig.preset("tiny", vocab_size=32, width=16, head_dim=4, ffn_width=16)
 LENGTHS = ((3, 9, 5), (17,), (2, 2, 2, 2), (1, 15))
 
 
@@ -30,9 +28,9 @@ def make(**changes):
     return Transformer(TransformerConfig(**(vars(CONFIG) | changes)), rngs=nnx.Rngs(0))
 
 
-def of_documents(changes):
+def of_documents():
     """The mean loss over all documents and its gradients, each document by itself."""
-    batch, model = packed(), make(**changes)
+    batch, model = packed(), make()
     graph, params = nnx.split(model)
     documents = [
         tokens[segments == number][None]
@@ -62,7 +60,7 @@ STRATEGIES = {
         "fsdp=4", lambda: fsdp(min_elements=8), {}, {"remat": ActivationCheckpointing(1)}
     ),
     "accumulate": ("dp=2", lambda: ddp(), {}, {"accumulate": 2}),
-    "pipeline": ("pp=2", lambda: pipelined(2, 4), {"num_layers": 2}, {}),
+    "pipeline": ("pp=2", lambda: pipelined(2, 4), {}, {}),
 }  # fmt: skip
 
 
@@ -75,9 +73,9 @@ def test_packed_rows_are_documents(name):
     model = make(**changes)
     step = build_train_step(model, optax.sgd(0.1), next_token_loss, strategy(), world, **options)
     grads, metrics = step.gradients(step.init(), packed())
-    loss, wanted = of_documents(changes)
+    loss, wanted = of_documents()
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-    if changes:
+    if changes or name == "pipeline":
         return
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5 * max(np.abs(want).max(), 1e-3))
