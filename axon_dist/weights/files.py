@@ -12,7 +12,8 @@ from typing import Any
 
 from axon_dist.checkpoint import TensorEntry, list_tensors
 from axon_dist.core.errors import CheckpointError, install_command
-from axon_dist.core.files import Address, Place, as_path, as_place, kind_at, read_text, snapshot
+from axon_dist.core.files import as_path, kind_at, read_text
+from axon_dist.core.objects import Address, Place, as_place, snapshot
 
 from .adapters import ADAPTER_CONFIG, list_adapters
 

@@ -1,0 +1,270 @@
+"""Objects in buckets, at `gs://` and `s3://`: read, written on a condition, listed, copied here.
+
+tensorstore speaks to both kinds of store: it finds the credentials, takes a request again that was
+throttled, cut short or not answered, and has what stands for a version of an object, a generation
+of GCS or an ETag of S3.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import importlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import AxonDistError, ConfigError, StoreError
+from .files import as_path
+
+_ADDRESS = re.compile(r"(gs|s3):/{1,2}([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(?:/(.*))?", re.DOTALL)
+_KEY = 1024
+"""Bytes in the name of an object."""
+
+_BLOCK = 2**26
+_RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "30s"}
+"""A store that does not answer for two minutes is an error."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Address:
+    """Of an object, and of the folder of those whose names go on with a slash after its own.
+
+    Args:
+        scheme: `gs` or `s3`.
+        bucket: its name.
+        key: the name of the object in it, without a slash at either end.
+
+    Example:
+        >>> str(Address("gs", "bucket", "runs/one") / "config.yaml")
+        'gs://bucket/runs/one/config.yaml'
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+    def __truediv__(self, name: str) -> Address:
+        return dataclasses.replace(self, key=f"{self.key}/{name}" if self.key else name)
+
+    def resolve(self) -> Address:
+        """Itself: in a bucket there are no links."""
+        return self
+
+    @property
+    def name(self) -> str:
+        """The last part of its name."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The bucket, as tensorstore has it."""
+        spec = {"bucket": self.bucket}
+        if self.scheme == "gs":
+            return {**spec, "driver": "gcs", "gcs_request_retries": _RETRIES}
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        asked = {"endpoint": os.environ.get("AWS_ENDPOINT_URL"), "aws_region": region}
+        spec |= {key: value for key, value in asked.items() if value}
+        return {
+            **spec,
+            "driver": "s3",
+            "use_conditional_write": True,
+            "s3_request_retries": _RETRIES,
+        }
+
+    def read(self) -> bytes | None:
+        """The contents of the object, or None where there is none."""
+        return self.found()[0]
+
+    def found(self) -> tuple[bytes | None, bytes]:
+        """The contents of the object, or None where there is none, and its version."""
+        found = self._done(self._store.read(self.key))
+        return found.value if found.state == "value" else None, found.stamp.generation
+
+    def version(self) -> bytes:
+        """What stands for the object as it is now, or for there being none."""
+        return self._done(self._store.read(self.key, byte_range=slice(0, 0))).stamp.generation
+
+    def write(self, contents: bytes, version: bytes | None = None) -> bytes | None:
+        """Writes an object, whole or not at all.
+
+        Args:
+            contents: of it.
+            version: what must be there for it, as `version` returns it; None for anything.
+
+        Returns:
+            The version it has now; None where another one was there. A request that was not
+            answered is made again, and may then have found what it wrote itself.
+        """
+        made = self._done(self._store.write(self.key, contents, if_equal=version))
+        return made.generation or None
+
+    def names(self) -> list[str]:
+        """The objects of the folder, without its name in front, sorted."""
+        # "0" comes after "/".
+        ends = (f"{self.key}/", f"{self.key}0") if self.key else ()
+        inside = _tensorstore().KvStore.KeyRange(*ends)
+        listed = self._done(self._store.list(inside, len("".join(ends[:1]).encode())))
+        return sorted(name.decode() for name in listed)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects of the folder; those that are not there are gone already."""
+        doomed = [(self / name).key for name in names]
+        for future in [self._store.write(key, None) for key in doomed]:
+            self._done(future)
+
+    def fetched(self) -> Path:
+        """A copy of the object on this machine, made unless this version of it was copied before.
+
+        Raises:
+            StoreError: when there is none, it cannot be read, or the disk refuses.
+        """
+        version = self.version()
+        path = _kept(f"{self} {version!r}") / self.name
+        if path.is_file():
+            return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                self._copy(file, version)
+            os.replace(file.name, path)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(
+                f"{self} cannot be copied to {str(path)!r}: {error.strerror}; make room there, or "
+                "set XDG_CACHE_HOME to another folder"
+            ) from error
+        return path
+
+    def _copy(self, file: IO[bytes], version: bytes) -> None:
+        while True:
+            block, found = self._block(file.tell())
+            if found != version:
+                raise StoreError(f"{self} was replaced or removed while it was read; try again")
+            file.write(block)
+            if len(block) < _BLOCK:
+                return
+
+    def _block(self, start: int) -> tuple[bytes, bytes]:
+        """Bytes from a place on, fewer than a block at the end alone, and their version."""
+        for stop in (start + _BLOCK, None):
+            try:
+                found = self._store.read(self.key, byte_range=slice(start, stop)).result()
+                return found.value, found.stamp.generation
+            except ValueError as error:
+                # Fewer bytes than were asked for are none at all.
+                if "OUT_OF_RANGE" not in str(error):
+                    raise self.refused(error) from error
+        return b"", self.version()
+
+    @property
+    def _store(self) -> Any:
+        env = tuple(os.environ.get(name) for name in _SAY_WHERE)
+        return _bucket(dataclasses.replace(self, key=""), env)
+
+    def _done(self, future: Any) -> Any:
+        try:
+            return future.result()
+        except Exception as error:
+            raise self.refused(error) from error
+
+    def refused(self, error: Exception) -> StoreError:
+        """What tensorstore says of the bucket, and what to do."""
+        reason = (str(error).partition(" [")[0].strip() or repr(error)).splitlines()[0]
+        return StoreError(
+            f"{self}: {reason}; check the name, that these credentials may read and write it, and "
+            "the network"
+        )
+
+
+_SAY_WHERE = ("TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
+
+
+def _tensorstore() -> Any:
+    # A quarter of a second, which a run on a disk does not need here.
+    return importlib.import_module("tensorstore")
+
+
+@functools.cache
+def _bucket(bucket: Address, env: tuple[str | None, ...]) -> Any:
+    return bucket._done(_tensorstore().KvStore.open(bucket.spec))
+
+
+Place = Path | Address
+"""A folder or file of this machine, or one in a bucket."""
+
+
+def as_place(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> Place:
+    """A path of this machine, as `as_path`, or an address in a bucket; nothing is looked up.
+
+    Args:
+        text: a text, a path or an address.
+        where: the key, option or argument that names it; it opens the message.
+        error: the kind of error.
+
+    Raises:
+        AxonDistError: of that kind, when it can be neither.
+
+    Example:
+        >>> as_place("s3://bucket/runs/one/", "run_dir")
+        Address(scheme='s3', bucket='bucket', key='runs/one')
+    """
+    if isinstance(text, Address):
+        return text
+    match = _ADDRESS.fullmatch(str(text)) if isinstance(text, (str, Path)) else None
+    if match is None:
+        return as_path(text, where, error)
+    key = (match[3] or "").rstrip("/")
+    parts = key.split("/") if key else []
+    if any(part in ("", ".", "..") for part in parts) or not key.isprintable():
+        raise error(
+            f"{where}: got {str(text)!r:.80}, and the name of an object has no empty part, no . or "
+            ".., and no control character; correct it"
+        )
+    if len(key.encode(errors="surrogateescape")) > _KEY:
+        raise error(f"{where}: got {str(text)!r:.80}..., and a name has at most {_KEY} bytes")
+    return Address(match[1], match[2], key)
+
+
+def all_fetched(addresses: Iterable[Address]) -> list[Path]:
+    """Copies of objects on this machine, several of which are made at a time; as `fetched`."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(Address.fetched, addresses))
+
+
+def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
+    """A folder of this machine with copies of the objects of one in a bucket, as they are now.
+
+    Args:
+        folder: in the bucket.
+        wanted: whether to copy an object, by its name in the folder.
+
+    Raises:
+        StoreError: as `Address.fetched` does, or when there is no such object.
+    """
+    names = [name for name in folder.names() if wanted(name)]
+    if not names:
+        raise StoreError(f"there is nothing of that kind at {folder}; correct the address")
+    copies = all_fetched(folder / name for name in names)
+    path = _kept(f"{folder} {list(zip(names, copies, strict=True))}")
+    for name, copy in zip(names, copies, strict=True):
+        link = path / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.symlink_to(copy)
+    return path
+
+
+def _kept(what: str) -> Path:
+    """Where copies of objects lie; all of it may be removed at any time."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "axon_dist" / hashlib.sha256(what.encode()).hexdigest()[:32]
