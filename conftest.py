@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("unhurried")
 
 # Worlds of CPU devices leave the cache of jaxlib 0.12 alone. Programs as small as these have not
 # mixed two collectives up in whole runs from a warm cache, and without it the suite takes longer;
-# processes that tests start have no cache, nor have the large programs of tests marked `uncached`.
+# the large programs of tests marked `uncached` have none.
 distributed.runs_cached_collectives_in_order = lambda: True
 
 DEVICES = 8
@@ -32,6 +32,7 @@ WORLD = World.emulate(DEVICES)
 
 _CACHE = os.environ.get("AXON_TEST_CACHE") or pathlib.Path(tempfile.gettempdir(), "axon-test-cache")
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+os.environ.setdefault("XDG_CACHE_HOME", str(_CACHE))  # of runs in processes of their own
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

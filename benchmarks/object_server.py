@@ -59,6 +59,16 @@ class ObjectServer(ThreadingHTTPServer):
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
+    def write(self, name: str, body: bytes, wanted: int | None) -> int | None:
+        """Writes an object, or returns None where the one there is not the wanted one (0: none)."""
+        with self.lock:
+            there = self.objects.get(name, (0, b""))[0]
+            if wanted is not None and wanted != there:
+                return None
+            self.generation += 1
+            self.objects[name] = self.generation, body
+            return self.generation
+
     def names(self, prefix: str = "") -> list[str]:
         """The objects there are, sorted."""
         return sorted(name for name in self.objects if name.startswith(prefix))
@@ -130,16 +140,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do
 
-    def _write(self, name: str, body: bytes, wanted: int | None) -> int | None:
-        """Writes an object, or returns None where the one there is not the wanted one (0: none)."""
-        with self.server.lock:
-            there = self.server.objects.get(name, (0, b""))[0]
-            if wanted is not None and wanted != there:
-                return None
-            self.server.generation += 1
-            self.server.objects[name] = self.server.generation, body
-            return self.server.generation
-
     def _delete(self, name: str, wanted: int | None) -> int:
         with self.server.lock:
             there = self.server.objects.get(name)
@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = int(query["ifGenerationMatch"]) if "ifGenerationMatch" in query else None
         name = f"{bucket}/{key}"
         if self.command == "POST":
-            made = self._write(name, body, wanted)
+            made = self.server.write(name, body, wanted)
             if made is None:
                 return self._answer(412)
             return self._answer(200, self._object(bucket, key or "", made, len(body)))
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "If-Match" in self.headers:
             wanted = generation if self.headers["If-Match"] == etag else -1
         if self.command == "PUT":
-            if self._write(name, body, wanted) is None:
+            if self.server.write(name, body, wanted) is None:
                 return self._answer(412)
             generation, contents = self.server.objects[name]
             etag = hashlib.md5(f"{generation}".encode() + contents).hexdigest()

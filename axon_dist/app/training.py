@@ -49,6 +49,7 @@ from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wa
 from .config_plans import plan_config
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
+from .programs import keep_programs
 from .resume import check_copies, check_resume, open_checkpoints, open_states
 from .runs import Run, build_run, compiling_ahead
 from .summary import opening_lines, summarize, summary_table
@@ -97,10 +98,12 @@ def train(
     """
     start = time.perf_counter()
     check_copies(config, os.environ, resume)
+    console = Console(quiet=True) if console is None else console
+    keep_programs(functools.partial(_print_line, console))
     run = build_run(config)
     run.check_weights(resume)
     on_main(lambda: check_resume(resume))
-    console = console if console is not None and run.is_main else Console(quiet=True)
+    console = console if run.is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)
     directory = _made_directory(config, resume)
     for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.place}"]:

@@ -302,8 +302,8 @@ class CheckpointManager:
             path = self.folder / step_name(entry.step)
             try:
                 remove(path)
-            except OSError as error:
-                reason = error.strerror or error
+            except (OSError, StoreError) as error:
+                reason = getattr(error, "strerror", error)
                 self.tell(f"could not remove the old checkpoint {str(path)!r}: {reason}")
 
     def _fail(self, error: CheckpointError | StoreError) -> None:

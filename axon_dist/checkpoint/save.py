@@ -25,7 +25,7 @@ from ..core.objects import Address, Place, as_place, snapshot
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
-from . import objects
+from . import bucket
 from .layout import (
     ZARR,
     Manifest,
@@ -187,7 +187,7 @@ class PendingSave:
             sums = {path: int(value) for path, value in jax.device_get(dict(checksums)).items()}
             manifest = dataclasses.replace(manifest, checksums=sums)
             if isinstance(self.folder, Address):
-                objects.commit(self.folder, manifest, objects.writers(checksums))
+                bucket.commit(self.folder, manifest, bucket.writers(checksums))
             else:
                 seal(staging_of(self.folder), manifest)
                 publish(self.folder)
@@ -195,7 +195,7 @@ class PendingSave:
 
     def _begin(self, type: StateDictType, stored: dict[LeafPath, Array]) -> Callable[[], None]:
         if isinstance(self.folder, Address):
-            return objects.begin(self.folder, stored)
+            return bucket.begin(self.folder, stored)
         return STORES[type].begin(staging_of(self.folder), stored)
 
     def _make_way(self, meta: Any, size: int) -> None:
@@ -204,7 +204,7 @@ class PendingSave:
 
         def clear() -> None:
             if isinstance(self.folder, Address):
-                objects.clear(self.folder)
+                bucket.clear(self.folder)
                 return
             staging = staging_of(self.folder)
             shutil.rmtree(staging, ignore_errors=True)
@@ -219,14 +219,9 @@ class PendingSave:
         """Does a part of saving; whatever the disk or the store raise becomes one kind of error."""
         try:
             return action()
-        except StoreError as error:
-            raise CheckpointError(
-                f"could not save checkpoint {str(self.folder)!r}: {error}; what was saved before "
-                "stays"
-            ) from error
-        except AxonDistError:
-            raise
         except Exception as error:
+            if isinstance(error, AxonDistError) and not isinstance(error, StoreError):
+                raise
             if is_main() and not isinstance(self.folder, Address):
                 shutil.rmtree(staging_of(self.folder), ignore_errors=True)
             full = os.strerror(errno.ENOSPC)
@@ -382,7 +377,7 @@ def _restore(
     folder: Place, manifest: Manifest, stored: dict[LeafPath, jax.ShapeDtypeStruct]
 ) -> dict[LeafPath, Array]:
     if any(name.startswith(f"{ZARR}/") for name in manifest.files):
-        return objects.restore(folder, stored)
+        return bucket.restore(folder, stored)
     if isinstance(folder, Address):
         # It was written on a disk and copied to the bucket; so it is copied back.
         folder = snapshot(folder, lambda name: name in manifest.files)

@@ -27,7 +27,7 @@ from ..core.objects import Address, Place, as_place
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
-from . import objects
+from . import bucket
 from .layout import (
     MANIFEST,
     MARKER,
@@ -45,6 +45,7 @@ _GOLDEN = 0x9E3779B1
 """2^32 divided by the golden ratio: its multiples spread evenly over 32 bits (Knuth, TAOCP 6.4)."""
 
 
+@jax.jit  # traced once for all leaves of a shape
 def leaf_checksum(x: Array) -> Array:
     """Mixes every element with its position into 32 bits, wherever the array lives.
 
@@ -169,7 +170,7 @@ def publish(folder: Path) -> None:
 def remove(folder: Place) -> None:
     """Removes a checkpoint; it loses its name first, so that no half of it is ever read."""
     if isinstance(folder, Address):
-        objects.clear(folder)
+        bucket.clear(folder)
         return
     doomed = staging_of(folder)
     os.rename(folder, doomed)
@@ -334,10 +335,8 @@ def check_replaceable(folder: Place) -> None:
             f"{str(folder)!r} cannot be the name of a checkpoint: it has to end with a name, and "
             f"one that does not end with {UNFINISHED}, as unfinished ones do; name another folder"
         )
-    if isinstance(folder, Address):
-        objects.check_replaceable(folder)
-        return
-    for path in (folder, staging_of(folder), replaced_of(folder)):
+    on_disk = isinstance(folder, Path)
+    for path in (folder, staging_of(folder), replaced_of(folder)) if on_disk else (folder,):
         try:
             foreign = foreign_in(path, may_be_partial=path != folder)
         except OSError as error:
@@ -355,7 +354,7 @@ def check_replaceable(folder: Place) -> None:
             )
 
 
-def foreign_in(path: Path, *, may_be_partial: bool) -> str | None:
+def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
     """Describes what lies at a path if it is anything but an empty folder or a checkpoint.
 
     A checkpoint holds the entries that `layout.py` names and no others, whatever state they are
@@ -369,16 +368,21 @@ def foreign_in(path: Path, *, may_be_partial: bool) -> str | None:
     Returns:
         What lies there; None where it may be removed.
     """
-    if path.is_symlink():
+    if isinstance(path, Address):
+        names = sorted({name.split("/")[0] for name in path.names()})
+    elif path.is_symlink():
         return "a symbolic link"
-    if not path.is_dir():
+    elif not path.is_dir():
         return "a file" if path.exists() else None
-    names = sorted(entry.name for entry in path.iterdir())
+    else:
+        names = sorted(entry.name for entry in path.iterdir())
     others = [name for name in names if not is_part(name)]
     if others:
         what = "a checkpoint together with" if is_checkpoint(path) else "a folder that holds"
         return f"{what} {first_few([*map(repr, others)])}"
-    if not names or may_be_partial or is_checkpoint(path) or _is_manifest(path / MANIFEST):
+    if isinstance(path, Address) or not names or may_be_partial:
+        return None
+    if is_checkpoint(path) or _is_manifest(path / MANIFEST):
         return None
     return (
         f"a folder that holds {first_few([*map(repr, names)])} but no {MARKER} file and no manifest"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -288,7 +289,7 @@ class Optimizer(abc.ABC):
             [0.0, 0.5, 1.0, 0.5]
         """
         rate = self.schedule.build(self.learning_rate, num_steps)
-        return np.asarray(jnp.broadcast_to(rate(jnp.arange(num_steps)), (num_steps,)))
+        return np.asarray(jnp.broadcast_to(jax.jit(rate)(jnp.arange(num_steps)), (num_steps,)))
 
     @abc.abstractmethod
     def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:

@@ -181,7 +181,8 @@ class RunConfig:
     Args:
         name: what the run is called.
         seed: of the initial weights, the dropout and the order of the samples.
-        run_dir: the folder for what the run writes; None makes `runs/<name>-<time>`.
+        run_dir: the folder for what the run writes, also at `gs://` or `s3://`; None makes
+            `runs/<name>-<time>`.
         mesh: axes and sizes, outer to inner; one size may be -1.
         devices: which devices the mesh is laid over.
         model: the sizes of the model, under the `kind` it is of; or `{factory: module:name, ...}`.

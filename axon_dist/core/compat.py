@@ -10,6 +10,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax._src import (
+    cache_key,
     clusters,
     compilation_cache,
     core,
@@ -29,6 +31,7 @@ from jax.core import ShapedArray
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AbstractMesh
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from .typing import Array, Function
@@ -83,10 +86,35 @@ def _jaxlib_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def turn_cache_off() -> None:
-    """Compiles without JAX's compilation cache from here on, also where it was in use before."""
-    jax.config.update("jax_enable_compilation_cache", False)
+def keep_executables(
+    folder: Path, get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]
+) -> None:
+    """Has JAX's compilation cache keep all programs, small ones too, where it is told.
+
+    Args:
+        folder: what the cache is known by, and where XLA keeps what it has tuned.
+        get: from a key to its program, or None.
+        put: keeps the program of a key.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()
+    store: Any = types.SimpleNamespace(_path=folder, get=get, put=put)
+    compilation_cache._cache, compilation_cache._cache_initialized = store, True
+
+
+@functools.cache
+def keep_only(is_kept: Callable[[str], bool]) -> None:
+    """Has JAX's cache keep programs of which `is_kept(optimised HLO)`, and load no others."""
+    put = compilation_cache.put_executable_and_time
+
+    def put_some(key: str, name: str, executable: Any, *others: Any) -> None:
+        if all(is_kept(module.to_string()) for module in executable.hlo_modules()):
+            put(key, name, executable, *others)
+
+    compilation_cache.put_executable_and_time = put_some
+    cache_key.custom_hook = lambda: f"axon_dist: {is_kept.__name__}"
 
 
 def gpu_pipelining(*kinds: str, on: bool = True) -> dict[str, str | bool]:
@@ -254,7 +282,13 @@ def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[b
     Returns:
         The smaller jaxpr, and which inputs it still has.
     """
-    return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+    with outside_meshes():
+        return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+
+
+def outside_meshes() -> Any:
+    """A context without a mesh: within one, jax 0.10 enters no `shard_map` of another size."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def source_line(equation: JaxprEqn) -> str:

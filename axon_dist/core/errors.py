@@ -75,7 +75,7 @@ class DamagedCheckpointError(CheckpointError):
     """
 
 
-class StoreError(AxonDistError, OSError):
+class StoreError(AxonDistError, RuntimeError):
     """A bucket that cannot be reached, or that refuses what was asked."""
 
 

@@ -12,12 +12,13 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .errors import AxonDistError, ConfigError, StoreError
 from .files import as_path
@@ -67,18 +68,13 @@ class Address:
     @property
     def spec(self) -> dict[str, Any]:
         """The bucket, as tensorstore has it."""
-        spec = {"bucket": self.bucket}
         if self.scheme == "gs":
-            return {**spec, "driver": "gcs", "gcs_request_retries": _RETRIES}
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        asked = {"endpoint": os.environ.get("AWS_ENDPOINT_URL"), "aws_region": region}
-        spec |= {key: value for key, value in asked.items() if value}
-        return {
-            **spec,
-            "driver": "s3",
-            "use_conditional_write": True,
-            "s3_request_retries": _RETRIES,
-        }
+            return {"driver": "gcs", "bucket": self.bucket, "gcs_request_retries": _RETRIES}
+        env = os.environ.get
+        where = {"endpoint": env("AWS_ENDPOINT_URL"), "aws_region": env("AWS_REGION")}
+        spec = {"driver": "s3", "bucket": self.bucket, "use_conditional_write": True}
+        said = {key: value for key, value in where.items() if value}
+        return {**spec, **said, "s3_request_retries": _RETRIES}
 
     def read(self) -> bytes | None:
         """The contents of the object, or None where there is none."""
@@ -134,42 +130,37 @@ class Address:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                self._copy(file, version)
+                for found in self._blocks():
+                    if found.stamp.generation != version:
+                        raise StoreError(f"{self} was replaced or removed meanwhile; try again")
+                    file.write(found.value)
             os.replace(file.name, path)
         except OSError as error:
-            if isinstance(error, StoreError):
-                raise
             raise StoreError(
                 f"{self} cannot be copied to {str(path)!r}: {error.strerror}; make room there, or "
                 "set XDG_CACHE_HOME to another folder"
             ) from error
         return path
 
-    def _copy(self, file: IO[bytes], version: bytes) -> None:
-        while True:
-            block, found = self._block(file.tell())
-            if found != version:
-                raise StoreError(f"{self} was replaced or removed while it was read; try again")
-            file.write(block)
-            if len(block) < _BLOCK:
-                return
-
-    def _block(self, start: int) -> tuple[bytes, bytes]:
-        """Bytes from a place on, fewer than a block at the end alone, and their version."""
-        for stop in (start + _BLOCK, None):
+    def _blocks(self) -> Iterator[Any]:
+        """What is read of it, one block after the other."""
+        start, stop = 0, _BLOCK
+        while stop is not None:
             try:
-                found = self._store.read(self.key, byte_range=slice(start, stop)).result()
-                return found.value, found.stamp.generation
+                yield self._store.read(self.key, byte_range=slice(start, stop)).result()
+                start, stop = stop, stop + _BLOCK
             except ValueError as error:
                 # Fewer bytes than were asked for are none at all.
                 if "OUT_OF_RANGE" not in str(error):
                     raise self.refused(error) from error
-        return b"", self.version()
+                stop = None
+        rest = self._store.read(self.key, byte_range=slice(start, None))
+        if rest.exception() is None or "OUT_OF_RANGE" not in str(rest.exception()):
+            yield self._done(rest)
 
     @property
     def _store(self) -> Any:
-        env = tuple(os.environ.get(name) for name in _SAY_WHERE)
-        return _bucket(dataclasses.replace(self, key=""), env)
+        return _opened(json.dumps(self.spec))
 
     def _done(self, future: Any) -> Any:
         try:
@@ -186,17 +177,14 @@ class Address:
         )
 
 
-_SAY_WHERE = ("TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
-
-
 def _tensorstore() -> Any:
     # A quarter of a second, which a run on a disk does not need here.
     return importlib.import_module("tensorstore")
 
 
 @functools.cache
-def _bucket(bucket: Address, env: tuple[str | None, ...]) -> Any:
-    return bucket._done(_tensorstore().KvStore.open(bucket.spec))
+def _opened(spec: str) -> Any:
+    return _tensorstore().KvStore.open(json.loads(spec)).result()
 
 
 Place = Path | Address
@@ -225,13 +213,12 @@ def as_place(text: Any, where: str, error: type[AxonDistError] = ConfigError) ->
         return as_path(text, where, error)
     key = (match[3] or "").rstrip("/")
     parts = key.split("/") if key else []
-    if any(part in ("", ".", "..") for part in parts) or not key.isprintable():
+    is_named = key.isprintable() and len(key.encode(errors="surrogateescape")) <= _KEY
+    if not is_named or any(part in ("", ".", "..") for part in parts):
         raise error(
             f"{where}: got {str(text)!r:.80}, and the name of an object has no empty part, no . or "
-            ".., and no control character; correct it"
+            f".., no control character, and at most {_KEY} bytes; correct it"
         )
-    if len(key.encode(errors="surrogateescape")) > _KEY:
-        raise error(f"{where}: got {str(text)!r:.80}..., and a name has at most {_KEY} bytes")
     return Address(match[1], match[2], key)
 
 

@@ -38,7 +38,7 @@ EACH = frozenset((
 ))  # fmt: skip
 """Operations whose every element depends on the elements at the same place, and parameters alone.
 
-A name that is missing costs speed, and nothing else."""
+These are cheap: the backward pass may compute them again. Others stand in `ELEMENTWISE`."""
 
 ELEMENTWISE = EACH | frozenset((
     "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",

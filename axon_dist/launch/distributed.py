@@ -6,15 +6,14 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jaxlib
 import numpy as np
 
 from ..core.compat import (
@@ -22,10 +21,10 @@ from ..core.compat import (
     backend_started,
     detect_cluster,
     join_service,
+    keep_only,
     process_id,
     rendezvous_flags,
     runs_cached_collectives_in_order,
-    turn_cache_off,
 )
 from ..core.errors import BackendStartedError, LaunchError, MeshError
 from . import coordinator
@@ -405,23 +404,38 @@ def prepare_emulation(num_devices: int) -> None:
 
 
 def keep_collectives_in_order(devices: Sequence[Any]) -> None:
-    """Turns JAX's compilation cache off for CPU devices whose collectives it would mix up.
+    """Keeps programs whose collectives XLA:CPU would mix up out of JAX's compilation cache.
 
     Args:
-        devices: of a world; those of other platforms, or one alone, may use the cache.
-
-    Warns:
-        UserWarning: where a cache was to be used.
+        devices: of a world; those of other platforms, or one alone, may use the cache as it is.
     """
     is_at_risk = len(devices) > 1 and devices[0].platform == "cpu"
-    if not is_at_risk or runs_cached_collectives_in_order():
-        return
-    if getattr(jax.config, "jax_enable_compilation_cache"):  # noqa: B009
-        turn_cache_off()
-        if folder := getattr(jax.config, "jax_compilation_cache_dir"):  # noqa: B009
-            warnings.warn(
-                f"the compilation cache {str(folder)!r:.200} is not used: XLA:CPU of jaxlib "
-                f"{jaxlib.__version__} runs the collectives of programs that it loads out of "
-                f"order, which {len(devices)} CPU devices would abort or hang at",
-                stacklevel=4,
-            )
+    if is_at_risk and not runs_cached_collectives_in_order():
+        keep_only(keeps_collectives_apart)
+
+
+_COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
+)
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+
+
+def keeps_collectives_apart(hlo: str) -> bool:
+    """Whether no two collectives of a program can be taken for each other, whatever their order.
+
+    Devices meet by the kind and the channel of a collective, and those of one list of operations
+    share what XLA:CPU orders them by; loops and branches lose that when they are loaded. So each
+    has a channel of its own here, and stands outside of all loops.
+
+    Args:
+        hlo: the text of an optimised module.
+
+    Example:
+        >>> line = "%a = f32[] collective-permute(%x), channel_id=1\\n"
+        >>> [keeps_collectives_apart(f"ENTRY %main {{\\n{lines}}}") for lines in (line, 2 * line)]
+        [True, False]
+    """
+    before, _, entry = hlo.rpartition("ENTRY ")
+    found = [line for line in entry.splitlines() if _COLLECTIVE.search(line)]
+    keys = {(_COLLECTIVE.findall(line)[0], *_CHANNEL.findall(line)) for line in found}
+    return not _COLLECTIVE.search(before) and len(keys) == len(found)

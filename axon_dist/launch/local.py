@@ -87,7 +87,6 @@ PLANNED = "AXON_PLANNED_WORLD_SIZE"
 ELASTIC = "AXON_ELASTIC"
 """The variable that is there where a run goes on without the processes that it loses."""
 
-_CACHE = "JAX_COMPILATION_CACHE_DIR"
 _MOST_PROCESSES, _MOST_NODES = 4096, 2**20
 _POLL_SECONDS = 0.1
 _FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
@@ -264,15 +263,12 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
 
 @contextlib.contextmanager
 def _memory(plan: LaunchPlan) -> Iterator[dict[str, str]]:
-    """The environment of the ranks, with memory that outlives them where they may start again.
-
-    What they have compiled is kept there too, unless the environment says where.
-    """
+    """The environment of the ranks, with memory that outlives them where they may start again."""
     if not plan.max_restarts or os.environ.get(MEMORY):
         yield dict(os.environ)
         return
     with host_folder() as folder:
-        kept = {} if folder is None else {MEMORY: str(folder), _CACHE: str(folder / "compiled")}
+        kept = {} if folder is None else {MEMORY: str(folder)}
         yield {**kept, **os.environ}
 
 

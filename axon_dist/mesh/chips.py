@@ -303,15 +303,16 @@ def _gpu(
     name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
     kind: str, capability: str, like: str = "", wiring: Wiring = _NODES,
 ) -> Hardware:  # fmt: skip
-    hopper = _version(capability) >= (9, 0)
+    from_hopper = _version(capability) >= (9, 0)
     return Hardware(
         name, memory, flops, hbm, link, network, node_size=wiring.max_last_dim, float32_rate=0.5,
-        float8_rate=2.0 if hopper else 1.0, link_latency=_NVLINK_HOP, network_latency=_NETWORK_HOP,
+        float8_rate=2.0 if from_hopper else 1.0,
+        link_latency=_NVLINK_HOP, network_latency=_NETWORK_HOP,
         source=f"{_SHEET}, {sheet}; {_DRIVER}", kinds=(kind,), wiring=wiring,
-        options=tuple((PIPELINED | (DOUBLE_BUFFERED if hopper else SCHEDULED)).items()),
-        no_gather_options=tuple(SINGLE_BUFFERED.items()) if hopper else (),
+        options=tuple((PIPELINED | (DOUBLE_BUFFERED if from_hopper else SCHEDULED)).items()),
+        no_gather_options=tuple(SINGLE_BUFFERED.items()) if from_hopper else (),
         sums_only_options=tuple(SUMS_NOT_PIPELINED.items()),
-        multi_node_options=tuple(IN_PARALLEL.items()) if hopper else (),
+        multi_node_options=tuple(IN_PARALLEL.items()) if from_hopper else (),
         capability=capability, like=like,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Pipeline schedules as tables: build, validate, simulate, draw.
 
-A `Schedule` says what every device does in every tick; what runs it lives in `parallel`. This room
+A `Schedule` says what every device does in every tick; what runs it lives in `pipeline`. This room
 is plain Python: it imports the standard library and `core.errors`, no jax.
 Start reading in `table.py`, then `one_f_one_b.py`.
 """

@@ -53,7 +53,7 @@ class Builder(NamedTuple):
     """A row of `SCHEDULES`.
 
     Args:
-        build: the function, of the number of devices and of microbatches.
+        build: `build(num_stages, num_microbatches)`, which ends with `order_to_table`.
         chunks: stages per device, unless the caller chooses.
         any_chunks: whether the caller may choose another number, which `build` then takes third.
     """

@@ -1,4 +1,8 @@
-"""Gathering a sharded weight for use, and what that does to its gradient on the way back."""
+"""Gathering a sharded weight for use, and what that does to its gradient on the way back.
+
+`view.py` attaches a gather to each weight of a unit; `gathered` of `jaxpr/units.py` calls it inside
+the unit, under its checkpoint.
+"""
 
 from __future__ import annotations
 

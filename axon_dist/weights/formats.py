@@ -226,7 +226,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             ),
         ),
         "qwen3-moe": Family(
-            "Qwen3 of experts",
+            "Qwen3-MoE",
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             parts={"qk_norm": "head"},

@@ -1,12 +1,16 @@
 """Runs, data and weights in buckets, against a server of this machine."""
 
 import json
+import threading
+import time
 
 import pytest
 
 from axon_dist.app import evaluate, export_run, report_page, train
+from axon_dist.app.lock import LEASE, Lease
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.objects import as_place
 
 from .test_resume import bits
 
@@ -61,3 +65,93 @@ def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_and_is_read(config, store, t
     assert found.metrics == expected.metrics
     assert export_run(address, tmp_path / "out.safetensors", step=6)
     assert "final validation loss" in report_page(address)
+
+
+def test_what_cannot_be_is_refused_before_anything_runs(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint.type: got full.*take sharded, or a folder"):
+        config("gs://bucket/run", checkpoint={"type": "full"})
+    with pytest.raises(ConfigError, match=r"checkpoint.type: got full"):
+        config(tmp_path, checkpoint={"type": "full", "dir": "s3://bucket/run"})
+
+
+@pytest.fixture(params=["gs", "s3"])
+def folder(store, request):
+    return as_place(f"{request.param}://bucket/run", "run_dir")
+
+
+def elsewhere(store, **changes):
+    """Makes the lease that of a process of another machine."""
+    generation, contents = store.objects[f"bucket/run/{LEASE}"]
+    holder = json.loads(contents) | {"machine": "another", "token": "its"} | changes
+    store.objects[f"bucket/run/{LEASE}"] = generation + 50_000, json.dumps(holder).encode()
+
+
+def test_the_lease_of_a_live_run_is_its_own(folder):
+    told = []
+    with Lease(folder, "run_dir", told.append, seconds=0.6).kept():
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match=r"run_dir: '.*://bucket/run' is in use by process "
+                           r"\d+ on \S+, since 2\d\d\d-.*; wait for its end, stop it"):  # fmt: skip
+            Lease(folder, "run_dir", told.append, seconds=5.0)
+        assert time.monotonic() - begun < 5.0
+    assert "waiting up to 5 s to see whether that is alive" in told[0]
+    Lease(folder, "run_dir", told.append)
+    assert len(told) == 1
+
+
+def test_the_lease_of_a_dead_run_is_taken_after_its_time(folder, store):
+    lost = Lease(folder, "run_dir", print, seconds=0.5)
+    elsewhere(store)
+    begun = time.monotonic()
+    now = Lease(folder, "run_dir", lambda told: None, seconds=0.5)
+    assert time.monotonic() - begun >= 0.5
+    now.check()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"was taken over by process .*this one must not"):
+            lost.check()
+    now.check()
+
+
+def test_the_lease_of_a_process_that_is_gone_from_this_machine_is_none(folder, store):
+    Lease(folder, "run_dir", print)
+    generation, contents = store.objects[f"bucket/run/{LEASE}"]
+    gone = json.dumps(json.loads(contents) | {"pid": 2**22 + 1, "token": "its"}).encode()
+    store.objects[f"bucket/run/{LEASE}"] = generation + 50_000, gone
+    Lease(folder, "run_dir", print).check()
+
+
+def test_of_two_that_take_it_at_once_one_has_it(folder, store):
+    taken, refused = [], []
+
+    def take():
+        try:
+            taken.append(Lease(folder, "run_dir", lambda told: None, seconds=3.0))
+            with taken[-1].kept():
+                time.sleep(1.0)
+        except ConfigError as error:
+            refused.append(error)
+
+    store.faults = 0.1
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 1, (taken, refused)
+
+
+def test_a_write_whose_answer_was_lost_is_ones_own(folder, store, monkeypatch):
+    lease = Lease(folder, "run_dir", print)
+    faults = iter(["deaf"])
+    monkeypatch.setattr(type(store), "fault", lambda self: next(faults, None))
+    lease.check()
+    lease.check()
+
+
+def test_a_store_that_holds_no_conditions_is_refused(folder, store, monkeypatch):
+    write = type(store).write
+    monkeypatch.setattr(
+        type(store), "write", lambda self, name, body, wanted: write(self, name, body, None)
+    )
+    with pytest.raises(ConfigError, match="nothing keeps two runs apart; name a folder of another"):
+        Lease(folder, "run_dir", print)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, StoreError
 from axon_dist.data import TextFile, files, find_files, split_files, standard_library_files
 
 NAMES = st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=20)
@@ -91,3 +91,69 @@ def test_a_python_without_sources_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match=rf"no Python sources in {tmp_path}.*data.files"):
         standard_library_files()
+
+
+@pytest.fixture(params=["gs", "s3"])
+def bucket(store, request):
+    """Texts in two folders of a bucket."""
+    for name in ("a.txt", "in/b.txt", "in/deep/c.txt", "in/deep/d.json", "in-other/e.txt"):
+        store.objects[f"bucket/texts/{name}"] = len(store.objects) + 1, f"text of {name}".encode()
+    return f"{request.param}://bucket/texts"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("a.txt", ["a.txt"]),
+        ("*.txt", ["a.txt"]),
+        ("in/*", ["b.txt"]),
+        ("in/**/*.txt", ["b.txt", "deep/c.txt"]),
+        ("**/[cd].*", ["in/deep/c.txt", "in/deep/d.json"]),
+    ],
+)
+def test_globs_in_a_bucket(bucket, pattern, found):
+    files = find_files([f"{bucket}/{pattern}"])
+    assert [file.name for file in files] == found
+    assert all(file.read().startswith(b"text of ") for file in files)
+
+
+def test_what_matches_nothing_in_a_bucket(bucket):
+    with pytest.raises(ConfigError, match=r"data.files: '.*/x/\*' matches no object \(looked in "):
+        find_files([f"{bucket}/x/*"])
+
+
+def test_an_object_is_read_once_for_each_version(bucket, store):
+    def bodies():
+        return [one for one in store.requests if "a.txt" in one and "HEAD" not in one]
+
+    first = find_files([f"{bucket}/a.txt"])[0]
+    store.requests.clear()
+    assert find_files([f"{bucket}/a.txt"])[0].path == first.path
+    assert not [one for one in bodies() if "alt=media" in one or "GET /bucket" in one]
+    store.objects["bucket/texts/a.txt"] = 77, b"another"
+    assert find_files([f"{bucket}/a.txt"])[0].read() == b"another"
+    assert first.read() == b"text of a.txt"
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 65, 128, 200])
+def test_an_object_of_several_blocks_comes_whole(bucket, store, monkeypatch, size):
+    monkeypatch.setattr("axon_dist.core.objects._BLOCK", 64)
+    store.objects["bucket/texts/a.txt"] = 5, bytes(range(size))
+    store.faults = 0.2
+    assert find_files([f"{bucket}/a.txt"])[0].read() == bytes(range(size))
+
+
+def test_an_object_that_is_replaced_while_it_is_read(bucket, store, monkeypatch):
+    monkeypatch.setattr("axon_dist.core.objects._BLOCK", 64)
+    store.objects["bucket/texts/a.txt"] = 5, bytes(100)
+    fault = type(store).fault
+
+    def replaced(self):
+        if "range" in self.requests[-1].lower() or len(self.requests) > 3:
+            self.objects["bucket/texts/a.txt"] = 6, bytes(100)
+        return fault(self)
+
+    store.requests.clear()
+    monkeypatch.setattr(type(store), "fault", replaced)
+    with pytest.raises(StoreError, match=r"a.txt was replaced or removed while it was read"):
+        find_files([f"{bucket}/a.txt"])

@@ -31,7 +31,7 @@ from axon_dist.planner import parse_bytes, parse_count
 PACKAGE = pathlib.Path(axon_dist.__file__).parent
 
 
-def test_the_rate_of_an_h100_is_stated_once():
+def test_the_rate_of_each_chip_is_stated_once():
     """Read as numbers, so that no spelling hides one: every literal of every file."""
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     stated = [

@@ -76,9 +76,10 @@ BYTES = {
 }
 KINDS = ("folder", "pipe", "socket", "dangling", "zero", "none", "loop")
 OVERRIDES = [
-    "run_dir=gs://bucket/run",
-    "checkpoint.dir=s3://bucket/run",
-    "data.files=[gs://bucket/text.txt]",
+    "run_dir=gs://bucket/run/../other",
+    "checkpoint.dir=azure://bucket/run",
+    "data.files=[ftp://host/text.txt]",
+    "data.tokenizer=gs://bucket/tokenizer.json",
     "=",
     "=3",
     "train.steps",

@@ -11,6 +11,7 @@ import pytest
 from axon_dist.checkpoint import list_tensors
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.core.files import as_path
+from axon_dist.core.objects import as_place
 from axon_dist.data import JsonlSource, TokenSource, chat
 from axon_dist.data.chat import find_template
 
@@ -124,7 +125,30 @@ def test_a_list_beside_a_template(tmp_path):
         find_template(str(tmp_path / "t.jinja"), None)
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/run", pathlib.Path("s3://bucket/run")])
+@pytest.mark.parametrize("address", ["gs://bucket/run", pathlib.Path("az://bucket/run")])
 def test_an_address_is_no_folder(address):
     with pytest.raises(ConfigError, match=r"the address of an object store.*mount the store"):
         as_path(address, "run_dir")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gs://bucket/a//b", "has no empty part"),
+        ("gs://bucket/../b", "has no empty part"),
+        ("s3://bucket/a\nb", "no control character"),
+        ("gs://bucket/" + "a" * 1025, "at most 1024 bytes"),
+        ("gs://Not A Bucket/a", "the address of an object store"),
+        ("gs://", "the address of an object store"),
+        (7, "a int, which must be a path"),
+    ],
+)
+def test_odd_addresses(text, said):
+    with pytest.raises(ConfigError, match=f"run_dir: got .*{said}"):
+        as_place(text, "run_dir")
+
+
+@pytest.mark.parametrize("text", ["gs://bucket/a/b/", pathlib.Path("gs://bucket/a/b")])
+def test_an_address_of_a_bucket(text):
+    assert str(as_place(text, "run_dir")) == "gs://bucket/a/b"
+    assert as_place("runs/one", "run_dir") == pathlib.Path("runs/one")

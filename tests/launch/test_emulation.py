@@ -3,12 +3,21 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from axon_dist.collectives import shift
 from axon_dist.core.errors import LaunchError, MeshError
 from axon_dist.launch import distributed
-from axon_dist.launch.distributed import keep_collectives_in_order, share_of, stated_share
+from axon_dist.launch.distributed import (
+    keep_collectives_in_order,
+    keeps_collectives_apart,
+    share_of,
+    stated_share,
+)
 from axon_dist.launch.environment import LaunchSpec
+from axon_dist.mesh import World
 
 FOUR = LaunchSpec(num_processes=4, process_id=3)
 
@@ -38,20 +47,40 @@ def test_no_device():
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_cache_that_mixes_collectives_up_is_turned_off(in_order, monkeypatch):
-    turned = []
+def test_a_cache_that_mixes_collectives_up_keeps_some_programs_alone(in_order, monkeypatch):
+    asked = []
     monkeypatch.setattr(distributed, "runs_cached_collectives_in_order", lambda: in_order)
-    monkeypatch.setattr(distributed, "turn_cache_off", lambda: turned.append(True))
-    jax.config.update("jax_enable_compilation_cache", True)
+    monkeypatch.setattr(distributed, "keep_only", asked.append)
     keep_collectives_in_order(jax.devices()[:1])
-    assert not turned
-    if in_order:
-        keep_collectives_in_order(jax.devices())
-        assert not turned
-    else:
-        with pytest.warns(UserWarning, match=r"cache .* is not used: XLA:CPU of jaxlib .* 8 CPU"):
-            keep_collectives_in_order(jax.devices())
-        assert turned
+    assert not asked
+    keep_collectives_in_order(jax.devices())
+    assert asked == ([] if in_order else [keeps_collectives_apart])
+
+
+def permutes(in_loop=False, times=1):
+    """The optimised HLO of permutes round a ring of all devices."""
+    world = World.emulate(8, "cp=8")
+    group = world.group("cp")
+
+    def once(x, _=None):
+        return shift(x, group, 1), None
+
+    def program(x):
+        if in_loop:
+            x, _ = jax.lax.scan(once, x, length=3)
+        for _ in range(times):
+            x, _ = once(jnp.sin(x))
+        return x
+
+    ranks = jax.shard_map(program, mesh=world.mesh, in_specs=P("cp"), out_specs=P("cp"))
+    return jax.jit(ranks).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile().as_text()
+
+
+def test_programs_that_could_mix_collectives_up_are_not_kept():
+    assert keeps_collectives_apart("ENTRY %main {\n%a = f32[] sine(%x)\n}")
+    assert keeps_collectives_apart(permutes())
+    assert not keeps_collectives_apart(permutes(times=2)), "of one channel"
+    assert not keeps_collectives_apart(permutes(in_loop=True, times=0)), "in a loop"
 
 
 RING = """

@@ -1,5 +1,6 @@
 """One of several processes that save together: rank, number of processes, port, folder."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -63,6 +64,13 @@ def main(rank, num_processes, port, folder):
                 manager.save(step, state, meta={"step": step})
         assert [entry.step for entry in manager.entries()] == [2, 3]
         check(load_checkpoint(folder / type / "step_00000003", state))
+    with CheckpointManager(os.environ["BUCKET"], Retention(last=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state, meta={"step": step})
+    assert [entry.step for entry in manager.entries()] == [2, 3]
+    found = manager.restore_newest(state)
+    assert found.step == 3
+    check(found.state)
     export_safetensors(folder / "state.safetensors", state)
     if rank == 0:
         damage(folder / "sharded" / "step_00000003")

@@ -32,10 +32,11 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, object_server):
     folder, port = tmp_path_factory.mktemp("saved"), free_port()
     plain = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment = plain | {"JAX_PLATFORMS": "cpu", "NPROC": "16"}
+    environment = plain | {"JAX_PLATFORMS": "cpu", "NPROC": "16"} | object_server.env()
+    environment["BUCKET"] = "gs://bucket/saved"
     processes = [
         subprocess.Popen(
             [sys.executable, WORKER, str(rank), str(NUM_PROCESSES), port, folder],
@@ -51,6 +52,9 @@ def saved(tmp_path_factory):
     finally:
         for process in processes:
             process.kill()
+    pieces = object_server.names("bucket/saved/step_00000003/zarr/rows/")
+    assert len(pieces) == 1 + 8, "every device of every process wrote its shard"
+    assert not object_server.names("bucket/saved/step_00000003/zarr/.")
     return folder
 
 

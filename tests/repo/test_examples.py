@@ -42,7 +42,7 @@ def test_example_runs(path):
 @pytest.mark.full
 def test_the_sweep_of_the_guide_runs(tmp_path):
     guide = (ROOT / "docs" / "guides" / "loop.md").read_text()
-    (sweep,) = re.findall(r"## A sweep.*?```bash\n(.*?)```", guide, re.DOTALL)
+    (sweep,) = re.findall(r"## A sweep.*?```sh\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     done = subprocess.run(
         ["bash", "-e", "-c", sweep],

@@ -140,9 +140,7 @@ def test_where_nobody_answers_no_older_checkpoint_is_taken(server, folder, monke
 
 def test_other_objects_stay(server, folder):
     (as_place(folder, "here") / "step/thesis.pdf").write(b"x")
-    with pytest.raises(
-        CheckpointError, match=r"in it lies 'thesis.pdf', which saving would delete"
-    ):
+    with pytest.raises(CheckpointError, match=r"a folder that holds .thesis.pdf., which saving"):
         save_checkpoint(f"{folder}/step", {"w": jnp.ones(2)})
     assert server.names() == ["bucket/runs/one/step/thesis.pdf"]
 

@@ -26,13 +26,13 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from ..core.errors import AxonDistError, CheckpointError, DamagedCheckpointError
+from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.objects import Address, Place
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
 from ..mesh import process_index
-from .layout import MANIFEST, MARKER, ZARR, FileRecord, Manifest, is_main, is_part, marker_of
+from .layout import MANIFEST, MARKER, ZARR, FileRecord, Manifest, is_main, marker_of
 
 _PIECE = 2**26
 """Bytes above which a shard is cut, so that a request that failed is soon made again."""
@@ -49,17 +49,6 @@ def clear(folder: Address) -> None:
     names = folder.names()
     folder.remove([name for name in names if name == MARKER])
     folder.remove([name for name in names if name != MARKER])
-
-
-def check_replaceable(folder: Address) -> None:
-    """Raises `CheckpointError` unless a save into a folder loses but an earlier checkpoint."""
-    others = [name for name in folder.names() if not is_part(name.split("/")[0])]
-    if others:
-        raise CheckpointError(
-            f"could not save checkpoint {str(folder)!r}: in it lies "
-            f"{first_few([*map(repr, others)])}, which saving would delete; name a new folder, "
-            f"such as '{folder}-checkpoint', or move away what lies there; nothing was changed"
-        )
 
 
 def begin(folder: Address, leaves: Mapping[LeafPath, Array]) -> Callable[[], None]:
@@ -127,10 +116,7 @@ def restore(
     while ahead:
         path, target, slices = ahead.pop(0)
         ahead += itertools.islice(reads, 1)
-        try:
-            found = {text: future.result() for text, future in slices.items()}
-        except ValueError as error:
-            raise _said(folder, path, error) from error
+        found = {text: _done(folder, path, future) for text, future in slices.items()}
         restored[path] = jax.make_array_from_callback(
             target.shape, target.sharding, lambda index, found=found: found[str(index)]
         )
@@ -139,17 +125,13 @@ def restore(
 
 def _reads(folder: Place, path: LeafPath, target: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """What is being read of a leaf, by slice."""
-    inside = f"{folder.key if isinstance(folder, Address) else folder}/{ZARR}/{path}/"
     where = folder.spec if isinstance(folder, Address) else {"driver": "file"}
+    inside = f"{folder.key if isinstance(folder, Address) else folder}/{ZARR}/{path}/"
     spec = {"driver": "zarr", "kvstore": {**where, "path": inside}}
-    try:
-        leaf = (
-            ts.open({**spec, "fill_missing_data_reads": False}, open=True, read=True).result()
-            if target.size
-            else ts.array(np.zeros(target.shape, target.dtype))
-        )
-    except ValueError as error:
-        raise _said(folder, path, error) from error
+    spec["fill_missing_data_reads"] = False
+    leaf = ts.array(np.zeros(target.shape, target.dtype))
+    if target.size:
+        leaf = _done(folder, path, ts.open(spec, open=True, read=True))
     indices = target.sharding.addressable_devices_indices_map(target.shape).values()
     return {text: leaf[index].read() for text, index in {str(i): i for i in indices}.items()}
 
@@ -157,32 +139,26 @@ def _reads(folder: Place, path: LeafPath, target: jax.ShapeDtypeStruct) -> dict[
 _NO_ANSWER = ("UNAVAILABLE", "ABORTED", "DEADLINE", "EXHAUSTED", "PERMISSION", "UNAUTH", "INTERNAL")
 
 
-def _said(folder: Place, path: LeafPath, error: ValueError) -> AxonDistError:
-    """Whether a leaf is damaged, or nobody knows: then no older checkpoint is taken instead."""
-    if isinstance(folder, Address) and any(word in str(error) for word in _NO_ANSWER):
-        return folder.refused(error)
-    reason = str(error).partition(" [")[0].splitlines()[0]
-    return DamagedCheckpointError(
-        f"checkpoint {str(folder)!r}: leaf {path} cannot be read ({reason}); use another one"
-    )
+def _done(folder: Place, path: LeafPath, future: Any) -> Any:
+    """What was read of a leaf; if nobody knows whether it is damaged, no older one is taken."""
+    try:
+        return future.result()
+    except ValueError as error:
+        if isinstance(folder, Address) and any(word in str(error) for word in _NO_ANSWER):
+            raise folder.refused(error) from error
+        reason = str(error).partition(" [")[0].splitlines()[0]
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r}: leaf {path} cannot be read ({reason}); use another one"
+        ) from error
 
 
 def _header(leaf: Array) -> bytes:
     """What zarr says of an array."""
     dtype = np.dtype(leaf.dtype)
     ts.dtype(dtype)  # It raises for what cannot be read again.
-    return json.dumps(
-        {
-            "zarr_format": 2,
-            "shape": list(leaf.shape),
-            "chunks": list(_piece_shape(leaf)),
-            "dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name,
-            "compressor": None,
-            "fill_value": None,
-            "filters": None,
-            "order": "C",
-        }
-    ).encode()
+    told = {"zarr_format": 2, "shape": leaf.shape, "chunks": _piece_shape(leaf), "order": "C"}
+    told |= {"dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name}
+    return json.dumps(told | dict.fromkeys(("compressor", "fill_value", "filters"))).encode()
 
 
 def _pieces(path: LeafPath, leaf: Array) -> Iterator[tuple[str, np.ndarray]]:
