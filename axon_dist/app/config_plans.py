@@ -11,8 +11,8 @@ from typing import Any
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.inspect import Report
-from axon_dist.mesh import paper_world
-from axon_dist.mesh.chips import MOST_DEVICES, Hardware
+from axon_dist.mesh import World, paper_world
+from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
 from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.parallel.plans import APART
@@ -444,6 +444,15 @@ def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
         ranked.append(chosen)
         left.remove(chosen)
     return ranked
+
+
+def plan_here(config: RunConfig, world: World) -> ConfigPlans | None:
+    """The plans of a config on the machine of a world; None of one that no table describes."""
+    chip = machine_of(world.mesh)
+    try:
+        return None if chip is None else plan_config(config, hardware(chip.name), world.size)
+    except AxonDistError:
+        return None
 
 
 def _measured(plan: ReadPlan, target: str | None) -> ReadPlan:

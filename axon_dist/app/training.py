@@ -18,7 +18,6 @@ from rich.console import Console
 from axon_dist.checkpoint import CheckpointManager, on_main
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import (
-    AxonDistError,
     CheckpointError,
     ConfigError,
     NonfiniteError,
@@ -42,11 +41,10 @@ from axon_dist.loop import (
     make_progress,
     plot_losses,
 )
-from axon_dist.mesh.chips import hardware, machine_of
 from axon_dist.step import TrainState
 
 from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
-from .config_plans import plan_config
+from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
 from .programs import keep_programs
@@ -347,14 +345,10 @@ def advice(run: Run) -> list[str]:
 
 def _plan_advice(run: Run) -> Iterator[str]:
     """The planner's choice for such a model, batch and machine, of whatever kind."""
-    chip = machine_of(run.world.mesh)
-    if chip is None:
+    found = plan_here(run.config, run.world)
+    if found is None:
         return
-    try:
-        found = plan_config(run.config, hardware(chip.name), run.world.size)
-    except AxonDistError:
-        return
-    best = found.best
+    best, chip = found.best, found.hardware
     if found.fits:
         yield (
             f"axon plan would take {best.arrangement.name} on mesh {best.arrangement.mesh}, "

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from flax import nnx
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from ..collectives import GradSyncStrategy
 from ..core.checks import TEXTS, check_fields
@@ -46,7 +45,7 @@ class Reduction:
     per: str | None = None
     sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS
     bucket_capacity: int | None = None
-    dtype: DTypeLike | None = None
+    dtype: Any = None
     sync_buffers: bool = True
     by_hand: bool = False
 
