@@ -335,8 +335,8 @@ class AttentionFunction:
         if mask is not None or (options.get("dropout_rate") and not options.get("deterministic")):
             raise UnsupportedError(
                 "context parallelism of nnx.MultiHeadAttention takes no mask and no dropout of the "
-                "attention weights; for causal attention write a module with a method "
-                "attend(query, key, value)"
+                "attention weights: make it with dropout_rate=0.0, and for causal attention write "
+                "a module with a method attend(query, key, value)"
             )
         return self.attention(
             lambda _, query, key, value: nnx.dot_product_attention(query, key, value),

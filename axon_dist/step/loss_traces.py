@@ -155,7 +155,7 @@ class Traces:
         except AxonDistError:
             raise
         except Exception as error:  # Whatever the user's loss does with fewer samples.
-            why = f"cannot be computed of {sizes[0]} samples alone: {str(error)[:200]}"
+            why = f"{ALONE} {sizes[0]} samples alone: {str(error)[:200]}"
             lost = OutputUse(Use.COUPLED, why=why)
             return SampleUse(lost, {}, {}, failure=str(error) or why)
         if (part.names, part.is_plain) != (whole.names, whole.is_plain):
@@ -199,6 +199,9 @@ def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> 
             "number of its tokens, or go through jax.lax.stop_gradient"
         )
 
+
+ALONE = "cannot be computed of"
+"""What a loss is said to be that fails for fewer samples."""
 
 LOSS = ""
 """The name of the loss among those of the metrics."""
