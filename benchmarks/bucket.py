@@ -7,19 +7,22 @@ second step; its state is a number that depends on every sample and on their ord
 with SIGKILL at a random moment, begins again in a new process, and so on until it has come to its
 end, where the state has to be that of a run that nobody disturbed; then the next one begins. The
 server of objects throttles, fails, cuts answers short, hangs up, and does what it was asked without
-saying so. Exits with 1 if a state differs, or a checkpoint
-was called damaged.
+saying so. `--command` kills `axon train` of a small transformer instead. Exits with 1 if a state
+differs, or a checkpoint was called damaged.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -27,7 +30,7 @@ import numpy as np
 
 from axon_dist.app.lock import Lease
 from axon_dist.checkpoint import CheckpointManager, Retention
-from axon_dist.core.objects import as_place
+from axon_dist.core.objects import Address
 
 from .object_server import ObjectServer, serving
 
@@ -37,11 +40,12 @@ ORDER = np.random.default_rng(7).permutation(SAMPLES)
 
 def run(address: str) -> None:
     """One leg of a run, from the newest checkpoint to the end, in a process of its own."""
-    folder = as_place(address, "the run")
+    scheme, _, name = address.partition("://bucket/")
+    folder = Address(scheme, "bucket", name)
     told: list[str] = []
     with (
         Lease(folder, "run_dir", told.append, seconds=30.0).kept(),
-        CheckpointManager(f"{address}/checkpoints", Retention(last=2), tell=told.append) as manager,
+        CheckpointManager(folder / "checkpoints", Retention(last=2), tell=told.append) as manager,
     ):
         found = manager.restore_newest({"seen": jnp.zeros(64, jnp.uint32)})
         seen = jnp.zeros(64, jnp.uint32) if found is None else found.state["seen"]
@@ -56,16 +60,26 @@ def run(address: str) -> None:
         raise SystemExit("\n".join(damages))
 
 
-def expected() -> list[int]:
+def in_python() -> bytes:
     """The state of a run that nobody disturbed, in plain Python."""
     seen = 0
     for sample in ORDER[: STEPS * BATCH]:
         seen = (seen * 1664525 + int(sample) + 1) % 2**32
-    return [seen] * 64
+    return np.full(64, seen, np.uint32).tobytes()
 
 
-def start(address: str, log: Path) -> int:
-    """A leg on its way: a copy of this process, in which no device was asked for yet."""
+def start(address: str, log: Path, config: Path | None) -> int:
+    """A leg on its way: a copy of this process, which has asked for no device yet, or `axon train`.
+
+    Returns:
+        The number of its process.
+    """
+    if config is not None:
+        command = [sys.executable, "-m", "axon_dist.cli", "train", str(config)]
+        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(config.parent / "cache")}
+        with open(log, "a") as file:
+            words = [*command, f"run_dir={address}", "--resume", "auto"]
+            return subprocess.Popen(words, stdout=file, stderr=file, env=env).pid
     child = os.fork()
     if child == 0:
         code = 1
@@ -75,9 +89,30 @@ def start(address: str, log: Path) -> int:
                 os.dup2(file.fileno(), 2)
                 run(address)
             code = 0
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return child
+
+
+def wait(child: int) -> int:
+    """The exit status of a leg, or the signal that ended it."""
+    found = os.waitid(os.P_PID, child, os.WEXITED)
+    assert found is not None
+    return found.si_status
+
+
+def leg(server: ObjectServer, child: int, chance: random.Random, may_kill: bool) -> int:
+    """Waits for a leg, or kills it; returns its exit status, or the signal that ended it."""
+    begun, wanted = len(server.requests), chance.randrange(1, 160)
+    # As many requests further on, and a moment, whatever the machine is doing.
+    while len(server.requests) < begun + wanted and not _is_over(child):
+        time.sleep(0.001)
+    time.sleep(chance.random() * 0.01)
+    if may_kill and not _is_over(child):
+        os.kill(child, signal.SIGKILL)
+    return wait(child)
 
 
 def main() -> None:
@@ -86,38 +121,65 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--faults", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--command", action="store_true")
     asked = parser.parse_args()
     chance = random.Random(asked.seed)
-    kills = runs = legs = wrong = 0
-    with serving(asked.faults, asked.seed) as server, tempfile.TemporaryDirectory() as scratch:
+    kills = runs = wrong = 0
+    with serving(0.0, asked.seed) as server, tempfile.TemporaryDirectory() as scratch:
         os.environ.update(server.env())
-        while kills < asked.kills:
-            scheme = ("gs", "s3")[runs % 2]
-            address, log = f"{scheme}://bucket/run{runs}", Path(scratch, f"{runs}.log")
-            ended = False
-            while not ended:
-                legs += 1
-                child, begun = start(address, log), len(server.requests)
-                # As many requests further on, and a moment, whatever the machine is doing.
-                wanted = chance.randrange(1, 160)
-                while len(server.requests) < begun + wanted and not _is_over(child):
-                    time.sleep(0.001)
-                time.sleep(chance.random() * 0.01)
-                if kills < asked.kills and not _is_over(child):
-                    os.kill(child, signal.SIGKILL)
-                    kills += 1
-                ended = os.waitid(os.P_PID, child, os.WEXITED).si_status == 0
-                if not ended and (text := log.read_text()).strip():
-                    print(text[-2000:], file=sys.stderr)
-                    wrong += "Error" in text or "damaged" in text
-                    log.write_text("")
-                if wrong > 5:
-                    raise SystemExit(1)
+        config = write_config(Path(scratch)) if asked.command else None
+        log = Path(scratch, "log")
+        wrong += wait(start("gs://bucket/whole", log, config))
+        expected = last_state(server, "whole")
+        wrong += config is None and expected.get("seen/0") != in_python()
+        server.faults = asked.faults
+        while kills < asked.kills and not wrong:
+            address, status = f"{('gs', 's3')[runs % 2]}://bucket/run{runs}", -1
+            while status != 0 and not wrong:
+                status = leg(server, start(address, log, config), chance, kills < asked.kills)
+                kills += status == signal.SIGKILL
+                wrong += status not in (0, signal.SIGKILL)
+            wrong += last_state(server, f"run{runs}") != expected
+            wrong += steps_of(server, f"run{runs}") != steps_of(server, "whole")
             runs += 1
-            wrong += _last_state(server, address) != expected()
-            print(f"{kills} kills, {runs} runs, {legs} legs, {wrong} wrong", flush=True)
+            print(f"{kills} kills, {runs} runs, {wrong} wrong", flush=True)
+        told = log.read_text()
+        wrong += any(word in told for word in ("damaged", "going back", "checksum"))
+        print(told[-3000:] if wrong else "", file=sys.stderr)
     print(f"{len(server.requests)} requests, {asked.faults:.0%} of them refused or cut")
     raise SystemExit(wrong > 0)
+
+
+def write_config(scratch: Path) -> Path:
+    """A transformer with dropout, ten steps, each of them saved."""
+    (scratch / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (scratch / "b.txt").write_text("a lazy dog jumps over the quick brown fox. " * 10)
+    config = {
+        "name": "killed",
+        "model": {"width": 8, "num_layers": 1, "num_heads": 2, "ffn_width": 16, "max_length": 16},
+        "devices": {"emulate": 2},
+        "mesh": {"fsdp": 2},
+        "parallel": "full_shard",
+        "data": {
+            "files": [str(scratch / "a.txt")],
+            "validation_files": [str(scratch / "b.txt")],
+            "sequence_length": 16,
+        },
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "train": {"steps": STEPS, "global_batch": 8, "eval_every": 0, "log_every": 1},
+        "checkpoint": {"every": 2, "keep": 2},
+    }
+    config["model"]["dropout"] = 0.1
+    path = scratch / "config.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def steps_of(server: ObjectServer, run: str) -> list[tuple[int, float]]:
+    """The step and the loss of every line of the metrics, where there are some."""
+    _, lines = server.objects.get(f"bucket/{run}/metrics.jsonl", (0, b""))
+    rows = map(json.loads, lines.decode().splitlines())
+    return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
 def _is_over(child: int) -> bool:
@@ -125,12 +187,13 @@ def _is_over(child: int) -> bool:
     return found is not None
 
 
-def _last_state(server: ObjectServer, address: str) -> list[int]:
-    """What the last checkpoint holds, read from the memory of the server."""
-    folder = f"{address.partition('://')[2]}/checkpoints/step_{STEPS:08d}"
+def last_state(server: ObjectServer, run: str) -> dict[str, bytes]:
+    """What the last checkpoint holds, from the memory of the server; nothing without its marker."""
+    folder = f"bucket/{run}/checkpoints/step_{STEPS:08d}"
     if f"{folder}/COMMITTED" not in server.objects:
-        return []
-    return np.frombuffer(server.objects[f"{folder}/zarr/seen/0"][1], np.uint32).tolist()
+        return {}
+    names = server.names(f"{folder}/zarr/")
+    return {name.removeprefix(f"{folder}/zarr/"): server.objects[name][1] for name in names}
 
 
 if __name__ == "__main__":

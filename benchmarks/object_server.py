@@ -40,6 +40,9 @@ class ObjectServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.generation = 1000
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a client that was killed."""
+
     def fault(self) -> str | None:
         """What goes wrong with the next request, if anything does."""
         with self.lock:

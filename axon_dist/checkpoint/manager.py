@@ -16,6 +16,7 @@ from ..core.files import kind_at
 from ..core.objects import Address, Place, as_place
 from ..core.typing import PyTree
 from .layout import (
+    MARKER,
     UNFINISHED,
     Manifest,
     StateDictType,
@@ -136,7 +137,7 @@ class CheckpointManager:
 
     Example:
         >>> import jax.numpy as jnp, tempfile
-        >>> with CheckpointManager(Path(tempfile.mkdtemp()), Retention(last=2)) as manager:
+        >>> with CheckpointManager(tempfile.mkdtemp(), Retention(last=2)) as manager:
         ...     for step in (1, 2, 3):
         ...         manager.save(step, {"w": jnp.full(2, step)})
         >>> [entry.step for entry in manager.entries()]
@@ -286,7 +287,8 @@ class CheckpointManager:
     def _prepare(self) -> int:
         """Clears away what killed runs left half-written; returns the next serial number."""
         if isinstance(self.folder, Address):
-            for path in self._paths():
+            names = {name.split("/")[0] for name in self.folder.names()}
+            for path in (self.folder / name for name in names if step_of(name) is not None):
                 if not is_checkpoint(path):
                     check_replaceable(path)
                     remove(path)
@@ -312,8 +314,9 @@ class CheckpointManager:
 
     def _paths(self) -> list[Place]:
         if isinstance(self.folder, Address):
-            names = {name.split("/")[0] for name in self.folder.names()}
-            return [self.folder / name for name in sorted(names) if step_of(name) is not None]
+            # Without a marker it is what a killed save left, as a folder `.tmp` is on a disk.
+            marked = [n.removesuffix(f"/{MARKER}") for n in self.folder.names() if "/" in n]
+            return [self.folder / name for name in marked if step_of(name) is not None]
         if kind_at(self.folder) != "a folder":
             return []
         try:

@@ -80,7 +80,7 @@ def damage(server, name, change):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("COMMITTED", lambda x: None, "has no COMMITTED: it was never finished"),
+        ("COMMITTED", lambda x: b"0", "not belong together"),
         ("manifest.json", lambda x: x.replace(b'"seen": 1', b'"seen": 2'), "not belong together"),
         ("zarr/w/0", lambda x: None, "file zarr/w/0 is missing"),
         ("zarr/w/0", lambda x: bytes([x[0] ^ 1]) + x[1:], "leaf w came back with the checksum"),
@@ -136,6 +136,17 @@ def test_where_nobody_answers_no_older_checkpoint_is_taken(server, folder, monke
     monkeypatch.setattr(type(server), "fault", lambda self: "forbid")
     with pytest.raises(StoreError, match=r"bucket/runs/one.*: .*; check the name, that these"):
         manager.restore_newest({"w": jnp.ones(2)})
+
+
+def test_the_first_save_was_killed(server, folder):
+    (as_place(folder, "here") / "step_00000004/zarr/w/0").write(b"half")
+    with CheckpointManager(folder) as manager:
+        assert manager.restore_newest({"w": jnp.ones(2)}) is None
+        assert manager.newest_step() == -1
+    with pytest.raises(DamagedCheckpointError, match="has no COMMITTED: it was never finished"):
+        load_checkpoint(f"{folder}/step_00000004", {"w": jnp.ones(2)})
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint '.*step_00000005'"):
+        load_checkpoint(f"{folder}/step_00000005", {"w": jnp.ones(2)})
 
 
 def test_other_objects_stay(server, folder):

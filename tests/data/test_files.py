@@ -155,5 +155,5 @@ def test_an_object_that_is_replaced_while_it_is_read(bucket, store, monkeypatch)
 
     store.requests.clear()
     monkeypatch.setattr(type(store), "fault", replaced)
-    with pytest.raises(StoreError, match=r"a.txt was replaced or removed while it was read"):
+    with pytest.raises(StoreError, match=r"a.txt was replaced or removed meanwhile"):
         find_files([f"{bucket}/a.txt"])
