@@ -224,12 +224,14 @@ def lose_hosts(runs: Runs, name: str, count: int, chance: random.Random) -> list
             wanted = at + chance.randrange(EVERY + 1, (STEPS - 1) // count)
             hosts.until(lambda n=wanted: any(r["step"] >= n for r in runs.records(name)))
             time.sleep(chance.random() * 0.05)
-            at, killed = runs.records(name)[-1]["step"], time.time()
+            killed = time.time()
             hosts.lose(chance.randrange(PROCESSES))
+            # The others may have been in a step that needs it no more.
+            time.sleep(1)
+            at = runs.records(name)[-1]["step"]
 
-            def beyond(at=at, killed=killed) -> list[float]:
-                rows = [r for r in runs.records(name) if r["step"] > at]
-                return [r["time/unix"] for r in rows if r["time/unix"] > killed]
+            def beyond(at=at) -> list[float]:
+                return [r["time/unix"] for r in runs.records(name) if r["step"] > at]
 
             hosts.until(lambda is_there=beyond: bool(is_there()))
             copied = [int(step) for step in copies.findall(runs.log(name))]

@@ -69,7 +69,8 @@ def measure(folder: Path, type: StateDictType, steps: int, saves: int) -> list[f
     config, run = folder / f"{type.value}.yaml", folder / type.value
     text = CONFIG.format(texts=folder, steps=steps).replace("every: 2", f"every: {steps // saves}")
     config.write_text(f"{text}  type: {type.value}\n")
-    process = start(config, run, "model.width=16", "model.ffn_width=32", "train.eval_every=0")
+    small = ("model.width=16", "model.ffn_width=32", "train.eval_every=0", "train.log_every=10")
+    process = start(config, run, *small)
     rows = sampled(process, run / "metrics.jsonl")
     if process.wait():
         raise SystemExit(run.with_suffix(".log").read_text())

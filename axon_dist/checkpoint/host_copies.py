@@ -420,7 +420,7 @@ def _fetch(
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         places = {place_of(index, leaf.shape) for index in indices if index is not None}
         for there in holders.get(path, ()):
-            if not local.has(path, there) and any(meeting(p, there) for p in places):
+            if not local.has(path, there) and any(meeting(p, there) is not None for p in places):
                 missing.add((path, there))
     told = _told_by_all(sorted(missing))
     for path, place in sorted({(path, as_place(p)) for rows in told for path, p in rows}):

@@ -80,10 +80,13 @@ def put(value):
     return jax.make_array_from_callback(value.shape, split, lambda index: value[index])
 
 def is_right(found):
-    shards = [(s.data, values[x][s.index]) for x in kinds for s in found[x].addressable_shards]
+    shards = [(s.data, values[x][s.index]) for x in values for s in found[x].addressable_shards]
     return all(np.asarray(got).tobytes() == value.tobytes() for got, value in shards)
 
 state = {name: put(value) for name, value in values.items()}
+values["step"] = np.int32(7)
+whole = NamedSharding(world.mesh, PartitionSpec())
+state["step"] = jax.make_array_from_callback((), whole, lambda index: values["step"])
 for lost in ((0,), (1,), (2,), (0, 2)):
     HostCopies(folder).save(5, state, {"data": len(lost)})
     if me in lost:
