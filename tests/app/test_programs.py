@@ -2,11 +2,17 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 from axon_dist.app.programs import ProgramStore, keep_programs
 from axon_dist.core.compat import keep_executables
+from axon_dist.launch.distributed import keeps_collectives_apart
+from axon_dist.parallel import ddp
+from axon_dist.train import build_train_step
 
 _SETTINGS = (
     "jax_compilation_cache_dir",
@@ -110,6 +116,36 @@ def test_a_program_is_loaded_where_all_is_equal_alone(tmp_path):
         file.write_bytes(file.read_bytes()[:-1])
     assert not run()
     assert run()
+
+
+def test_a_loaded_step_gives_the_bits_of_the_compiled_one(tmp_path, world):
+    store, loaded = ProgramStore(tmp_path / "axon_dist" / "host"), []
+
+    def get(key):
+        program = store.get(key)
+        loaded.append((key.rpartition("-")[0], program is not None))
+        return program
+
+    keep_executables(store.path, get, store.put)
+    batch = {"x": np.linspace(0.0, 1.0, 32, dtype=np.float32).reshape(8, 4)}
+
+    def train():
+        loaded.clear()
+        jax.clear_caches()
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        loss_fn = lambda model, batch: jnp.mean((jnp.tanh(model(batch["x"])) - 0.3) ** 2)
+        step = build_train_step(model, optax.adam(1e-2), loss_fn, ddp(), world)
+        state = step.init()
+        assert keeps_collectives_apart(step.lower(batch).compile().as_text())
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, metrics))]
+
+    compiled = train()
+    assert ("jit_train_step", False) in loaded
+    assert train() == compiled
+    assert ("jit_train_step", True) in loaded
+    assert ("jit_train_step", False) not in loaded
 
 
 def test_what_was_killed_while_it_wrote_is_not_there(tmp_path, monkeypatch):
