@@ -325,8 +325,8 @@ class StepOptions:
         shards = self.logical_shards
         if shards is None and not self.is_elastic:
             return
-        whole = isinstance(shards, int) and not isinstance(shards, bool) and shards > 0
-        if not (self.is_elastic and whole and shards & (shards - 1) == 0):
+        is_count = isinstance(shards, int) and not isinstance(shards, bool) and shards > 0
+        if not (self.is_elastic and is_count) or bin(shards or 0).count("1") != 1:
             raise ConfigError(
                 f"logical_shards is {shards!r}, and deterministic is {self.deterministic!r}; "
                 f"deterministic={ELASTIC!r} needs logical_shards, a power of two such as 8, and "
