@@ -162,7 +162,6 @@ def whole_norm(spec: StepSpec, tree: PyTree) -> Array:
         spec: the step.
         tree: in global view, split or whole.
     """
-
     return _alone(spec, optax.tree.norm, (PartitionSpec(),), PartitionSpec())(tree)
 
 
@@ -297,7 +296,7 @@ def _of_sums(spec: StepSpec) -> Obstacle:
     if precision is not None and precision.products is not None:
         return (
             "products in fp8 take their scales from the samples of all ranks",
-            'use another precision, such as "bf16"',
+            'use MixedPrecision(compute="bfloat16", reduce="float32")',
         )
     if reduction.is_grouped or not reduction.sync_buffers:
         return (
