@@ -5,7 +5,8 @@
 By hand weights are gathered once and stay whole until the backward pass has used them, as
 shard_grad_op does. full_shard frees them and gathers them again there, so it stands beside a second
 program by hand that does so too: each block under a `jax.checkpoint` that keeps everything but
-gathered weights. Prints CPU-seconds per step (the least of the rounds, the figure to trust on a
+gathered weights. The rows named elastic stand beside our step without `deterministic="elastic"`.
+Prints CPU-seconds per step (the least of the rounds, the figure to trust on a
 shared machine), the median wall time, what they are to each program by hand, and the collectives.
 """
 
@@ -32,6 +33,7 @@ from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from .timing import Timing, alternate
 
 OURS, HAND, HAND_AGAIN = "axon_dist", "by hand", "by hand, gathered again"
+ANY_BITS = "axon_dist, bits of its layout"
 SMALL = 1024
 """Leaves with fewer elements stay whole in both programs."""
 
@@ -108,6 +110,7 @@ class Row:
     options: MappingProxyType[str, Any] = MappingProxyType({})
 
 
+ELASTIC = MappingProxyType({"deterministic": "elastic", "logical_shards": 8})
 FULL_SHARD = Row(
     "fsdp",
     lambda: fsdp(min_elements=SMALL),
@@ -123,6 +126,10 @@ ROWS = MappingProxyType(
             FULL_SHARD,
             by_hand=MappingProxyType({HAND: Recomputed}),
             options=MappingProxyType({"remat": ActivationCheckpointing()}),
+        ),
+        "ddp elastic": Row("dp", ddp, whole, MappingProxyType({}), ELASTIC),
+        "full_shard elastic": dataclasses.replace(
+            FULL_SHARD, by_hand=MappingProxyType({}), options=ELASTIC
         ),
     }
 )
@@ -169,12 +176,14 @@ class Program:
         state: where it stands; each call moves it on.
         batch: placed.
         ledger: the collectives of the compiled program.
+        temporaries: bytes of a device beside the state and the batch.
     """
 
     step: Callable[[Any, Any], tuple[Any, jax.Array]]
     state: Any
     batch: Any
     ledger: Ledger
+    temporaries: int
 
     def __call__(self) -> jax.Array:
         self.state, loss = self.step(self.state, self.batch)
@@ -188,22 +197,27 @@ def programs_of(row: Row, devices: int) -> dict[str, Program]:
     optimizer = optax.adamw(1e-3)
     batch = {"tokens": np.random.default_rng(0).integers(0, 256, (16, 129)).astype(np.int32)}
 
-    step = build_train_step(
-        model(), optimizer, next_token_loss, row.strategy(), world, **dict(row.options)
-    )
-    placed = step.place(batch)
+    def program(step, state, placed, lowered):
+        compiled = lowered.compile()
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        return Program(step, state, placed, collectives(compiled, world.mesh), temporaries)
 
-    def run(state, batch):
-        state, metrics = step(state, batch)
-        return state, metrics["loss"]
+    def ours(**options):
+        strategy = row.strategy()
+        step = build_train_step(model(), optimizer, next_token_loss, strategy, world, **options)
 
-    ledger = collectives(step.lower(batch).compile(), world.mesh)
-    programs = {OURS: Program(run, step.init(), placed, ledger)}
+        def run(state, batch):
+            state, metrics = step(state, batch)
+            return state, metrics["loss"]
+
+        return program(run, step.init(), step.place(batch), step.lower(batch))
+
+    programs = {OURS: ours(**dict(row.options))}
+    arrays = programs[OURS].batch.arrays
     for name, change in row.by_hand.items():
         jitted, state = by_hand(model(), optimizer, world.mesh, row, change)
-        ledger = collectives(jitted.lower(state, placed.arrays).compile(), world.mesh)
-        programs[name] = Program(jitted, state, placed.arrays, ledger)
-    return programs
+        programs[name] = program(jitted, state, arrays, jitted.lower(state, arrays))
+    return programs if row.by_hand else programs | {ANY_BITS: ours()}
 
 
 def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, list[str]]:
@@ -217,6 +231,7 @@ def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, li
         "wall (median)",
         "collectives",
         "wire MB",
+        "temporaries MB",
         "loss",
     ):
         table.add_column(column, justify="right")
@@ -227,9 +242,10 @@ def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, li
             f"{timings[label].median_wall:.3f}",
             f"{program.ledger.num_executions()}",
             f"{program.ledger.total_wire_bytes() / 1e6:.3f}",
+            f"{program.temporaries / 1e6:.3f}",
             f"{float(program()):.5f}",
         )
-    return table, [against(label, programs, timings) for label in ROWS[name].by_hand]
+    return table, [against(label, programs, timings) for label in programs if label != OURS]
 
 
 def against(label: str, programs: dict[str, Program], timings: dict[str, Timing]) -> str:

@@ -130,6 +130,7 @@ def build_step(
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,
+        logical_shards=config.logical_shards,
         **what_is_trained(config),
         ema=config.train.ema,
         compiler_options={**config.compiler_options, **(compiler_options or {})},

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import jax
 
@@ -208,7 +208,10 @@ class RunConfig:
             theirs.
         loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
         deterministic: give the same bits in every run of this config on devices of one kind; CPUs
-            and TPUs do that anyway, GPUs get slower by it.
+            and TPUs do that anyway, GPUs get slower by it. `elastic` gives them on any number of
+            CPU devices too, under ddp, zero and fsdp.
+        logical_shards: into how many parts a batch is cut for `deterministic: elastic`, a power of
+            two and a multiple of the devices of every run that is to have the same bits.
         compiler_options: options of XLA by name, beside and over those that the table of chips has
             for the devices; null takes one of the chip away. They change no number, only time and
             memory.
@@ -263,7 +266,8 @@ class RunConfig:
     trainable: tuple[str, ...] = ()
     frozen_dtype: str | None = None
     loss_scale: GradScaler | None = None
-    deterministic: bool = False
+    deterministic: bool | Literal["elastic"] = False
+    logical_shards: int | None = None
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -325,3 +325,20 @@ def results_of_no_sample(
         return is_alike and bool(made.eqns) and max(needed, default=0) < first
 
     return [number for number in range(num_results) if is_once(number)]
+
+
+def changed_results(program: ClosedJaxpr, first: int, count: int) -> list[int]:
+    """Which of the last results are not the inputs that they belong to, handed on unchanged.
+
+    Args:
+        program: any.
+        first: the number of the input that belongs to the first of these results.
+        count: how many results.
+
+    Example:
+        >>> changed_results(jax.make_jaxpr(lambda x, y, z: (x, y, z + 1))(1, 2, 3), 1, 2)
+        [1]
+    """
+    before = program.jaxpr.invars[first : first + count]
+    after = program.jaxpr.outvars[len(program.jaxpr.outvars) - count :]
+    return [n for n, pair in enumerate(zip(before, after, strict=True)) if pair[0] is not pair[1]]

@@ -22,17 +22,16 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from ..collectives.tree import tree_sum
-from ..core.compat import CALLS, eval_jaxpr
+from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, PyTree
-from ..jaxpr.factors import ELEMENTWISE, KEEPS, MOVES
-from ..jaxpr.randomness import without_rank
-from ..jaxpr.walk import equations
+from ..jaxpr.randomness import changed_results, without_rank
+from ..jaxpr.rows import mixing_in
 from ..sharding import axes_of, optimizer_shardings
 from .local_view import LocalPlan
 from .microbatches import Draws, SumsFn, draws_of
@@ -111,7 +110,7 @@ class ElasticPlan(LocalPlan):
 
         trace = jax.make_jaxpr(sums_of, return_shape=True)
         program, shapes = trace(weights, before(0), jax.tree.map(lambda x: x[0], batch))
-        self._check_buffers(program.jaxpr, first)
+        self._check_buffers(program, first)
         structure = jax.tree.structure(shapes)
         stack = jax.tree.map(
             lambda x: jnp.zeros((count.bit_length(), *x.shape), x.dtype), shapes[0]
@@ -141,15 +140,13 @@ class ElasticPlan(LocalPlan):
         )
         return jax.tree.map(lambda x: x[-1], stack), buffers
 
-    def _check_buffers(self, program: Jaxpr, buffers: PyTree) -> None:
+    def _check_buffers(self, program: ClosedJaxpr, buffers: PyTree) -> None:
         """Raises for a buffer that a shard's samples change."""
         paths = [path for path, _ in leaves_with_paths(buffers)]
         once = frozenset() if self.drawing is None else self.drawing.once
         weights = len(jax.tree.leaves(self.spec.parts.params))
-        before = program.invars[weights : weights + len(paths)]
-        after = program.outvars[len(program.outvars) - len(paths) :]
-        for path, old, new in zip(paths, before, after, strict=True):
-            if old is not new and path not in once:
+        for number in changed_results(program, weights, len(paths)):
+            if (path := paths[number]) not in once:
                 raise UnsupportedError(
                     f"the buffer {path!r} depends on the samples, as the statistics of BatchNorm "
                     'do, and under deterministic="elastic" would be that of one logical shard. '
@@ -165,7 +162,6 @@ def whole_norm(spec: StepSpec, tree: PyTree) -> Array:
         spec: the step.
         tree: in global view, split or whole.
     """
-
     return _alone(spec, optax.tree.norm, (PartitionSpec(),), PartitionSpec())(tree)
 
 
@@ -300,7 +296,7 @@ def _of_sums(spec: StepSpec) -> Obstacle:
     if precision is not None and precision.products is not None:
         return (
             "products in fp8 take their scales from the samples of all ranks",
-            'use another precision, such as "bf16"',
+            'use MixedPrecision(compute="bfloat16", reduce="float32")',
         )
     if reduction.is_grouped or not reduction.sync_buffers:
         return (
@@ -321,16 +317,14 @@ def _of_sums(spec: StepSpec) -> Obstacle:
 _WIDE = 32
 """Bits of the floating-point numbers that the tree adds up."""
 
-_BY_ELEMENT = ELEMENTWISE | MOVES | KEEPS | CALLS | {"cond", "custom_jvp_call"}
-
 
 def _of_update(spec: StepSpec) -> Obstacle:
-    for equation in equations(spec.distributed.program.jaxpr):
-        if (name := equation.primitive.name) not in _BY_ELEMENT:
-            return (
-                f"the optimizer does not work element by element: its {name!r} over elements that "
-                "ranks split has an order that depends on their number",
-                "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global "
-                "norm use clip_norm=... of build_train_step",
-            )
-    return None
+    name = mixing_in(spec.distributed.program)
+    if name is None:
+        return None
+    return (
+        f"the optimizer does not work element by element: its {name!r} over elements that ranks "
+        "split has an order that depends on their number",
+        "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global norm use "
+        "clip_norm=... of build_train_step",
+    )
