@@ -405,6 +405,22 @@ def _newest_whole(
     return None
 
 
+def _missing(
+    local: Pieces, leaves: Mapping[LeafPath, jax.ShapeDtypeStruct], holders: Holders
+) -> set[tuple[LeafPath, Slices]]:
+    """The pieces that this process needs and its host has not."""
+    missing: set[tuple[LeafPath, Slices]] = set()
+    for path, leaf in leaves.items():
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        places = {place_of(index, leaf.shape) for index in indices if index is not None}
+        for there in holders.get(path, ()):
+            # An array without dims has one place, which is empty and no less one.
+            is_needed = any(meeting(place, there) is not None for place in places)
+            if is_needed and not local.has(path, there):
+                missing.add((path, there))
+    return missing
+
+
 def _fetch(
     local: Pieces, leaves: Mapping[LeafPath, jax.ShapeDtypeStruct], holders: Holders
 ) -> None:
@@ -415,13 +431,7 @@ def _fetch(
         leaves: what is stored of each, and where it is to lie.
         holders: who has what.
     """
-    missing: set[tuple[LeafPath, Slices]] = set()
-    for path, leaf in leaves.items():
-        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        places = {place_of(index, leaf.shape) for index in indices if index is not None}
-        for there in holders.get(path, ()):
-            if not local.has(path, there) and any(meeting(p, there) is not None for p in places):
-                missing.add((path, there))
+    missing = _missing(local, leaves, holders)
     told = _told_by_all(sorted(missing))
     for path, place in sorted({(path, as_place(p)) for rows in told for path, p in rows}):
         is_source = process_index() == holders[path][place]

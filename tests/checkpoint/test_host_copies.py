@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import HostCopies
-from axon_dist.checkpoint.copy_files import CopyHeader, copies_in, is_whole, write_copy
-from axon_dist.checkpoint.host_copies import Ring, _sender
+from axon_dist.checkpoint.copy_files import CopyHeader, Pieces, copies_in, is_whole, write_copy
+from axon_dist.checkpoint.host_copies import Ring, _missing, _sender
 from axon_dist.checkpoint.layout import LeafSpec
 from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from axon_dist.mesh import World
@@ -232,3 +232,17 @@ def test_each_device_gets_the_row_of_its_source():
     send, split = _sender(tuple(jax.devices()[:4]), (3, 0, 1, 2))
     rows = jax.device_put(np.arange(8, dtype=np.uint8).reshape(4, 2), split)
     assert np.asarray(send(rows))[:, 0].tolist() == [6, 0, 2, 4]
+
+
+def test_what_an_empty_host_misses_is_all_that_its_devices_need():
+    state = state_on(World.emulate(4, "fsdp=2,dp=2"))
+    state.pop("key")
+    halves = [((0, 4), (0, 4)), ((4, 8), (0, 4))]
+    holders = {"w": dict.fromkeys(halves, 1), "count": {(): 0}, "empty": {}}
+    assert _missing(Pieces({}), state, holders) == {("w", half) for half in halves} | {
+        ("count", ())
+    }
+    local = Pieces({})
+    local.add("w", halves[0], np.zeros(64, np.uint8))
+    local.add("count", (), np.zeros(4, np.uint8))
+    assert _missing(local, state, holders) == {("w", halves[1])}
