@@ -1,6 +1,9 @@
 """Runs, data and weights in buckets, against a server of this machine."""
 
 import json
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,6 +16,8 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.objects import as_place
 
 from .test_resume import bits
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -41,6 +46,20 @@ def drop_after(store, step):
     store.objects["bucket/run/metrics.jsonl"] = 1, b"".join(kept)
 
 
+def test_what_a_run_leaves_in_a_bucket(config, store, tiny):
+    options = {**tiny["train"], "steps": 2, "eval_every": 0, "log_every": 1}
+    done = train(config("s3://bucket/run", train=options))
+    assert str(done.directory.place) == "s3://bucket/run"
+    assert not done.directory.path.exists()
+    names = {name.removeprefix("bucket/run/").split("/")[0] for name in store.names()}
+    wanted = {"config.yaml", "metrics.jsonl", "program.json", "summary.json", LEASE, "checkpoints"}
+    assert wanted <= names
+    assert store.objects[f"bucket/run/{LEASE}"][1] == b"{}"
+    rows = metrics(store.objects["bucket/run/metrics.jsonl"][1])
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2]
+
+
+@pytest.mark.full
 def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_and_is_read(config, store, tmp_path):
     whole = train(config(tmp_path / "whole"))
     store.faults = 0.1
@@ -155,3 +174,10 @@ def test_a_store_that_holds_no_conditions_is_refused(folder, store, monkeypatch)
     )
     with pytest.raises(ConfigError, match="nothing keeps two runs apart; name a folder of another"):
         Lease(folder, "run_dir", print)
+
+
+@pytest.mark.full
+def test_runs_that_are_killed_at_a_store_that_fails_end_as_undisturbed_ones():
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bucket", "--kills", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
