@@ -156,7 +156,7 @@ def zero(
     row = ZERO[ZeROStage(stage)]
     axes = axes_of(axes)
     over = axes if shard_axes is None else axes_of(shard_axes)
-    if not over or not set(over) <= set(axes):
+    if not set(over) <= set(axes):
         raise ConfigError(
             f"shard axes {over} must be one or more of the batch axes {axes}; the ranks that split "
             "an array must have samples of their own"
