@@ -199,10 +199,10 @@ def compression_of(what: Compression | str | None) -> Compression | None:
     """
     if what is None or isinstance(what, (Quantized, TopK)):
         return what
-    if what == "top_k":
-        return TopK()
     if isinstance(what, str) and what in _LARGEST:
         return Quantized(what)
+    if isinstance(what, str) and what == "top_k":
+        return TopK()
     names = (*_LARGEST, "top_k")
     raise ConfigError(
         f"there is no compression {what!r:.60}.{did_you_mean(str(what), names)} Or give "

@@ -27,6 +27,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AbstractMesh
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from .typing import Array
@@ -252,7 +253,13 @@ def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Any, list[boo
     Returns:
         The smaller jaxpr, and which inputs it still has.
     """
-    return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+    with outside_meshes():
+        return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+
+
+def outside_meshes() -> Any:
+    """A context without a mesh: within one, jax 0.10 enters no `shard_map` of another size."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def source_line(equation: JaxprEqn) -> str:

@@ -7,6 +7,7 @@ import difflib
 import enum
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 
@@ -46,6 +47,10 @@ class ScheduleError(AxonDistError, ValueError):
     """A pipeline table is not a legal schedule; the message shows the grid, the cell marked."""
 
 
+class NoAttributeError(AxonDistError, AttributeError):
+    """An object has no attribute of that name; the message says what is meant."""
+
+
 class UnsupportedError(AxonDistError, ValueError):
     """The platform or the model cannot do what was asked for; nothing degrades silently."""
 
@@ -78,6 +83,20 @@ class BackendStartedError(AxonDistError, RuntimeError):
     """JAX has started its backend already, so its number of devices can no longer change."""
 
 
+_ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("data", "batch", "replica", "data_parallel", "x"), "dp"),
+        **dict.fromkeys(("model", "tensor", "mp", "mdl", "model_parallel", "y"), "tp"),
+        **dict.fromkeys(("pipe", "pipeline", "stage", "stages"), "pp"),
+        **dict.fromkeys(("seq", "sequence", "context", "sp"), "cp"),
+        **dict.fromkeys(("expert", "experts"), "ep"),
+        **dict.fromkeys(("shard", "sharded"), "fsdp"),
+        **dict.fromkeys(("node", "hosts", "host"), "nodes"),
+    }
+)
+"""Mesh axes under the names that others give them, too far from theirs to be near spellings."""
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Returns a sentence that names the nearest valid spelling and lists all of them.
 
@@ -91,9 +110,12 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     Example:
         >>> did_you_mean("fdsp", ["dp", "fsdp", "tp"])
         " Did you mean 'fsdp'? Valid: dp, fsdp, tp."
+        >>> did_you_mean("data", ["dp", "tp"])
+        " Did you mean 'dp'? Valid: dp, tp."
     """
     options = sorted(str(option) for option in valid)
-    near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
+    near = [meant] if (meant := _ALSO_CALLED.get(str(name))) in options else []
+    near = near or difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     return f"{guess} Valid: {', '.join(options)}."
 

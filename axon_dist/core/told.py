@@ -1,17 +1,25 @@
-"""`told`: what a public function is given, compared by kind before it is used; a row per kind."""
+"""`told`: what a public function is given, compared by kind before it is used; a row per kind.
+
+What an argument or a field of a dataclass can be is read off its annotation where that names
+numbers, texts, flags or sequences of these; a row says more, such as that it is at least 1.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 from .errors import AxonDistError, ConfigError
 
@@ -49,13 +57,26 @@ class ArgumentKind:
             f"{self.advice}, or None", lambda x: x is None or self.holds(x), self.error
         )
 
+    def several(self) -> ArgumentKind:
+        """A sequence of the kind; an iterator, which can be read but once, is not looked into."""
+        return ArgumentKind(
+            f"a list or tuple, each of it {self.advice}",
+            lambda x: (
+                isinstance(x, Iterable)
+                and not isinstance(x, (str, bytes, Mapping, type))
+                and not hasattr(x, "dtype")
+                and (isinstance(x, Iterator) or all(map(self.holds, x)))
+            ),
+            self.error,
+        )
+
 
 def told(who: str | None = None, /, **kinds: ArgumentKind) -> Callable[[_Function], _Function]:
-    """Has a function compare some of its arguments, by name, before it runs.
+    """Has a function compare its arguments with their annotations, or kinds, before it runs.
 
     Args:
         who: the name in messages; None takes that of the function.
-        **kinds: what the arguments of these names can be.
+        **kinds: what the arguments of these names can be, in place of their annotations.
 
     Example:
         >>> @told(number=WHOLE)
@@ -67,19 +88,99 @@ def told(who: str | None = None, /, **kinds: ArgumentKind) -> Callable[[_Functio
     """
 
     def wrap(function: _Function) -> _Function:
-        names = tuple(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
+        names = tuple(parameters)
         name_of = who or function.__name__
+        rows: dict[str, ArgumentKind | None] = {}
 
         @functools.wraps(function)
         def checked(*args: object, **kwargs: object) -> Any:
+            if not rows:
+                # Not before: a module may name classes that are defined after the function.
+                known = function.__globals__
+                rows.update({n: kind_of(p.annotation, known) for n, p in parameters.items()})
+                rows.update(kinds)
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-                if name in kinds:
-                    kinds[name].check(name_of, name, value)
+                kind = rows.get(name)
+                if kind is not None:
+                    kind.check(name_of, name, value)
             return function(*args, **kwargs)
 
         return cast(_Function, checked)
 
     return wrap
+
+
+def check_fields(thing: Any, who: str = "") -> None:
+    """Compares the fields of a dataclass with their annotations.
+
+    Args:
+        thing: the dataclass.
+        who: the name in messages; "" takes that of its class.
+
+    Raises:
+        ConfigError: about the first field that is of another kind.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Span:
+        ...     length: int | None
+        >>> check_fields(Span("8"))
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: Span got length='8', a str; give a whole number, or None
+    """
+    for name, kind in _kinds_of_fields(type(thing)):
+        kind.check(who or type(thing).__name__, name, getattr(thing, name))
+
+
+@functools.cache
+def _kinds_of_fields(cls: Any) -> tuple[tuple[str, ArgumentKind], ...]:
+    names = vars(sys.modules[cls.__module__])
+    pairs = [(field.name, kind_of(field.type, names)) for field in dataclasses.fields(cls)]
+    return tuple((name, kind) for name, kind in pairs if kind is not None)
+
+
+def kind_of(
+    annotation: Any, names: Mapping[str, Any] = MappingProxyType({})
+) -> ArgumentKind | None:
+    """What an annotation as text allows; None where it names more than is known here.
+
+    Args:
+        annotation: of plain values, of sequences of these, of functions, and of this package's
+            classes; an enum's members have names of their own, and are looked up by these.
+        names: the classes by name, as where it stands.
+
+    Example:
+        >>> kind_of("tuple[float, ...] | None").advice, kind_of("Mesh | str")
+        ('a list or tuple, each of it a number, or None', None)
+    """
+    terms = annotation.split(" | ") if isinstance(annotation, str) else [""]
+    kinds = [kind for term in terms if (kind := _kind_of_term(term, names)) is not None]
+    if len(kinds) < len(terms):
+        return None
+    advice = ", or ".join(kind.advice for kind in kinds)
+    return ArgumentKind(advice, lambda x: any(kind.holds(x) for kind in kinds))
+
+
+def _kind_of_term(term: str, names: Mapping[str, Any]) -> ArgumentKind | None:
+    if (plain := _PLAIN.get(term)) is not None:
+        return plain
+    if term.startswith("Callable["):
+        return FUNCTION
+    if literal := re.fullmatch(r'Literal\[([\w", ]+)\]', term):
+        words = [word.strip(' "') for word in literal[1].split(",")]
+        return ArgumentKind(" or ".join(map(repr, words)), lambda x: TEXT.holds(x) and x in words)
+    if listed := re.fullmatch(r"(?:tuple|list|Sequence|Iterable)\[([\w.]+)(?:, \.\.\.)?\]", term):
+        each = _kind_of_term(listed[1], names)
+        return None if each is None else each.several()
+    head, _, tail = term.partition(".")
+    found = names.get(head)
+    found = getattr(found, tail, None) if tail else found
+    if not isinstance(found, type) or not found.__module__.startswith(_KNOWN):
+        return None
+    if issubclass(found, enum.Enum) or getattr(found, "_is_protocol", False):
+        return None
+    return ArgumentKind(f"a {found.__name__}", lambda x: isinstance(x, found))
 
 
 def is_whole(value: Any) -> bool:
@@ -92,6 +193,40 @@ def is_number(value: Any) -> bool:
     return is_whole(value) or (isinstance(value, (float, np.floating)) and math.isfinite(value))
 
 
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is a number, or an array of no dims."""
+    is_real = REAL.holds(value) and value == value
+    return is_real or (hasattr(value, "aval") and value.shape == ())
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array or its shape, a number, or a list of numbers."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return not inspect.isclass(value)
+    try:
+        return np.asarray(value).dtype.kind in "biufc"
+    except ValueError:  # Lists of several lengths.
+        return False
+
+
+def takes(function: Callable[..., Any], *names: str) -> bool:
+    """Whether a function can be called with so many arguments, as far as Python knows.
+
+    Example:
+        >>> takes(lambda keys, leaf: True, "keys", "leaf"), takes(lambda: True, "keys")
+        (True, False)
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # A callable that Python knows no signature of.
+        return True
+    try:
+        signature.bind(*names)
+    except TypeError:
+        return False
+    return True
+
+
 def is_dtype(value: Any, kind: Any) -> bool:
     """Whether a value is a dtype of a kind, such as `jnp.floating`, or names one that JAX has."""
     try:
@@ -102,7 +237,10 @@ def is_dtype(value: Any, kind: Any) -> bool:
 
 def is_module(value: Any) -> bool:
     """Whether a value is a module, or a function that makes one; a wrapper of one is neither."""
-    return isinstance(value, nnx.Module) or (callable(value) and not hasattr(value, "strategy"))
+    if isinstance(value, (nnx.Module, linen.Module)):
+        return isinstance(value, nnx.Module)
+    is_maker = callable(value) and (inspect.isclass(value) or takes(value))
+    return is_maker and not hasattr(value, "strategy")
 
 
 def _brief(value: Any) -> str:
@@ -116,6 +254,7 @@ def _brief(value: Any) -> str:
 
 WHOLE = ArgumentKind("a whole number", is_whole)
 SEED = ArgumentKind("a whole number in [0, 2^32)", lambda x: is_whole(x) and 0 <= x < 2**32)
+SIZE = ArgumentKind("a whole number, at least 0", lambda x: is_whole(x) and x >= 0)
 COUNT = ArgumentKind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
 NUMBER = ArgumentKind("a finite number", is_number)
 REAL = ArgumentKind(
@@ -151,3 +290,17 @@ OPTIMIZER = ArgumentKind(
 )
 RNGS = ArgumentKind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
 FUNCTION = ArgumentKind("a function", callable)
+ARRAY = ArgumentKind("an array or a number", is_array)
+_KNOWN = "axon_dist.", "flax.nnx."
+"""Where classes come from whose instances nothing else stands in for."""
+_PLAIN: MappingProxyType[str, ArgumentKind] = MappingProxyType(
+    {
+        "int": WHOLE,
+        "float": ArgumentKind("a number", _is_scalar),
+        "bool": ArgumentKind("True or False", lambda x: isinstance(x, (bool, np.bool_))),
+        "str": TEXT,
+        "tuple[str, ...]": TEXTS,
+        "None": ArgumentKind("None", lambda x: x is None),
+    }
+)
+"""What an argument can be whose annotation is such a word."""

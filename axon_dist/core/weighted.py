@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .told import ARRAY, FUNCTION
 from .typing import Array
 
 
@@ -64,6 +65,9 @@ class Shared:
 
     value: object
 
+    def __post_init__(self) -> None:
+        ARRAY.check("Shared", "value", self.value)
+
 
 PER_SAMPLE = "axon_dist_per_sample"
 """The name of a call that is promised to treat the samples, dim 0 of its arrays, one by one."""
@@ -89,6 +93,7 @@ def per_sample(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> double(jnp.ones(2)).tolist()
         [2.0, 2.0]
     """
+    FUNCTION.check("per_sample", "function", function)
 
     def run(*args: object) -> Array:
         return function(*args)

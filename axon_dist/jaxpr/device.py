@@ -46,6 +46,7 @@ from .placement import (
     union,
     whole,
 )
+from .rewrite import for_platform
 from .walk import Atom, called, dtype_of, inners, interpret, needed_for, shape_of
 
 
@@ -79,7 +80,8 @@ def tape_of(
     """
     reader, jaxpr = _Reader(sizes, platform), closed.jaxpr
     inputs = [reader.input(v, s) for v, s in zip(jaxpr.invars, splits, strict=True)]
-    needed, read = needed_for(jaxpr, range(len(jaxpr.outvars)))
+    own = for_platform(jaxpr, reader.branch_of)
+    needed, read = needed_for(own, range(len(jaxpr.outvars)))
     outputs = reader.run(needed, closed.consts, [inputs[place] for place in read])
     outputs = [reader.resolved(value) for value in outputs]
     for place, variable in enumerate(jaxpr.outvars[:num_kept]):
@@ -158,9 +160,9 @@ class _Reader:
         return self._after(value, made, "sharding_constraint", "other", (sent,))
 
     def platform_of(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        return [Sharded(-1, (), known=self._platform(equation.params["platforms"]))]
+        return [Sharded(-1, (), known=self.branch_of(equation.params["platforms"]))]
 
-    def _platform(self, platforms: Sequence[Sequence[str] | None]) -> int:
+    def branch_of(self, platforms: Sequence[Sequence[str] | None]) -> int:
         ours = (n for n, names in enumerate(platforms) if names is None or self.platform in names)
         return next(ours, 0)
 
@@ -406,7 +408,7 @@ class _Reader:
         """A conditional: the branch of a platform, or all branches as bodies."""
         which, platforms = operands[0].known, equation.params.get("branches_platforms")
         if which is None and platforms is not None:
-            which = self._platform(platforms)
+            which = self.branch_of(platforms)
         if which is not None:
             chosen = equation.params["branches"][which]
             return self.run(chosen.jaxpr, chosen.consts, operands[1:])

@@ -89,23 +89,40 @@ def find_rows(
         found = None if key != other else _compare(mine, full)
         if key != other and "rbg" in key[1] and mine[:1] != ("split",):
             raise UnsupportedError(f"the model {FIRST_KEY}")
-        if found is not None and mine[:1] == ("gamma",):
-            raise UnsupportedError(
-                f"the model draws gamma noise of shape {mine[1:]} for all samples from one key, of "
-                "which a part of them cannot be drawn alone; draw it sample by sample: "
-                "jax.vmap(jax.random.gamma)(jax.random.split(key, samples), a)"
-            )
-        if rows.setdefault(mine, found) != found:
-            what = f"random arrays of shape {mine}"
-            if mine[:1] == ("split",):
-                what = f"random keys of shape {mine[1:]}"
-            raise UnsupportedError(
-                f"the model draws {what} both with and without a batch dim, so they cannot be "
-                "told apart; change the local batch size"
-            )
+        if mine[:1] == ("gamma",):
+            # Each element has a key of its own, split off those given, and splits it in 2 and in 3.
+            is_counted = found is not None and not key[0]
+            found = _key_rows(mine[1:], full[1:], found.dim) if is_counted else None
+            mine = "split", math.prod(mine[1 + len(key[0]) :])
+            _note(rows, ("split", 2), None)
+            _note(rows, ("split", 3), None)
+        _note(rows, mine, found)
     counting = {drawn: found for drawn, found in rows.items() if found is not None}
     _check_keys(program.jaxpr, [False] * len(program.jaxpr.invars), counting)
     return counting
+
+
+def _note(rows: dict[Drawn, SampleRows | None], drawn: Drawn, found: SampleRows | None) -> None:
+    """Notes whose rows are drawn; raises where that is not known by the shape alone."""
+    if rows.setdefault(drawn, found) != found:
+        what = f"random arrays of shape {drawn}"
+        if drawn[:1] == ("split",):
+            what = f"random keys of shape {drawn[1:]}"
+        raise UnsupportedError(
+            f"the model draws {what} both with and without a batch dim, so they cannot be told "
+            "apart; change the local batch size"
+        )
+
+
+def _key_rows(mine: Shape, full: Shape, dim: int) -> SampleRows:
+    """Which of the keys of all elements of gamma noise are those of some samples."""
+    if math.prod(mine[:dim]) > 1:
+        raise UnsupportedError(
+            f"the model draws gamma noise of shape {mine} from one key, in which dim {dim} counts "
+            "samples, so that the keys of a part of them do not follow each other; draw it with "
+            "the samples first, and transpose it"
+        )
+    return SampleRows(0, math.prod(full))
 
 
 def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleRows]) -> list[bool]:
@@ -123,7 +140,7 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
     def run(equation: JaxprEqn, given: Sequence[bool]) -> list[bool]:
         name = equation.primitive.name
         if name in DRAWS and any(given) and _drawn_by(equation) in rows:
-            shape = tuple(equation.params["shape"])
+            shape = shape_of(equation.outvars[0])
             raise UnsupportedError(
                 f"the model draws a random array of shape {shape}, a row for every sample, from a "
                 "key that it makes on the way, such as jax.random.key(0) within the model or the "

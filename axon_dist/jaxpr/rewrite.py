@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.compat import CALLS, REMATS, eval_equation, in_place_of, inner_programs
@@ -101,6 +101,55 @@ class Rewriting:
     def hides(self, equation: JaxprEqn) -> bool:
         """Whether a program that an equation runs holds such a one."""
         return any(map(self.concerns, inner_programs(equation)))
+
+
+def for_platform(jaxpr: Jaxpr, branch_of: Callable[[Any], int]) -> Jaxpr:
+    """The program in which every branch of a choice by platform is the one of that platform.
+
+    What only the others need, as the scores that attention without a kernel keeps for its backward
+    pass, is then needed by nothing, loops over layers included.
+
+    Args:
+        jaxpr: an open jaxpr.
+        branch_of: the number of the branch, by the platforms that `platform_index` names.
+
+    Returns:
+        The program; its equations have the operands and results that they had.
+    """
+    return _chosen(jaxpr, branch_of, {})
+
+
+def _chosen(jaxpr: Jaxpr, branch_of: Callable[[Any], int], done: dict[int, tuple[Any, Any]]) -> Any:
+    numbers: dict[Var, int] = {}
+
+    def inner(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(inner, value))
+        program = getattr(value, "jaxpr", value)
+        if not hasattr(program, "eqns"):
+            return value
+        if id(value) not in done:
+            new = _chosen(program, branch_of, done)
+            # The old one is held beside the new, for an id is of one object while that lives.
+            done[id(value)] = value, new if program is value else ClosedJaxpr(new, value.consts)
+        return done[id(value)][1]
+
+    def number_of(equation: JaxprEqn) -> int | None:
+        if (platforms := equation.params.get("branches_platforms")) is not None:
+            return branch_of(platforms)
+        which = equation.invars[0]
+        return numbers.get(which) if isinstance(which, Var) else None
+
+    def changed(equation: JaxprEqn) -> JaxprEqn:
+        name, params = equation.primitive.name, equation.params
+        if name == "platform_index":
+            numbers[equation.outvars[0]] = branch_of(params["platforms"])
+        elif name == "cond" and (number := number_of(equation)) is not None:
+            branches = params["branches"]
+            params = {**params, "branches": (branches[number],) * len(branches)}
+        return equation.replace(params={key: inner(value) for key, value in params.items()})
+
+    return jaxpr.replace(eqns=[changed(equation) for equation in jaxpr.eqns])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -276,6 +276,23 @@ def _draw(op: Operation, values: list[Value]) -> Value:
     return rows(dims[0])
 
 
+def _gamma(op: Operation, values: list[Value]) -> Value:
+    """Gamma noise: each element from a key of its own, split off one or given for every sample."""
+    key, shape_of_it = values[0], as_rows(values[1], op.inputs[1])
+    nonlinear(op.name, [key, shape_of_it])
+    if key.is_rows:
+        if "rbg" in op.generator:
+            raise Coupling(FIRST_KEY)
+        return aligned([key, shape_of_it], 1.0)
+    if not grown(op.outputs[0]):
+        return Value(made=key.made)
+    if key.made:
+        raise Coupling(MADE)
+    if grown(op.inputs[0]) or grown(op.outputs[0]) != [shape_of_it.dim]:
+        raise Coupling("draws random numbers for pairs of samples")
+    return rows(shape_of_it.dim)
+
+
 MADE = (
     "is drawn with a row for every sample from a key that is made on the way, such as "
     "jax.random.key(0) within the model or the loss, so that every rank would draw the same; keep "
@@ -358,6 +375,7 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "select_n": _select,
         "iota": _iota,
         **dict.fromkeys(("random_bits", "random_split"), _draw),
+        "random_gamma": _gamma,
         **dict.fromkeys(("random_seed", "random_wrap"), _make_key),
         **{f"dot_product_attention_{way}_wrapper": _attention
            for way in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")},

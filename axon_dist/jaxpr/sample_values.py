@@ -77,6 +77,7 @@ class Why(enum.StrEnum):
     TURNED = "reverses the order of the samples"
     JOINED = "joins samples with something else along their dim"
     RUNNING = "goes on from sample to sample, by"
+    OFTEN = "is part of a loop that runs as often as the samples make it"
     ONE_EACH = "is an array with an entry of its own for every sample"
 
 

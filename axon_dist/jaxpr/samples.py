@@ -398,8 +398,7 @@ class Walk:
         (runs,) = self._body((test.program, other_test.program), [*given, *carry])
         if runs.is_constant and not runs.is_scaled:
             return carry
-        why = "is part of a loop that runs as often as the samples make it"
-        return [coupled(runs.why or why, runs.where or at)] * len(carry)
+        return [coupled(runs.why or Why.OFTEN, runs.where or at)] * len(carry)
 
     def branch(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A `cond` or `switch`: which branch runs must not depend on the samples."""

@@ -361,7 +361,7 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
 
     def moved(tangents: list[Array], own: list[Array], others: list[Array]) -> Array:
         def run(*own: Array) -> Array:
-            return eval_jaxpr(program, [*own, *others])[output].astype(jnp.float32)
+            return jnp.asarray(eval_jaxpr(program, [*own, *others])[output], jnp.float32)
 
         return jax.jvp(run, own, tangents)[1]
 

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-import numpy as np
-
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.told import FUNCTION, ArgumentKind
+from axon_dist.core.told import COUNT, FUNCTION, ArgumentKind, check_fields
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LoopOptions:
     """How long a loop runs and how often it tells.
 
@@ -42,6 +40,7 @@ class LoopOptions:
     """
 
     num_steps: int
+    _: dataclasses.KW_ONLY
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 0
@@ -58,13 +57,14 @@ class LoopOptions:
     profile_at: int = 0
     profile_steps: int = 3
 
+    def __post_init__(self) -> None:
+        self.validate()
+
     def validate(self) -> None:
         """Raises `ConfigError` unless the counts are possible."""
-        every = ("log_every", "eval_every", "save_every", "copy_every")
-        for name in ("num_steps", *every, "max_rollbacks", "patience"):
-            count = getattr(self, name)
-            if not isinstance(count, (int, np.integer)) or isinstance(count, bool):
-                raise ConfigError(f"{name}={count!r} is no whole number; give one, such as 100")
+        check_fields(self)
+        for name in ("items_per_step", "sequence_length"):
+            COUNT.or_none().check("LoopOptions", name, getattr(self, name))
         if (
             min(self.num_steps, self.log_every) < 1
             or min(self.eval_every, self.save_every, self.copy_every) < 0

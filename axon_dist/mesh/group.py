@@ -17,19 +17,41 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..core.errors import GroupError, did_you_mean
-from ..core.told import is_whole
+from ..core.errors import GroupError, NoAttributeError, did_you_mean
+from ..core.told import FUNCTION, is_whole
 from ..core.typing import Array
+
+_ELSEWHERE: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "mock": "emulated devices are a world's: World.emulate(8).default_group",
+        "rank": "one program runs for all ranks, and which it is at is known within it: "
+        "axon_dist.rank(group), in group.spmd(function) or shard_map",
+    }
+)
+"""What groups have in other libraries, and where it is here."""
+
+
+class _Group(type):
+    """Says of a name that no group has where it is."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        where = _ELSEWHERE.get(name) or did_you_mean(name, filter(_is_public, dir(cls))).strip()
+        raise NoAttributeError(f"a ProcessGroup has no {name!r}; {where}")
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessGroup:
+class ProcessGroup(metaclass=_Group):
     """Ranks that reduce, gather and send among each other: mesh axes, or a list of ranks.
 
     A group by axes is one of several parallel groups at once: on a mesh `dp=2,tp=2` the group
@@ -60,6 +82,9 @@ class ProcessGroup:
     def __post_init__(self) -> None:
         self.validate()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        _Group.__getattr__(type(self), name)
+
     def validate(self) -> None:
         """Raises `GroupError` unless the axes exist and the ranks are distinct and in range."""
         if not isinstance(self.mesh, (Mesh, AbstractMesh)) or not isinstance(self.axes, tuple):
@@ -68,7 +93,7 @@ class ProcessGroup:
                 'from their world: world.group("dp")'
             )
         for axis in self.axes:
-            if axis not in self.mesh.axis_names:
+            if not isinstance(axis, str) or axis not in self.mesh.axis_names:
                 raise GroupError(
                     f"the mesh has no axis {axis!r}.{did_you_mean(axis, self.mesh.axis_names)}"
                 )
@@ -152,6 +177,7 @@ class ProcessGroup:
             >>> world.default_group.spmd(lambda x: 2 * x)(jnp.arange(4.0))
             Array([0., 2., 4., 6.], dtype=float32)
         """
+        FUNCTION.check("spmd", "function", function)
         spec = PartitionSpec(self.mesh.axis_names)
 
         def body(*stacked: Any) -> Array:

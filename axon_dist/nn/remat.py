@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import stacks_of
+from ..core.told import check_fields
 from ..core.typing import Array, Path
 from ..jaxpr.linen import linen_blocks, linen_named
 from ..jaxpr.units import IsUnit, RematPolicy, is_inside
@@ -70,6 +71,7 @@ class ActivationCheckpointing:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless interval and policy are possible."""
+        check_fields(self)
         whole = isinstance(self.interval, int) and not isinstance(self.interval, bool)
         if self.interval != "sqrt" and not (whole and int(self.interval) >= 1):
             raise ConfigError(

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
-from ..core.told import MODULE, NUMBER, ArgumentKind, told
+from ..core.told import MODULE, NUMBER, ArgumentKind, check_fields, told
 from ..core.tree import has_64_bits
 from ..core.typing import Array, PyTree
 
@@ -72,6 +72,7 @@ class MixedPrecision:
     gather: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("param", "compute", "reduce", "buffer", "output"):
             value = getattr(self, name)
             dtype = None if value is None else floating_dtype(value, name)

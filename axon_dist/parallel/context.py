@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import HELD, Layers, layers_of, wrap_calls
+from ..core.told import told
 from ..core.typing import Array
 from ..nn import (
     Layout,
@@ -34,6 +35,7 @@ class ContextMode(NamedChoice):
     """All-to-all: whole sequences of some heads."""
 
 
+@told()
 def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp") -> Strategy:
     """Splits the positions of every sequence over a mesh axis, attention included.
 
@@ -330,8 +332,8 @@ class AttentionFunction:
         if mask is not None or (options.get("dropout_rate") and not options.get("deterministic")):
             raise UnsupportedError(
                 "context parallelism of nnx.MultiHeadAttention takes no mask and no dropout of the "
-                "attention weights; for causal attention write a module with a method "
-                "attend(query, key, value)"
+                "attention weights: make it with dropout_rate=0.0, and for causal attention write "
+                "a module with a method attend(query, key, value)"
             )
         return self.attention(
             lambda _, query, key, value: nnx.dot_product_attention(query, key, value),

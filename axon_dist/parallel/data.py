@@ -11,7 +11,7 @@ import optax
 
 from ..collectives import Compression, GradSyncStrategy, compression_of
 from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unknown
-from ..core.told import COUNT, OPTIMIZER, TEXT, ArgumentKind
+from ..core.told import COUNT, OPTIMIZER, SIZE, ArgumentKind, is_whole, told
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
@@ -19,6 +19,7 @@ from .plans import AutoWrapPolicy, CPUOffload, SlowPlan, TransformerAutoWrapPoli
 from .strategy import Reduction, Strategy, axes_of
 
 
+@told()
 def ddp(
     axes: str | tuple[str, ...] = ("dp",),
     *,
@@ -107,6 +108,7 @@ ZERO: MappingProxyType[ZeROStage, Split] = MappingProxyType(
 """The stages as data: DDP, ZeRO-1, ZeRO-2 and ZeRO-3 differ in nothing else."""
 
 
+@told(min_elements=SIZE)
 def zero(
     stage: int | ZeROStage,
     axes: str | tuple[str, ...] = ("dp",),
@@ -147,14 +149,14 @@ def zero(
 
     Source: Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054.
     """
-    if stage not in list(ZeROStage):
+    if not is_whole(stage) or stage not in list(ZeROStage):
         raise ConfigError(
             f"unknown ZeRO stage {stage!r}; it must be a number from 0 to 3, such as zero(1)"
         )
     row = ZERO[ZeROStage(stage)]
     axes = axes_of(axes)
     over = axes if shard_axes is None else axes_of(shard_axes)
-    if not over or not set(over) <= set(axes):
+    if not set(over) <= set(axes):
         raise ConfigError(
             f"shard axes {over} must be one or more of the batch axes {axes}; the ranks that split "
             "an array must have samples of their own"
@@ -205,6 +207,7 @@ STAGES: MappingProxyType[ShardingStrategy, ZeROStage] = MappingProxyType(
 """Every sharding strategy is a stage of ZeRO; hybrid is stage 3 over fewer axes."""
 
 
+@told(min_elements=SIZE)
 def fsdp(
     sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
     axes: str | tuple[str, ...] = ("fsdp",),
@@ -278,6 +281,7 @@ _REMAT = ArgumentKind(
 ).or_none()
 
 
+@told(every=COUNT, fragments=COUNT, outer=OPTIMIZER.or_none())
 def diloco(
     axis: str = "nodes",
     *,
@@ -322,6 +326,7 @@ def diloco(
     return _slow("diloco", axis, every, outer, compress, fragments)
 
 
+@told(every=COUNT, fragments=COUNT)
 def local_sgd(
     axis: str = "nodes",
     *,
@@ -362,10 +367,6 @@ def _slow(
     compress: Compression | str | None,
     fragments: int,
 ) -> Strategy:
-    TEXT.check(name, "axis", axis)
-    COUNT.check(name, "every", every)
-    COUNT.check(name, "fragments", fragments)
-    OPTIMIZER.or_none().check(name, "outer", outer)
     if fragments > every:
         raise ConfigError(
             f"{name} got fragments={fragments} and every={every}; each fragment meets at a step of "

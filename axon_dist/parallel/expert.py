@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
+from ..core.told import TEXT, ArgumentKind, is_whole, told
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree, Shape
 from ..core.weighted import per_sample
@@ -47,6 +48,14 @@ class ExpertForm(NamedChoice):
     """Every rank sends each expert as many slots as `capacity` says."""
 
 
+_PAIR = ArgumentKind(
+    "a pair of a regular expression of paths and the dim of the experts from the end, such as "
+    "('(^|/)experts/up$', -3)",
+    lambda x: isinstance(x, (tuple, list)) and len(x) == 2 and TEXT.holds(x[0]) and is_whole(x[1]),
+)
+
+
+@told(experts=_PAIR.several())
 def expert_parallel(
     form: ExpertForm | str = ExpertForm.AUTO,
     capacity: float | None = None,

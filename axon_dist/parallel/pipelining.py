@@ -10,6 +10,7 @@ from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.files import as_path, kind_at, read_text
+from ..core.told import MODEL, SIZE, ArgumentKind, is_number, told
 from ..nn import POLICIES, ActivationCheckpointing
 from ..schedule import (
     SCHEDULES,
@@ -27,6 +28,11 @@ BACKWARD = ("recompute", "residuals")
 """Where a backward pass has the intermediate results of its stage from."""
 
 
+_COST = ArgumentKind("a positive number, of one block", lambda x: is_number(x) and x > 0)
+_STAGES = ArgumentKind("an nnx.Module, of one stage", lambda x: isinstance(x, nnx.Module)).several()
+
+
+@told(costs=_COST.several().or_none())
 def pipelined(
     num_stages: int,
     num_microbatches: int,
@@ -86,11 +92,6 @@ def pipelined(
         'eager_1f1b'
     """
     table = read_schedule(schedule, num_stages, num_microbatches, chunks)
-    if not isinstance(split_vocabulary, bool):
-        raise ConfigError(
-            f"got split_vocabulary={split_vocabulary!r}; it must be True, for an embedding and a "
-            "head that are split over the ranks of the pipeline, or False"
-        )
     table = with_vocabulary(table) if split_vocabulary else table
     if backward not in (valid := [*BACKWARD, *POLICIES]):
         raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
@@ -137,6 +138,7 @@ class PipelineStage(nnx.Module):
         (1, 3)
     """
 
+    @told("PipelineStage", module=MODEL, stage_id=SIZE, device_rank=SIZE.or_none())
     def __init__(self, module: nnx.Module, stage_id: int, device_rank: int | None = None):
         self.module: nnx.Module = module
         self.stage_id: int = stage_id
@@ -192,6 +194,7 @@ class Pipeline:
     Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.
     """
 
+    @told("Pipeline", module=MODEL)
     def __init__(
         self,
         module: nnx.Module,
@@ -207,6 +210,7 @@ class Pipeline:
         self.strategy: Strategy = pipelined(num_stages, count, schedule, chunks=chunks, **options)
 
     @classmethod
+    @told("Pipeline.from_modules", modules=_STAGES)
     def from_modules(
         cls,
         modules: Sequence[nnx.Module],

@@ -11,7 +11,7 @@ from flax import nnx
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
-from ..core.told import TEXTS, WHOLE
+from ..core.told import TEXTS, check_fields
 from ..core.typing import Path
 from ..mesh import GROUP, ProcessGroup
 from ..nn import ActivationCheckpointing, Layout
@@ -52,6 +52,7 @@ class Reduction:
         object.__setattr__(self, "sync", GradSyncStrategy(self.sync))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", floating_dtype(self.dtype, "reduce"))
+        check_fields(self)
         self.validate()
 
     def validate(self) -> None:
@@ -61,7 +62,6 @@ class Reduction:
                 f"reduction per {self.per!r} is unknown."
                 f"{did_you_mean(str(self.per), ['step', 'microbatch'])}"
             )
-        WHOLE.or_none().check("a Reduction", "bucket_capacity", self.bucket_capacity)
         if self.bucket_capacity is not None and self.bucket_capacity < 1:
             raise ConfigError(
                 f"bucket capacity is {self.bucket_capacity} elements; it must be at least 1, or "
@@ -173,6 +173,9 @@ class Strategy:
     resident: tuple[str, ...] = ()
     slow: SlowPlan | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes whose ranks have data of their own: samples, or positions of them.
@@ -252,7 +255,12 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
     """
     found = (axes,) if isinstance(axes, str) else axes
     TEXTS.check("a strategy", "axes", found)
-    return tuple(found)
+    if not (named := tuple(found)):
+        raise ConfigError(
+            "a strategy got no axes; name at least one axis of the mesh that splits the batch, "
+            'such as "dp"'
+        )
+    return named
 
 
 def require_axes(group: ProcessGroup, who: str) -> None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, sum_scatter
+from ..core.told import told
 from ..core.typing import Array, Path
 from ..jaxpr.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
@@ -26,6 +27,7 @@ LOOKUPS: tuple[Any, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
 """The calls of NNX layers that take rows of a table by the ids that they are given."""
 
 
+@told()
 def tensor_parallel(
     plan: PlanLike, axis: str = "tp", sequence: bool = False, rings: bool = False
 ) -> Strategy:

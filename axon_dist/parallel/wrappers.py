@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import GradSyncStrategy, broadcast, sync_gradients
 from ..core.errors import ConfigError
-from ..core.told import MODEL, MODULE, OPTIMIZER
+from ..core.told import COUNT, MODEL, MODULE, OPTIMIZER, check_fields, told
 from ..core.tree import num_params
 from ..core.typing import Array, Leaf, PyTree
 from ..mesh import ProcessGroup, from_main
@@ -72,6 +72,7 @@ class _Wrapper:
 
 
 def _params(module: Any) -> PyTree:
+    MODULE.check("FSDP", "module", module)
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
@@ -103,6 +104,7 @@ class DistributedDataParallel(_Wrapper):
     Source: Li et al., PyTorch Distributed, VLDB 2020, arXiv:2006.15704.
     """
 
+    @told("DDP", module=MODULE)
     def __init__(
         self,
         module: nnx.Module,
@@ -113,7 +115,6 @@ class DistributedDataParallel(_Wrapper):
         reduce_dtype: Any = None,
         broadcast_buffers: bool = True,
     ):
-        MODULE.check("DDP", "module", module)
         require_axes(group, "DDP")
         super().__init__(module, group)
         self.sync: GradSyncStrategy = GradSyncStrategy(sync)
@@ -253,6 +254,7 @@ class FullyShardedDataParallel(_Wrapper):
         """
         return clip_by_global_norm(grads, max_norm)
 
+    @told("memory_estimate", optimizer=OPTIMIZER.or_none(), accumulate=COUNT)
     def memory_estimate(
         self, optimizer: optax.GradientTransformation | None = None, accumulate: int = 2
     ) -> FSDPMemoryStats:
@@ -260,9 +262,16 @@ class FullyShardedDataParallel(_Wrapper):
         mesh = self.group.mesh
         return estimate(self.strategy, self.parameters(), mesh, optimizer, accumulate=accumulate)
 
-    def memory_stats(self, params: PyTree, grads: PyTree, opt_state: PyTree) -> FSDPMemoryStats:
-        """Bytes per device of arrays that exist, read from their shards."""
-        return measure(self.strategy, params, grads, opt_state)
+    def memory_stats(
+        self, params: PyTree = None, grads: PyTree = None, opt_state: PyTree = None
+    ) -> FSDPMemoryStats:
+        """Bytes per device of arrays that exist, by their shards; without any, the estimate."""
+        trees = params, grads, opt_state
+        if all(tree is None for tree in trees):
+            return self.memory_estimate()
+        if any(tree is None for tree in trees):
+            raise ConfigError("memory_stats got some of params, grads, opt_state; give all or none")
+        return measure(self.strategy, *trees)
 
     def compare_strategies(
         self, optimizer: optax.GradientTransformation | None = None
@@ -353,6 +362,9 @@ class FSDPMemoryStats:
     strategy: str
     replicated_bytes: int
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @property
     def total_memory_bytes(self) -> int:
         """Parameters, gradients and optimizer state together."""
@@ -371,7 +383,7 @@ class FSDPMemoryStats:
     @property
     def memory_savings(self) -> float:
         """The share of the replicated bytes that the strategy saves, 0 to 1."""
-        return 1 - self.total_memory_bytes / self.replicated_bytes
+        return 1 - self.total_memory_bytes / max(self.replicated_bytes, 1)
 
     def __str__(self) -> str:
         return (

@@ -75,8 +75,8 @@ class Padding:
             The batch with its weights, of the next multiple of samples.
 
         Raises:
-            ConfigError: when the batch is not a dict, the loss is a plain mean, or it or a metric
-                does not read the weights.
+            ConfigError: when the batch is not a dict, the loss has no weight of its own, or it or a
+                metric does not read the weights.
             UnsupportedError: when the model keeps statistics of the batch.
         """
         if not isinstance(batch, Mapping):
@@ -475,9 +475,9 @@ def _without_weights(
         outcome = evaluate(parts, loss_fn, params, buffers, batch)
         if isinstance(outcome.loss.weight, (int, float)):
             raise ConfigError(
-                f"loss_fn returned a plain mean, which counts the samples that pad={weight!r} "
-                "adds; return Weighted(sum of weight * loss, sum of weight) with the weights of "
-                f"batch[{weight!r}]"
+                f"loss_fn returned a number without its weight, of which the samples that "
+                f"pad={weight!r} adds cannot be taken out again; return Weighted(sum of weight * "
+                f"loss, sum of weight) with the weights of batch[{weight!r}], as a weighed mean too"
             )
         pairs = {"loss": outcome.loss}
         pairs |= {f"metric {name!r}": value for name, value in outcome.metrics.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
+from ..core.compat import outside_meshes
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, shape_key
 from ..core.typing import Array, Batch, LossFn, Path, PyTree
@@ -131,7 +133,9 @@ class Traces:
         if self._over_all:
             whole, mesh = PartitionSpec(), AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
             run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-        return Traced(jax.make_jaxpr(run)(*self._parts.arguments, batch), **learned)
+        with outside_meshes() if self._over_all else nullcontext():
+            program = jax.make_jaxpr(run)(*self._parts.arguments, batch)
+        return Traced(program, **learned)
 
     def use(self, batch: Batch, sizes: tuple[int, int]) -> SampleUse:
         """What the loss makes of the samples of its batch, read from its programs.
@@ -151,7 +155,7 @@ class Traces:
         except AxonDistError:
             raise
         except Exception as error:  # Whatever the user's loss does with fewer samples.
-            why = f"cannot be computed of {sizes[0]} samples alone: {str(error)[:200]}"
+            why = f"{ALONE} {sizes[0]} samples alone: {str(error)[:200]}"
             lost = OutputUse(Use.COUPLED, why=why)
             return SampleUse(lost, {}, {}, failure=str(error) or why)
         if (part.names, part.is_plain) != (whole.names, whole.is_plain):
@@ -195,6 +199,9 @@ def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> 
             "number of its tokens, or go through jax.lax.stop_gradient"
         )
 
+
+ALONE = "cannot be computed of"
+"""What a loss is said to be that fails for fewer samples."""
 
 LOSS = ""
 """The name of the loss among those of the metrics."""

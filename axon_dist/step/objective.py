@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
@@ -95,15 +95,7 @@ def evaluate(
         prepare(model)
     told = {"step": buffers[STEP]} if STEP in buffers else {}
     batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
-    # Where mesh axes are manual, the axes that Linen models name for activations are no one's.
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    try:
-        with nn.logical_axis_rules(()) if manual else nullcontext():
-            returned = loss_fn(model, batch, **told)
-    except Exception as error:
-        if not isinstance(error, AxonDistError):
-            error.add_note(f"raised by loss_fn(model, batch) for a batch of {_shapes(batch)}")
-        raise
+    returned = _called(loss_fn, model, batch, told)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
             f"loss_fn returned {len(returned)} values; it must return the loss, or the loss and a "
@@ -137,6 +129,30 @@ def evaluate(
         for part in (value.total, value.weight) if isinstance(value, Weighted) else (value,):
             _check_scalar(f"metric {name!r}", part)
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
+
+
+def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, told: dict[str, Any]) -> Any:
+    """What the user's loss returns; what it raises, with the batch that it had.
+
+    Raises:
+        ConfigError: when it looks up a key that the batch lacks.
+    """
+    # Where mesh axes are manual, the axes that Linen models name for activations are no one's.
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    try:
+        with nn.logical_axis_rules(()) if manual else nullcontext():
+            return loss_fn(model, batch, **told)
+    except AxonDistError:
+        raise
+    except Exception as error:
+        key = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if key is not None and isinstance(batch, Mapping) and key not in batch:
+            raise ConfigError(
+                f"loss_fn looks up {key!r}, and the batch has {_shapes(batch)}; give the batch "
+                "what the loss reads, or correct the name"
+            ) from error
+        error.add_note(f"raised by loss_fn(model, batch) for a batch of {_shapes(batch)}")
+        raise
 
 
 def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:

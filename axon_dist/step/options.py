@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ..core.errors import ConfigError, GroupError, did_you_mean
-from ..core.told import REAL, TEXTS
+from ..core.told import check_fields
 from ..core.typing import LossFn, OptionValue
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
@@ -265,23 +265,21 @@ class StepOptions:
         """Whether the state stays as it was from the first step that is not finite."""
         return self.nonfinite is not None and self.nonfinite.holds
 
+    def __post_init__(self) -> None:
+        check_fields(self, "build_train_step")
+
     def validate(self) -> None:
         """Raises `ConfigError` unless every option has a possible value."""
-        whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)
-        if not whole or self.accumulate < 1:
+        if self.accumulate < 1:
             raise ConfigError(
                 f"accumulate is {self.accumulate!r}; it must be a whole number of microbatches, "
                 "at least 1"
             )
-        whole = isinstance(self.unroll, int) and not isinstance(self.unroll, bool)
-        if self.unroll is not None and not (whole and self.unroll >= 1):
+        if self.unroll is not None and self.unroll < 1:
             raise ConfigError(
                 f"unroll is {self.unroll!r}; it must be up to how many blocks are written out, at "
                 "least 1, which runs all of them by a loop, or None"
             )
-        REAL.or_none().check("build_train_step", "clip_norm", self.clip_norm)
-        REAL.or_none().check("build_train_step", "ema", self.ema)
-        TEXTS.check("build_train_step", "metrics", self.metrics)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
                 f"clip_norm is {self.clip_norm}; it must be positive, or None not to clip"
@@ -291,10 +289,7 @@ class StepOptions:
                 f"ema is {self.ema}; it must be the decay of the average, at least 0 and below 1, "
                 "such as 0.999, or None not to average"
             )
-        check_kind("scaler", self.scaler, GradScaler, "such as GradScaler()")
         check_kind("deterministic", self.deterministic, bool, "True or False")
-        check_kind("pad", self.pad, str, "the path of the leaf of the batch that weighs samples")
-        check_kind("separable", self.separable, bool, "True or False")
         told = "arguments of the model's call by name, such as {'deterministic': True}"
         check_kind("eval_kwargs", self.eval_kwargs, Mapping, told)
         for name in self.metrics:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
 from ..core.modules import stacks_of
+from ..core.told import takes
 from ..core.tree import (
     joined,
     leaves_with_paths,
@@ -75,7 +76,8 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
         return lambda keys, variable: (
             isinstance(variable, nnx.Param) and pattern.search(_path(keys)) is not None
         )
-    is_filter = callable(trainable) or trainable is ... or isinstance(trainable, bool)
+    is_predicate = callable(trainable) and takes(trainable, "keys", "variable")
+    is_filter = is_predicate or trainable is ... or isinstance(trainable, bool)
     if not (issubclass(trainable, nnx.Variable) if isinstance(trainable, type) else is_filter):
         raise ConfigError(
             f"trainable={trainable!r}; give a type of Variable such as nnx.LoRAParam, a regular "

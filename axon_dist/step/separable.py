@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -23,10 +24,10 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, shape_key
 from ..core.typing import Batch, LossFn, Path
 from ..jaxpr.rows import output_shapes
-from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use
+from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why
 from ..jaxpr.walk import moves_with
 from ..parallel import keep_samples_apart
-from .loss_traces import LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
+from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
 from .objective import Prepare
 from .view import warn_of_parts
 
@@ -63,8 +64,32 @@ class Separation:
 
 BEFORE = (
     "What follows from the batch alone, as normalised advantages, counts of classes or a shuffled "
-    "partner of each sample do, can be computed before the step and given in the batch"
+    "partner of each sample do, can be computed before the step and given in the batch; make every "
+    "sample count for itself"
 )
+_PAIRS = (
+    "What belongs together, as a chosen and a rejected answer do, stands in one sample: give it as "
+    "two leaves of the batch, which the loss may put behind each other by jnp.concatenate"
+)
+_INSTEAD: MappingProxyType[str, str] = MappingProxyType(
+    {
+        Why.DIFFERS: (
+            "Let the program be one for every number of samples: a loop over them as "
+            "jax.vmap(function)(samples) or jax.lax.map(function, samples)"
+        ),
+        Why.UNEVEN: _PAIRS,
+        ALONE: _PAIRS,
+        Why.OFTEN: (
+            "Do it for one sample, and mark the function for all of them: "
+            "axon_dist.per_sample(jax.vmap(function))"
+        ),
+    }
+)
+"""What to write in place of something, by what is said of it."""
+
+
+def _instead_of(why: str) -> str:
+    return next((advice for said, advice in _INSTEAD.items() if said in why), BEFORE)
 
 
 class Separator:
@@ -272,9 +297,9 @@ class Separator:
         if use.loss.kind is Use.COUPLED:
             raise UnsupportedError(
                 f"the loss {use.loss.why}{_place(use.loss)}, so that {count} microbatches of "
-                f"{part} samples do not give that of {whole}. {BEFORE}; make every sample count "
-                "for itself; or leave the batch whole; or, if what the microbatches find is to be "
-                "averaged, say so: build_train_step(separable=False)"
+                f"{part} samples do not give that of {whole}. {_instead_of(use.loss.why)}; or "
+                "leave the batch whole; or, if what the microbatches find is to be averaged, say "
+                "so: build_train_step(separable=False)"
             )
         # What is said first is what keeps the others, which sums would give, from being computed.
         ends = ("of a total", "totals over", "divides one sum")
@@ -340,8 +365,8 @@ class Separator:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
             f"{why}, so that {ranks} ranks cannot compute it each from its own samples, as {what} "
-            f"asks for. {BEFORE}; {instead}; make every sample count for itself; or, if what "
-            "ranks find on their own is to be averaged, say so: build_train_step(separable=True)"
+            f"asks for. {_instead_of(why)}; or {instead}; or, if what ranks find on their own is "
+            "to be averaged, say so: build_train_step(separable=True)"
         )
 
 

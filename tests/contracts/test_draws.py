@@ -102,19 +102,47 @@ def test_keys_made_on_the_way_are_refused():
         )  # fmt: skip
 
 
-def test_gamma_noise_of_one_key_is_refused():
-    class Noisy(Net):
-        def __init__(self):
-            super().__init__()
-            self.noise = nnx.Rngs(noise=3).noise.fork()
+class Gamma(nnx.Module):
+    """Noise from one key for all samples, and from a key of each."""
 
+    def __init__(self):
+        self.head = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+        self.noise = nnx.Rngs(noise=3).noise.fork()
+
+    def __call__(self, x):
+        x = x * jax.random.gamma(self.noise(), 2.0, (len(x), 1))
+        keys = jax.random.split(self.noise(), len(x))
+        return self.head(x * jax.vmap(lambda key: jax.random.gamma(key, 3.0))(keys)[:, None])
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"bucket_capacity": 64}], ids=str)
+def test_gamma_noise_is_that_of_one_device(options):
+    accumulate = options.pop("accumulate", 1)
+    losses, _ = one_device(Gamma, optax.sgd(0.1))
+    step = build_train_step(
+        Gamma(), optax.sgd(0.1), loss_fn, ddp(**options), World.emulate(3 - accumulate),
+        accumulate=accumulate, batch=BATCHES[0],
+    )  # fmt: skip
+    state = step.init()
+    for batch, want in zip(BATCHES, losses, strict=True):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [(2, r"random keys of shape \(2,\) both with and without"), (4, "with the samples first")],
+)
+def test_gamma_noise_that_parts_cannot_draw(samples, words):
+    class Noisy(Gamma):
         def __call__(self, x):
-            return super().__call__(x * jax.random.gamma(self.noise(), 2.0, x.shape))
+            shape = (samples // 2, len(x))
+            return self.head(x * jax.random.gamma(self.noise(), 2.0, shape).sum(0)[:, None])
 
-    with pytest.raises(UnsupportedError, match=r"goes through `random_gamma`.*2 microbatches"):
+    with pytest.raises(UnsupportedError, match=words):
         build_train_step(
-            Noisy(), optax.sgd(0.1), loss_fn, pipelined(2, 2), World.emulate(2, "pp=2"),
-            batch=BATCHES[0],
+            Noisy(), optax.sgd(0.1), loss_fn, ddp(bucket_capacity=64), World.emulate(2),
+            batch={name: x[: 2 * samples] for name, x in BATCHES[0].items()},
         )  # fmt: skip
 
 

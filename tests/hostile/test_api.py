@@ -107,6 +107,37 @@ CALLS = {
     "schedule": lambda odd: build_schedule(odd, 4, 8),
     "stages": lambda odd: build_schedule("1f1b", odd, 8),
     "Costs": lambda odd: Costs(f=odd),
+    "ddp axes": lambda odd: axon_dist.ddp(() if isinstance(odd, str) else odd),
+    "zero stage": lambda odd: axon_dist.zero(odd),
+    "min_elements": lambda odd: axon_dist.fsdp(min_elements=odd),
+    "broadcast_buffers": lambda odd: axon_dist.ddp(broadcast_buffers=odd),
+    "bucket_capacity": lambda odd: axon_dist.ddp(bucket_capacity=odd or 0),
+    "fsdp reduction": lambda odd: axon_dist.fsdp(reduction=odd or 0),
+    "num_microbatches": lambda odd: axon_dist.pipelined(2, odd),
+    "costs": lambda odd: axon_dist.pipelined(2, 2, costs=odd or (-1.0,)),
+    "pipeline schedule": lambda odd: axon_dist.Pipeline(NET, 2, 2, odd),
+    "stages of modules": lambda odd: axon_dist.Pipeline.from_modules(odd),
+    "stage id": lambda odd: axon_dist.parallel.PipelineStage(NET, odd),
+    "rings": lambda odd: axon_dist.tensor_parallel({"up": "column"}, rings=odd),
+    "context axis of several": lambda odd: axon_dist.context_parallel(axis=("cp", odd)),
+    "experts": lambda odd: axon_dist.expert_parallel(experts=odd),
+    "expert capacity": lambda odd: axon_dist.expert_parallel(capacity=odd or 0),
+    "every": lambda odd: axon_dist.diloco(every=odd),
+    "compress": lambda odd: axon_dist.diloco(every=2, compress=odd or np.ones(2)),
+    "skip": lambda odd: axon_dist.MixedPrecision(skip=odd),
+    "checkpointing policy": lambda odd: axon_dist.ActivationCheckpointing(policy=odd),
+    "checkpointing classes": lambda odd: axon_dist.ActivationCheckpointing(classes=odd or 3),
+    "Reduction sync_buffers": lambda odd: axon_dist.Reduction(sync_buffers=odd),
+    "Strategy params": lambda odd: axon_dist.Strategy("mine", params=odd),
+    "Strategy batch_axes": lambda odd: axon_dist.Strategy("mine", batch_axes=odd),
+    "Shared": lambda odd: axon_dist.Shared(odd if not isinstance(odd, (float, list)) else None),
+    "per_sample": lambda odd: axon_dist.per_sample(odd if not callable(odd) else None),
+    "spmd": lambda odd: GROUP.spmd(odd if not callable(odd) else None),
+    "sequence_length": lambda odd: LoopOptions(3, sequence_length=odd or -1),
+    "best_mode": lambda odd: LoopOptions(3, best_mode=odd),
+    "trainable": lambda odd: build(trainable=odd),
+    "scaler": lambda odd: build(scaler=odd or 0),
+    "ema": lambda odd: build(ema=odd or -1),
 }
 """Calls that none of `ODD` is right for, but these."""
 RIGHT = {
@@ -114,6 +145,7 @@ RIGHT = {
     ("World.init devices", "None"),
     ("Costs", "float"),
     ("GradScaler", "float"),
+    ("expert capacity", "float"),
 }
 
 
@@ -151,7 +183,7 @@ def test_odd_arguments_are_told(call, name):
         (lambda: build(loss_fn=lambda m, b: (0.0, 1.0, 2.0), batch=BATCH), "loss"),
         (lambda: build(loss_fn=lambda m, b: None, batch=BATCH), "loss"),
         (lambda: build(loss_fn=lambda m, b: m(b["x"]), batch=BATCH), "loss"),
-        (lambda: LoopOptions(num_steps=2.5).validate(), "num_steps=2.5 is no whole number"),
+        (lambda: LoopOptions(num_steps=2.5), "got num_steps=2.5, a float; give a whole number"),
         (
             lambda: axon_dist.all_reduce_sum(np.full(8, 2**40), GROUP),
             "has the number 1099511",
@@ -169,12 +201,31 @@ def test_odd_arguments_are_told(call, name):
         (lambda: axon_dist.load_weights(NET, "/dev/zero"), "zero"),
         (lambda: build_schedule("1f1b", 10**12, 8), "a table of 8000000000000 forwards"),
         (lambda: Costs(f=1e308), "Times add up"),
+        (lambda: axon_dist.ddp(()), "a strategy got no axes; name at least one axis"),
+        (lambda: World.emulate(8, "data=4,model=2"), "unknown mesh axis 'data'. Did you mean 'dp'"),
+        (lambda: build(strategy=axon_dist.ddp("data")), "'data', which mesh dp=8 lacks. Did you m"),
+        (lambda: axon_dist.ProcessGroup.mock(8), "World.emulate.8..default_group"),
+        (lambda: GROUP.rank(), r"axon_dist.rank\(group\), in group.spmd"),
+        (lambda: GROUP.partitions, "no 'partitions'; Did you mean 'partition'"),
+        (lambda: axon_dist.FSDP(NET, GROUP).memory_stats({}), "give all or none"),
+        (lambda: build(trainable=lambda: True), r"a predicate \(keys, variable\)"),
+        (lambda: build(batch={"x": BATCH["x"]}), "looks up 'y', and the batch has x: float32"),
+        (lambda: axon_dist.pipelined(2, 2, costs=(1.0, np.nan)), "each of it a positive number"),
+        (lambda: axon_dist.Pipeline(None, 2), "Pipeline got module=None; give an nnx.Module"),
+        (lambda: LoopOptions(-1), "got num_steps=-1"),
+        (lambda: axon_dist.Shared(None), "Shared got value=None; give an array or a number"),
+        (lambda: axon_dist.FSDP(lambda: 3, GROUP).parameters(), "FSDP got module=3, a int"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_was_got_and_what_to_do(call, words):
     with pytest.raises(AxonDistError, match=words):
         call()
+
+
+def test_statistics_without_arrays_are_the_estimate():
+    wrapped = axon_dist.FSDP(NET, GROUP, min_elements=1)
+    assert wrapped.memory_stats() == wrapped.memory_estimate()
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +308,6 @@ TRAINERS = {
     "save": ({"save": "here"}, "a Trainer got save='here'"),
     "go_back": ({"go_back": 3}, "a Trainer got go_back=3"),
     "history": ({"history": [3]}, "a Trainer got history="),
-    "steps": ({"options": LoopOptions(num_steps=2.5)}, "num_steps=2.5 is no whole number"),
     "no batch": ({"batches": []}, "there is no batch to train on"),
     "None as batch": ({"batches": [None]}, "the batch is None"),
 }  # fmt: skip

@@ -215,6 +215,21 @@ def test_branches_for_other_platforms_are_left_away():
     assert tape(run, X, platform="tpu").flops == 4 * 64**3
 
 
+def test_a_loop_keeps_nothing_for_branches_of_other_platforms():
+    def many(x):
+        return jnp.tanh(x @ x) @ jnp.tanh(x * 2) + jnp.exp(x) @ jnp.sin(x)
+
+    def run(x, branches):
+        choose = lambda x, _: (jax.lax.platform_dependent(x, **branches), None)
+        return jnp.sum(jax.lax.scan(choose, x, None, length=16)[0])
+
+    def peak(**branches):
+        return peak_of(tape(jax.grad(lambda x: run(x, branches)), X, platform="cuda"))
+
+    assert peak(cuda=jnp.sin, default=many) == peak(default=jnp.sin)
+    assert peak(cuda=many, default=jnp.sin) > 2 * peak(default=jnp.sin)
+
+
 def test_convolutions_count_their_products():
     images, kernel = jnp.ones((4, 8, 8, 3)), jnp.ones((3, 3, 3, 16))
     run = lambda x, k: jax.lax.conv_general_dilated(

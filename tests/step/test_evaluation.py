@@ -234,5 +234,5 @@ def test_validation_over_unequal_batches_is_that_of_all_samples(name, strategy):
 
 @pytest.mark.parametrize("name", ["num_steps", "log_every", "eval_every", "save_every"])
 def test_counts_are_whole_numbers(name):
-    with pytest.raises(ConfigError, match=rf"{name}=2\.5 is no whole number; give one"):
+    with pytest.raises(ConfigError, match=rf"got {name}=2\.5, a float; give a whole number"):
         LoopOptions(**{"num_steps": 4, name: 2.5}).validate()

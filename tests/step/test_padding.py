@@ -130,7 +130,7 @@ def test_what_would_count_the_fillings_raises():
             return self.mlp(self.norm(x))
 
     plain = lambda model, batch: jnp.mean(squares(model, batch))
-    with pytest.raises(ConfigError, match=r"plain mean.*pad='weight'.*Weighted\("):
+    with pytest.raises(ConfigError, match=r"without its weight.*pad='weight'.*Weighted\("):
         build("data", loss=plain).place(batch_of(6))
     with pytest.raises(
         ConfigError, match=r"loss of loss_fn has a term .* weight 0.*of batch\['weight'\]"

@@ -89,9 +89,9 @@ def build(world, model=make_mlp, strategy=None, **options):
         ({"loss": 3}, "loss_fn is a int; give a function loss_fn.model, batch."),
         ({"strategy": "ddp"}, r"got 'ddp' for a strategy; give one such as ddp\(\)"),
         ({"remat": True}, "remat is True; it must be None or such as ActivationCheckpointing"),
-        ({"scaler": True}, "scaler is True; it must be None or such as GradScaler"),
-        ({"deterministic": "yes"}, "deterministic is 'yes'; it must be None or True or False"),
-        ({"pad": 3}, "pad is 3; it must be None or the path of the leaf"),
+        ({"scaler": True}, "got scaler=True, a bool; give a GradScaler, or None"),
+        ({"deterministic": "yes"}, "got deterministic='yes', a str; give True or False"),
+        ({"pad": 3}, "got pad=3, a int; give a text, or None"),
     ],
 )
 def test_arguments_of_another_kind(world, arguments, message):
