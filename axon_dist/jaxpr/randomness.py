@@ -91,8 +91,8 @@ def find_rows(
             raise UnsupportedError(f"the model {FIRST_KEY}")
         if mine[:1] == ("gamma",):
             # Each element has a key of its own, split off those given, and splits it in 2 and in 3.
-            is_counted = found is not None and not key[0]
-            found = _key_rows(mine[1:], full[1:], found.dim) if is_counted else None
+            single = None if key[0] else found
+            found = None if single is None else _key_rows(mine[1:], full[1:], single.dim)
             mine = "split", math.prod(mine[1 + len(key[0]) :])
             _note(rows, ("split", 2), None)
             _note(rows, ("split", 3), None)
