@@ -64,7 +64,7 @@ Rows: TypeAlias = list[tuple[LeafPath, Slices, np.dtype]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class HostRing:
     """The hosts of a run in the order of their processes; each keeps what the one before it has.
 
     Args:
@@ -232,7 +232,7 @@ class HostCopies:
     def __init__(self, folder: Path, tell: Callable[[str], None] = lambda text: None):
         self.folder, self.tell = folder, tell
         where = f"{socket.gethostname()} {folder.resolve()}"
-        self._ring = Ring(tuple(_gathered(zlib.crc32(where.encode()) >> 1)))
+        self._ring = HostRing(tuple(_gathered(zlib.crc32(where.encode()) >> 1)))
         # Steps are counted again after a loss: what was written before must not be mixed with that.
         self._generation: str = from_main(secrets.token_hex(8))
         self._turn = 0

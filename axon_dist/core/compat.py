@@ -111,8 +111,10 @@ def keep_only(is_kept: Callable[[str], bool]) -> None:
         if all(is_kept(module.to_string()) for module in executable.hlo_modules()):
             put(key, name, executable, *others)
 
-    compilation_cache.put_executable_and_time = put_some
-    cache_key.custom_hook = lambda: f"axon_dist: {is_kept.__name__}"
+    def rule() -> str:
+        return f"axon_dist: {is_kept.__name__}"
+
+    compilation_cache.put_executable_and_time, cache_key.custom_hook = put_some, rule
 
 
 def gpu_pipelining(*kinds: str, on: bool = True) -> dict[str, str | bool]:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import HostCopies
 from axon_dist.checkpoint.copy_files import CopyHeader, Pieces, copies_in, is_whole, write_copy
-from axon_dist.checkpoint.host_copies import Ring, _missing, _sender
+from axon_dist.checkpoint.host_copies import HostRing, _missing, _sender
 from axon_dist.checkpoint.layout import LeafSpec
 from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from axon_dist.mesh import World
@@ -172,7 +172,7 @@ def test_a_header_comes_back():
 
 
 def test_each_process_keeps_the_pieces_of_the_one_in_its_place_of_the_host_before():
-    ring = Ring((7, 7, 5, 5, 9, 9))
+    ring = HostRing((7, 7, 5, 5, 9, 9))
     assert [ring.before(process) for process in range(6)] == [4, 5, 0, 1, 2, 3]
     assert ring.beside(3) == (2, 3)
 
@@ -213,8 +213,8 @@ def test_only_what_is_split_over_hosts_is_sent():
         "over hosts": leaf_on((0, 1, 2, 3), (0, 0, 1, 1)),
         "over all": leaf_on((0, 1, 2, 3), (0, 1, 2, 3)),
     }
-    assert [*Ring((7, 7, 5, 5)).spread(leaves)] == ["over hosts", "over all"]
-    assert [*Ring((7, 7, 7, 7)).spread(leaves)] == []
+    assert [*HostRing((7, 7, 5, 5)).spread(leaves)] == ["over hosts", "over all"]
+    assert [*HostRing((7, 7, 7, 7)).spread(leaves)] == []
 
 
 def test_hosts_that_are_not_alike_are_refused():
@@ -223,9 +223,9 @@ def test_hosts_that_are_not_alike_are_refused():
         "as many processes on each host, with as many devices, or leave checkpoint.memory_every at"
     )
     with pytest.raises(ConfigError, match=wanted):
-        Ring((7, 5)).spread({"w": leaf_on((0, 1, 1), (0, 1, 2))})
+        HostRing((7, 5)).spread({"w": leaf_on((0, 1, 1), (0, 1, 2))})
     with pytest.raises(ConfigError, match=r"have \[1\] and \[1, 1\] devices"):
-        Ring((7, 5, 5)).spread({"w": leaf_on((0, 1, 2), (0, 1, 2))})
+        HostRing((7, 5, 5)).spread({"w": leaf_on((0, 1, 2), (0, 1, 2))})
 
 
 def test_each_device_gets_the_row_of_its_source():
