@@ -7,6 +7,12 @@ checkpoint, to go on with `--resume auto`. Both have to end with the same bits. 
 the clock, and of the CPU on all cores, until the first step after the start has ended. Programs are
 kept in a folder of this benchmark, empty at first, and modules are compiled beside it, as
 installing them does. `--without-cache` keeps no programs. Exits with 1 if the bits differ.
+
+Each start may be in another layout: `--layouts` takes overrides for one start after another, again
+from the first when all are through. The undisturbed run has those of the first. For elastic bits:
+
+    python -m benchmarks.restart deterministic=elastic logical_shards=8 --layouts mesh=dp=8 \\
+        "devices.emulate=2 mesh=dp=2" "devices.emulate=4 mesh=fsdp=4 parallel=full_shard"
 """
 
 from __future__ import annotations
@@ -63,11 +69,12 @@ class Runs:
         env = {name: value for name, value in os.environ.items() if name not in left}
         self.env = {**env, **own, **cached, "PYTHONUNBUFFERED": "1"}
 
-    def start(self, name: str, steps: int, kill_after: int | None) -> Start:
+    def start(self, name: str, steps: int, kill_after: int | None, layout: str) -> Start:
         """Starts or goes on with a run, and kills it after a checkpoint, or lets it end."""
         run = self.folder / name
         overrides = [f"run_dir={run}", f"train.steps={steps}", f"checkpoint.every={EVERY}"]
-        verb = ["train", self.args.config, *overrides, *self.args.overrides, "--resume", "auto"]
+        verb = ["train", self.args.config, *overrides, *self.args.overrides, *layout.split()]
+        verb += ["--resume", "auto"]
         begin = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-m", "axon_dist.cli", *verb],
@@ -118,6 +125,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--without-cache", action="store_true")
+    parser.add_argument("--layouts", nargs="+", default=[""], metavar="OVERRIDES")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="axon-restart-"))
     runs, steps = Runs(args, folder), EVERY * (args.kills + 8)
@@ -126,13 +134,15 @@ def main() -> None:
         kept = []
         for number in range(args.kills + 1):
             is_last = number == args.kills
-            start = runs.start("killed", steps, None if is_last else EVERY * (number + 1))
+            layout = args.layouts[number % len(args.layouts)]
+            until = None if is_last else EVERY * (number + 1)
+            start = runs.start("killed", steps, until, layout)
             kept.append(start)
             label = "new" if number == 0 else f"after kill {number}"
             cells = (start.seconds, start.cpu_seconds, start.compile_seconds)
             table.add_row(label, *(f"{cell:.1f}" for cell in cells))
-            print(label, *(f"{cell:.1f}" for cell in cells), flush=True)
-        runs.start("whole", steps, None)
+            print(label, layout, *(f"{cell:.1f}" for cell in cells), flush=True)
+        runs.start("whole", steps, None, args.layouts[0])
         same = last_checksums(folder / "killed") == last_checksums(folder / "whole")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
