@@ -1,12 +1,13 @@
 """How a value of a program depends on the samples of a batch: what sums and products make of it.
 
 Two programs are looked at: that of the whole batch, and that of one of its equal parts, which runs
-on each of them. Dims in which they differ count samples. What a value is in the whole batch is said
-by what it is in the parts: by a kind and a scale. So `1 / B` is a constant, which is 1/4 as large
+on each of them. Dims in which they differ count samples. A value of the whole
+batch is described relative to the parts by a kind (how it combines) and a scale (how many times
+larger it is). So `1 / B` is a constant, which is 1/4 as large
 for the whole as for one of four parts; the mean of the samples' losses is that of the parts' means,
 and their sum is 4 times the mean of the parts' sums. Scales are read off the constants of the two
-programs: they hold for these two sizes and no others. What the outputs of a loss are then says its
-use: a mean, a sum, weighted, or what couples the samples.
+programs: they hold for these two sizes and no others. The kinds of the outputs
+decide how the loss is combined over parts: as a mean, a sum, a weighted mean, or not at all.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Value:
         slot: of CARRY, which of the values that the loop carries.
         known: the values of a scalar, or of an array of one value, in the programs of a part and of
             the whole, where these say it.
-        made: whether it is a random key that was made on the way, which all ranks make alike.
+        made: whether it is a random key created inside the loss, hence equal on all ranks.
         why: of MIXED and COUPLED, what made it so.
         where: the line of the user's that did.
         number: equal for equal computations.

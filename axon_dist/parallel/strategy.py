@@ -147,10 +147,10 @@ class Strategy:
         offload: what lives in host memory between steps.
         pipeline: how the model is cut into stages and which schedule runs them; None without.
         layers: what changes the calls of a merged model's layers, in order.
-        gathers_once: whether parameters that lie split are whole for a whole step, in the dtype of
-            the compute; else each unit gathers its own where it uses them. `with_masters` says so.
-        resident: those of the batch axes along which parameters that lie split are never gathered:
-            each rank computes with its part for the samples of all, as with experts.
+        gathers_once: whether sharded parameters are gathered once per step, in the compute dtype,
+            instead of once per unit and use; `with_masters` sets it.
+        resident: the batch axes along which sharded parameters are never gathered: each rank
+            computes with its shard for the samples of all, as with experts.
         slow: which axis lies between replicas that train on their own, and when they synchronize;
             None where all ranks take every step together.
 
@@ -357,7 +357,7 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
 
 
 def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Strategy:
-    """The strategy, whose parameters lie split where only their owners need all their digits.
+    """Shards full-precision parameters with the optimizer state where compute is narrower.
 
     Where ranks split the moments of parameters that they hold whole, as in ZeRO-1 and 2, and
     compute in a narrower dtype, the parameters lie with their moments, and every step begins with

@@ -40,7 +40,7 @@ def strategy_for(
     precision: MixedPrecision | str | bool | None,
     remat: ActivationCheckpointing | None,
 ) -> Strategy:
-    """The strategy with everything said: precision, remat, reduction, and the model's own layouts.
+    """The strategy with every option resolved: precision, remat, reduction, the model's layouts.
 
     Without a precision the gradients have the dtype of the parameters, on the wire too.
 

@@ -197,7 +197,7 @@ def _refusal(world: World, chosen: Mapping[str, OptionValue], error: Exception) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
-    """A step as `build_train_step` was asked for it, with nothing left unsaid.
+    """A step as `build_train_step` was asked for it, with every option resolved.
 
     What follows from it is derived when it is first asked for, and once.
 

@@ -42,7 +42,7 @@ class TrainStep:
     Attributes:
         spec: what it is made of.
         parts: the structure of the model and the shapes of its arrays.
-        strategy: with nothing left unsaid.
+        strategy: with every option resolved.
         world: the devices.
         options: what the step does besides the strategy.
         storage: how the state holds the parameters.

@@ -54,8 +54,8 @@ class View:
         strategy: its precision, activation checkpointing, layers and policies.
         parts: the model's structure, and the shapes of its parameters and buffers.
         units: the paths of the modules that are gathered, freed and recomputed as one.
-        unroll: up to how many units that call each other are written out; None leaves it to the
-            scan where they keep what their backward pass reads, and is else 1.
+        unroll: at most how many consecutive units are unrolled; None is the scan's default, or 1
+            where units are recomputed.
         looped: the paths of units that stack the parameters of the layers that a loop calls.
     """
 
@@ -194,7 +194,7 @@ class View:
 
 
 def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
-    """A forward pass with its operations spelled so that the compiler gets them right on a mesh.
+    """A forward pass without the operations that the SPMD partitioner gets wrong or gathers.
 
     Args:
         forward: of arrays.
