@@ -171,8 +171,8 @@ def _kind_of_term(term: str, names: Mapping[str, Any]) -> ArgumentKind | None:
         return plain
     if term.startswith("Callable["):
         return FUNCTION
-    if literal := re.fullmatch(r'Literal\[([\w", ]+)\]', term):
-        words = [word.strip(' "') for word in literal[1].split(",")]
+    if literal := re.fullmatch(r"""Literal\[([\w"', ]+)\]""", term):
+        words = [word.strip(" \"'") for word in literal[1].split(",")]
         return ArgumentKind(" or ".join(map(repr, words)), lambda x: TEXT.holds(x) and x in words)
     if listed := re.fullmatch(r"(?:tuple|list|Sequence|Iterable)\[([\w.]+)(?:, \.\.\.)?\]", term):
         each = _kind_of_term(listed[1], names)
@@ -249,7 +249,9 @@ def is_module(value: object) -> bool:
 
 def _brief(value: object) -> str:
     """A value and its type in a few words; what prints over many lines is its type alone."""
-    kind = f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"
+    name = type(value).__name__
+    kind = f"a{'n' * (name[0] in 'aeiouAEIO')} {name}"
+    kind = f"the class {value.__name__}" if inspect.isclass(value) else kind
     is_plain = value is None or isinstance(value, (str, int, float, tuple, list, dict))
     if value is None:
         return "None"

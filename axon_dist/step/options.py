@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -27,7 +27,7 @@ class StepKeywords(TypedDict, total=False):
     metrics: tuple[str, ...]
     scaler: GradScaler | None
     nonfinite: Nonfinite | str | None
-    deterministic: bool | str
+    deterministic: bool | Literal["elastic"]
     logical_shards: int | None
     pad: str | None
     compiler_options: Mapping[str, OptionValue | None] | None
@@ -262,7 +262,7 @@ class StepOptions:
     metrics: tuple[str, ...] = ("loss",)
     scaler: GradScaler | None = None
     nonfinite: Nonfinite | None = None
-    deterministic: bool | str = False
+    deterministic: bool | Literal["elastic"] = False
     logical_shards: int | None = None
     pad: str | None = None
     compiler_options: Mapping[str, OptionValue | None] | None = None
@@ -313,10 +313,6 @@ class StepOptions:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")
 
     def _check_deterministic(self) -> None:
-        if not isinstance(self.deterministic, bool) and self.deterministic != ELASTIC:
-            raise ConfigError(
-                f"deterministic is {self.deterministic!r}; it must be True, False or {ELASTIC!r}"
-            )
         shards = self.logical_shards
         if shards is None and not self.is_elastic:
             return

@@ -214,7 +214,7 @@ def test_odd_arguments_are_told(call, name):
         (lambda: axon_dist.Pipeline(None, 2), "Pipeline got module=None; give an nnx.Module"),
         (lambda: LoopOptions(-1), "got num_steps=-1"),
         (lambda: axon_dist.Shared(None), "Shared got value=None; give an array or a number"),
-        (lambda: axon_dist.FSDP(lambda: 3, GROUP).parameters(), "FSDP got module=3, a int"),
+        (lambda: axon_dist.FSDP(lambda: 3, GROUP).parameters(), "FSDP got module=3, an int"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )

@@ -33,7 +33,8 @@ def alone(): return Tiny(nnx.Rngs(0))
 def loss_of_none(model, batch): return None
 def loss_of_rows(model, batch): return model(batch["tokens"]).sum(-1)
 def loss_of_text(model, batch): return "low"
-def loss_that_raises(model, batch): raise KeyError("targets")
+def loss_that_raises(model, batch): raise IndexError("no targets")
+def loss_that_misses(model, batch): return batch["targets"].mean()
 def loss_without_batch(model): return 0.0
 def data_of_none(): return None
 def data_that_raises(): raise RuntimeError("the database is gone")
@@ -64,6 +65,7 @@ REFUSED = [
     "loss={function: 'own_code:loss_of_none'}",
     "loss={function: 'own_code:loss_of_rows'}",
     "loss={function: 'own_code:loss_of_text'}",
+    "loss={function: 'own_code:loss_that_misses'}",
     "loss={function: 'own_code:loss_without_batch'}",
     "loss={function: 'own_code:loss_of_none', model: 3}",
     "data={factory: 'own_code:data_of_none'}",
@@ -74,8 +76,8 @@ REFUSED = [
 ]
 RAISED = {
     "model={factory: 'own_code:raises'}": "ValueError: no such thing, raised by model.factory",
-    "loss={function: 'own_code:loss_that_raises'}": "KeyError: 'targets', raised by loss_fn(model, "
-    "batch) for a batch of tokens: int32[8, 17]",
+    "loss={function: 'own_code:loss_that_raises'}": "IndexError: no targets, raised by "
+    "loss_fn(model, batch) for a batch of tokens: int32[8, 17]",
 }
 
 

@@ -178,7 +178,7 @@ def test_wrong_options_are_refused_when_the_step_is_built(world, given, message)
 
 def test_deterministic_is_not_undone(world, monkeypatch):
     fixed = {"xla_cpu_enable_fast_math": False}
-    monkeypatch.setattr("axon_dist.step.spec.deterministic_options", lambda world: fixed)
+    monkeypatch.setattr("axon_dist.step.spec.deterministic_options", lambda world, kind: fixed)
     assert compiler_options(world, deterministic=True) == fixed
     assert compiler_options(world, {**fixed, NAME: "dce"}, deterministic=True) == {
         **fixed, NAME: "dce"

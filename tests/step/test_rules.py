@@ -149,6 +149,10 @@ EXAMPLES = {
         lambda: build(Strategy("mine", params=LargestDim(("rows",)))),
         "arrays over axis 'rows'",
     ),
+    "bits do not depend on how many ranks there are": (
+        lambda: build(ddp(), deterministic="elastic", logical_shards=4),
+        "cannot hold: logical_shards=4 do not divide over 8 ranks",
+    ),
     "buckets are of whole gradients": (
         lambda: build(zero(1, reduction=Reduction(bucket_capacity=9))),
         "bucket_capacity=9 joins",
@@ -309,7 +313,10 @@ EXAMPLES = {
             lambda: build(compose(fsdp(), remat(interval=2)), "fsdp=8", unroll=4),
             "unroll=4 .* recomputes groups of interval=2, which are a loop",
         ),
-        *((lambda x=x: build(fsdp(), "fsdp=8", unroll=x), f"unroll is {x!r}") for x in (0, True)),
+        *(
+            (lambda x=x: build(fsdp(), "fsdp=8", unroll=x), f"unroll( is |=){x!r}")
+            for x in (0, True)
+        ),
     ],
 )
 def test_what_cannot_be_unrolled(run, said):

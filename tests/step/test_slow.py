@@ -195,7 +195,7 @@ REFUSED = {
         "fragments=9, and the model's 6 parameters .*use fewer",
     ),
     "fragments": (lambda: diloco("nodes", every=2, fragments=3), {}, "give at most 2 fragments"),
-    "every": (lambda: diloco("nodes", every=0), {}, "every=0, a int; give a whole number, at"),
+    "every": (lambda: diloco("nodes", every=0), {}, "every=0, an int; give a whole number, at"),
     "compress": (lambda: diloco(every=2, compress="fp4"), {}, "there is no compression 'fp4'"),
 }
 

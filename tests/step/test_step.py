@@ -90,8 +90,11 @@ def build(world, model=make_mlp, strategy=None, **options):
         ({"strategy": "ddp"}, r"got 'ddp' for a strategy; give one such as ddp\(\)"),
         ({"remat": True}, "remat is True; it must be None or such as ActivationCheckpointing"),
         ({"scaler": True}, "got scaler=True, a bool; give a GradScaler, or None"),
-        ({"deterministic": "yes"}, "got deterministic='yes', a str; give True or False"),
-        ({"pad": 3}, "got pad=3, a int; give a text, or None"),
+        (
+            {"deterministic": "yes"},
+            "got deterministic='yes', a str; give True or False, or 'elastic'",
+        ),
+        ({"pad": 3}, "got pad=3, an int; give a text, or None"),
     ],
 )
 def test_arguments_of_another_kind(world, arguments, message):
@@ -141,10 +144,10 @@ def test_optimizers_that_look_at_the_loss(world):
     ("options", "message"),
     [
         ({"accumulate": 0}, "accumulate is 0; it must be a whole number of microbatches, at least"),
-        ({"accumulate": True}, "accumulate is True"),
-        ({"accumulate": 2.5}, "accumulate is 2.5"),
+        ({"accumulate": True}, "accumulate=True, a bool; give a whole number"),
+        ({"accumulate": 2.5}, "accumulate=2.5, a float; give a whole number"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0; it must be positive, or None"),
-        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan, a float; give a number, or None"),
         ({"metrics": ("los",)}, "unknown metric 'los'. Did you mean 'loss'"),
         ({"precision": "fp61"}, "unknown precision 'fp61'. Did you mean 'fp16'"),
     ],
