@@ -12,7 +12,8 @@ from axon_dist.mesh import MeshSpec
 from axon_dist.sharding import ByRule, LargestDim, Merge, Replicate, axes_of, shard_count, spec_axes
 
 MESH = MeshSpec(dp=2, fsdp=4, tp=2)
-SHAPES = st.lists(st.integers(1, 48), max_size=4).map(tuple)
+# Fewer than 2^20 elements: of a larger leaf a dim of whole tiles goes first.
+SHAPES = st.lists(st.integers(1, 31), max_size=4).map(tuple)
 
 
 def test_replicate_keeps_every_leaf_whole():
