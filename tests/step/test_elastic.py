@@ -155,13 +155,13 @@ def test_twelve_layouts_have_the_same_bits_over_100_steps(name):
 @pytest.mark.full
 def test_a_checkpoint_goes_on_with_fewer_ranks(tmp_path):
     """Ten steps of 8 ranks and ten of 4 are twenty of one, to the bit."""
-    optimizer = optax.adamw(0.01)
+    optimizer, batch_of_16 = optax.adamw(0.01), functools.partial(batch_of, size=16)
     eight, four = (build(f"dp={n}", ddp(), optimizer, shards=8) for n in (8, 4))
-    state = bits_of(eight, map(batch_of, range(10)))[2]
+    state = bits_of(eight, map(batch_of_16, range(10)))[2]
     save_checkpoint(tmp_path / "run", state)
     state = load_checkpoint(tmp_path / "run", four.init())
-    found = bits_of(four, map(batch_of, range(10, 20)), state)
-    one = bits_of(build("dp=1", ddp(), optimizer, shards=8), map(batch_of, range(20)))
+    found = bits_of(four, map(batch_of_16, range(10, 20)), state)
+    one = bits_of(build("dp=1", ddp(), optimizer, shards=8), map(batch_of_16, range(20)))
     assert (found[0], found[1]) == (one[0][10:], one[1])
 
 
