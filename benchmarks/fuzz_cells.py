@@ -511,11 +511,15 @@ class Cell:
             steps=STEPS,
             samples=self.samples,
             tolerance=_LOW if self.is_low else _TOLERANCE,
-            nudge="dtype=jnp.bfloat16" if self.is_low else "factor=np.float32(1 + 2**-22)",
+            changes="[dict(dtype=jnp.bfloat16)]" if self.is_low else _CHANGES,
             times=4 if self.is_low else 10,
             low=self.is_low,
             whole=self.accumulate == 1 or self.is_whole,
         )
+
+
+_CHANGES = "[dict(nudge=seed) for seed in range(4)]"
+"""One draw of rounding says little of a batch norm over two samples: the most of four."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -609,10 +613,13 @@ def build():
     )
 
 
-def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0, dtype=None):
+def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=None):
     graphdef, params, rest = nnx.split(Net(), nnx.Param, ...)
     params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-    params = jax.tree.map(lambda p: p * factor, params)
+    # Each element by itself: a batch norm does not see a factor of all.
+    moved = np.random.default_rng(nudge)
+    by = lambda p: np.float32(1 + 2**-21 * moved.uniform(-1, 1, p.shape) * (nudge is not None))
+    params = jax.tree.map(lambda p: p * by(p), params)
     transform = optax.with_extra_args_support(optimizer())
     state = transform.init(params)
 
@@ -698,9 +705,11 @@ def compare(step):
     if any(distance > {tolerance} for distance in off.values()):
         # What moves as far on one device is rounding's: by two units in the last place of the
         # parameters, and by computing in a narrow dtype where the step does.
-        nudged = list(one_device({nudge}))
-        moved = distances(([(loss, more) for loss, *_, more in nudged], *nudged[-1][1:3]), wanted)
-        known = {{name: 0.0 if np.isinf(far) else far for name, far in moved.items()}}
+        known = dict.fromkeys(off, 0.0)
+        for change in {changes}:
+            run = list(one_device(**change))
+            moved = distances(([(loss, more) for loss, *_, more in run], *run[-1][1:3]), wanted)
+            known |= {{name: max(known[name], far) for name, far in moved.items() if far < np.inf}}
         limits = {{name: max({tolerance}, {times} * known[name]) for name in off}}
         wrong = {{name: far for name, far in off.items() if far > limits[name]}}
         assert not wrong, f"off by {{wrong}}, where rounding moves {{known}}"
