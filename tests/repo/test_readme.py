@@ -91,7 +91,7 @@ PROMISES = {
         "step/test_nonfinite.py::test_stopping_keeps_the_state_before_and_gives_the_batches_back",
         "app/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit",
     ],
-    "on any number of data-parallel ranks": [
+    "on any power of two of ranks": [
         "step/test_elastic.py::test_bits_are_those_of_one_rank",
         "step/test_elastic.py::test_a_checkpoint_goes_on_with_fewer_ranks",
     ],
