@@ -59,16 +59,14 @@ class Padding:
         self._weight, self._spec = weight, spec
         self._checked: set[Any] = set()
 
-    def fill(
-        self, batch: Batch, multiple: int, num_microbatches: int = 1, shared: PyTree = None
-    ) -> Batch:
-        """Adds samples until they divide.
+    def fill(self, batch: Batch, multiple: int, shared: PyTree = None) -> Batch:
+        """Adds samples of weight 0 behind the others until they divide.
+
+        Each sample keeps its place, and with it the random numbers that one device draws for it.
 
         Args:
             batch: a dict of leaves of shape [B, ...], arrays or shapes.
             multiple: what B is to divide by.
-            num_microbatches: over how many equal parts the samples are spread; it divides
-                `multiple`.
             shared: nested dict of what the batch has beside its samples; None for nothing.
 
         Returns:
@@ -89,12 +87,9 @@ class Padding:
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         ones = jax.ShapeDtypeStruct((rows,), jnp.float32) if is_abstract else None
         filled = {self._weight: np.ones(rows, np.float32) if ones is None else ones, **batch}
-        if rows % multiple:
-            sources, is_own = spread(rows, rows + -rows % multiple, num_microbatches)
+        if more := -rows % multiple:
             filled = {
-                name: jax.tree.map(
-                    lambda x, n=name: _fill(x, sources, is_own if n == self._weight else None), part
-                )
+                name: jax.tree.map(lambda x, n=name: _longer(x, more, n == self._weight), part)
                 for name, part in filled.items()
             }
         self._check(filled, shared or {})
@@ -108,39 +103,13 @@ class Padding:
             self._checked.add(key)
 
 
-def spread(rows: int, total: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which sample stands in each place of equal parts, and whether it stands there for itself.
-
-    Args:
-        rows: samples.
-        total: places, at least as many.
-        parts: how many; they divide the places.
-
-    Returns:
-        The samples of the places, and flags, each of shape [total].
-
-    Example:
-        >>> sources, is_own = spread(5, 8, 4)
-        >>> sources.tolist(), is_own.astype(int).tolist()
-        ([0, 1, 2, 2, 3, 3, 4, 4], [1, 1, 1, 0, 1, 0, 1, 0])
-    """
-    counts = np.full(parts, rows // parts) + (np.arange(parts) < rows % parts)
-    ends = np.cumsum(counts)[:, None]
-    places = (ends - counts[:, None]) + np.arange(total // parts)
-    is_own = places < ends
-    return np.clip(places, 0, np.maximum(ends - 1, 0)).reshape(-1), is_own.reshape(-1)
-
-
-def _fill(leaf: Any, sources: np.ndarray, is_own: np.ndarray | None) -> Any:
-    """Takes the rows, or shapes of them, and sets those to zero that are not a sample's own."""
-    shape = (len(sources), *leaf.shape[1:])
+def _longer(leaf: Any, more: int, weighs: bool) -> Any:
+    """An array, or the shape of one, with copies of its last row, or zeros, behind its rows."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
-    taken = leaf[sources]
-    if is_own is None:
-        return taken
-    kept = is_own.reshape(-1, *(1,) * (leaf.ndim - 1))
-    return taken * kept.astype(leaf.dtype)
+        return jax.ShapeDtypeStruct((leaf.shape[0] + more, *leaf.shape[1:]), leaf.dtype)
+    numpy = jnp if isinstance(leaf, jax.Array) else np
+    last = numpy.zeros_like(leaf[-1:]) if weighs else leaf[-1:]
+    return numpy.concatenate([leaf, *[last] * more])
 
 
 @jax.tree_util.register_dataclass
@@ -270,7 +239,7 @@ class BatchLayout:
         batch, shared = apart(batch)
         if self.padding is not None and samples_of(batch):
             multiple = math.lcm(self.divisor, num_processes) // num_processes
-            batch = self.padding.fill(batch, multiple, self.num_microbatches, shared)
+            batch = self.padding.fill(batch, multiple, shared)
         self.check(batch, num_processes)
         return batch, shared
 
