@@ -29,7 +29,10 @@ from .steps import build_step, build_world, check_memory
 
 
 def build_loader(
-    config: RunConfig, world: World, batch_axes: Sequence[str] | None = None
+    config: RunConfig,
+    world: World,
+    batch_axes: Sequence[str] | None = None,
+    num_microbatches: int = 1,
 ) -> Loader:
     """Reads the data and makes the batches of this process.
 
@@ -37,6 +40,7 @@ def build_loader(
         config: a run as YAML describes it, checked.
         world: the devices, and the mesh they form.
         batch_axes: the mesh axes that split the batch; None stands for all.
+        num_microbatches: into how many parts a step cuts each batch.
 
     Raises:
         ConfigError: when the data is missing, damaged, too little, or not what the model can take.
@@ -50,6 +54,7 @@ def build_loader(
         seed=config.seed,
         process=process,
         num_processes=num_processes,
+        num_microbatches=num_microbatches,
         num_ahead=config.data.num_ahead,
     )
 
@@ -237,7 +242,8 @@ def build_run(config: RunConfig) -> Run:
     world = build_world(config)
     step, note = step_for(config, world)
     check_memory(config, step)
-    loader = build_loader(config, world, step.strategy.batch_axes)
+    parts = step.layout.num_microbatches
+    loader = build_loader(config, world, step.strategy.batch_axes, parts)
     step.check(abstract_batch(config))
     sets = {}
     for name, files in config.validation.items():

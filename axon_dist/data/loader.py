@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from axon_dist.core.checks import is_whole
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, DivisibilityError
 
 from .images import Images, ImageSet
 from .samples import LocalBatch, Samples, TwoSides, checksum, local_rows, shuffled
@@ -33,12 +33,15 @@ class Loader:
         seed: of the order, in [0, 2^32).
         process: which process this is, from 0.
         num_processes: how many share every batch.
+        num_microbatches: into how many parts a step cuts each batch, K: a process has its rows of
+            each, one part behind another, so that a sample is in the same part, and at the same
+            place of it, for any number of processes.
         num_ahead: batches a thread loads ahead; 0 to load each when it is asked for.
         vocab_size: what every token of a batch must be below, checked in each; None checks none.
 
     Raises:
         ConfigError: a value is out of range.
-        DivisibilityError: the batch does not divide by the processes.
+        DivisibilityError: the batch does not divide by the microbatches and the processes.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Loader:
         seed: int = 0,
         process: int = 0,
         num_processes: int = 1,
+        num_microbatches: int = 1,
         num_ahead: int = 2,
         vocab_size: int | None = None,
     ):
@@ -60,6 +64,7 @@ class Loader:
         self.num_samples: int = samples.identity["num_samples"]
         self._share = process, num_processes
         self._rows = local_rows(global_batch, *self._share)
+        self._places = _places(global_batch, num_microbatches, self._share)
         order = getattr(samples, "order", functools.partial(shuffled, self.num_samples))
         self._order = order(seed)
         self._vocab_size = vocab_size
@@ -153,8 +158,7 @@ class Loader:
         return _known(self.samples.validation(rows), self._vocab_size)
 
     def _start(self) -> grain.DatasetIterator[LocalBatch]:
-        rows = np.arange(self.global_batch)[self._rows]
-        samples, order, vocab_size = self.samples, self._order, self._vocab_size
+        rows, samples, order, vocab_size = self._places, self.samples, self._order, self._vocab_size
 
         def load(counter: int) -> LocalBatch:
             numbers = np.array([order[sample] for sample in (counter + rows).tolist()])
@@ -242,6 +246,24 @@ class Pictures(TwoSides):
         """Takes images and labels of a side."""
         x, y = side.take(numbers)
         return {"x": x, "y": y.astype(np.int32)}
+
+
+def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) -> np.ndarray:
+    """Which rows of a global batch a process has, microbatch by microbatch.
+
+    Example:
+        >>> _places(8, 2, (0, 2)).tolist(), _places(8, 2, (1, 2)).tolist()
+        ([0, 1, 4, 5], [2, 3, 6, 7])
+    """
+    size, rest = divmod(global_batch, num_microbatches)
+    if rest:
+        near = max(size, 1) * num_microbatches
+        raise DivisibilityError(
+            f"a global batch of {global_batch} rows does not divide by {num_microbatches} "
+            f"microbatches; use {near} or {near + num_microbatches} rows"
+        )
+    rows = local_rows(size, *share)
+    return np.arange(global_batch).reshape(num_microbatches, size)[:, rows].reshape(-1)
 
 
 def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:

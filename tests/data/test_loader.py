@@ -76,6 +76,20 @@ def test_the_global_order_does_not_know_the_number_of_processes(rows, num_proces
     assert state["samples_seen"] == batch * num_batches
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_sample_is_in_one_microbatch_for_any_number_of_processes(count):
+    """The parts of all processes, one behind another, are a microbatch as it is placed."""
+    fields = {"global_batch": 12, "num_microbatches": 3, "num_processes": count}
+    rows = [run(loader(process=process, **fields), 1) for process in range(count)]
+    cut = np.concatenate([np.reshape(own, (3, -1)) for own in rows], axis=1)
+    assert cut.reshape(-1).tolist() == ORDER[:12]
+
+
+def test_a_batch_divides_by_its_microbatches():
+    with pytest.raises(DivisibilityError, match=r"4 rows .* 3 microbatches; use 3 or 6 rows"):
+        loader(num_microbatches=3)
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
 def test_resuming_repeats_none_and_skips_none(num_batches, before, after):

@@ -29,6 +29,7 @@ checkpoint: {{every: 0}}
 STRATEGIES = {
     "ddp": ["mesh=dp=4", "parallel=ddp"],
     "fsdp": ["mesh=fsdp=4", "parallel=full_shard"],
+    "dropout": ["mesh=fsdp=4", "parallel=full_shard", "train.accumulate=2", "model.dropout=0.3"],
     "hybrid": ["mesh=dp=2,fsdp=2", "parallel=hybrid_shard"],
     "accumulated": ["mesh=dp=4", "parallel=ddp", "train.accumulate=2"],
     "tensor": ["mesh=dp=2,tp=2", "parallel={tensor: {plan: auto}, ddp: {}}"],
@@ -77,7 +78,11 @@ def of_many(path, overrides, count, monkeypatch):
 
 
 CASES = [
-    pytest.param(name, count, marks=[] if (name, count) == ("fsdp", 2) else pytest.mark.slow)
+    pytest.param(
+        name,
+        count,
+        marks=[] if (name, count) == ("dropout", 2) else pytest.mark.slow,
+    )
     for name in STRATEGIES
     for count in (2, 4)
 ]
