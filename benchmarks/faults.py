@@ -1,6 +1,6 @@
 """What a run survives: killed at random moments and resumed, and checkpoints that were damaged.
 
-    python -m benchmarks.faults --runs 100 --corruptions 100 --losses 20 --others 20 --kinds 9
+    python -m benchmarks.faults --runs 100 --corruptions 100 --losses 20 --others 20 --kinds 16
     python -m benchmarks.faults kills disk --runs 10 --out kills.txt
 
 Every run trains a small transformer in a process of its own, which is killed with SIGKILL, half of
@@ -343,7 +343,7 @@ PARTS: dict[str, tuple[str, Callable[[Ground, int], Rows]]] = {
     "launched": (
         "kinds",
         lambda on, times: measure_launched(
-            on.folder, on.config, STEPS, times, on.chance("launched"), final_bits
+            on.folder, on.config, STEPS, times, f"{on.seed} launched", final_bits
         ),
     ),
     "losses": (
@@ -369,16 +369,19 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=4, help="runs to kill")
     parser.add_argument("--corruptions", type=int, default=20, help="of each kind of file")
     parser.add_argument("--losses", type=int, default=2, help="runs that lose a process of four")
-    parser.add_argument("--kinds", type=int, default=1, help="kinds of run that meet all faults")
+    parser.add_argument("--kinds", type=int, default=1, help="runs that meet all faults, by kind")
     parser.add_argument("--others", type=int, default=2, help="power cuts, full disks, two runs")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the places")
     parser.add_argument("--out", type=Path, help="a file that gets the table, part by part")
+    parser.add_argument("--keep", type=Path, help="a folder to work in, and to go on in")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}")
     rows: Rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        on = Ground(Path(folder), arguments.seed)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        on = Ground(folder, arguments.seed)
         for part, (option, measure) in PARTS.items():
             if part in (arguments.parts or PARTS):
                 rows += measure(on, getattr(arguments, option))

@@ -1,15 +1,20 @@
 """Kinds of run under `axon launch`, each of which meets every kind of fault, one after the other.
 
+    python -m benchmarks.faults launched --kinds 16 --keep /tmp/launched --out table.txt
+
 Two processes of two devices train. At random steps one is killed, one is stopped, the launcher gets
 SIGHUP, the launcher is killed, the coordination service is killed, the disk fills up, and a second
 run starts in the same folder. Each loss has to be named in the log, and what it hit has to be gone,
 within `IN_TIME` seconds; the run goes on, by the launcher or as a scheduler would have it, and has
-to end with the bits of one that nobody disturbed, and to leave no process behind.
+to end with the bits of one that nobody disturbed, and to leave no process behind. Called again with
+the same folder, it goes on with the runs that are not in its `launched.jsonl`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import random
 import re
@@ -42,8 +47,11 @@ KINDS: dict[str, tuple[str, ...]] = {
         "model.experts={count: 4, per_token: 2, balance: 0.01}",
     ),
     "memory copies": ("checkpoint.every=10", "checkpoint.memory_every=2"),
+    "elastic": ("deterministic=elastic", "logical_shards=8"),
 }
 """What each kind of run changes in the config of `benchmarks.faults`; a new kind is a row."""
+SMALL = ("model.width=16", "model.ffn_width=32", "model.max_length=16", "data.sequence_length=16")
+"""Of every kind: nearly all of a fault's price is the start after it."""
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -80,9 +88,10 @@ class Launched:
         hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY")
         env = {name: value for name, value in os.environ.items() if name not in hidden}
         env |= {MARK: self.mark, "AXON_SILENCE_TIMEOUT": str(SILENCE_SECONDS)}
+        env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                [*launch, "--", *train, *self.overrides], env=env, stdout=log, stderr=log
+                [*launch, "--", *train, *SMALL, *self.overrides], env=env, stdout=log, stderr=log
             )
 
     def step(self) -> int:
@@ -164,6 +173,9 @@ def start_twice(run: Launched, chance: random.Random) -> bool:
     return other.wait(300) == 2 and run.launcher.poll() is None
 
 
+Bits = Callable[[Path], dict[str, bytes]]
+"""Of the last checkpoint of a run."""
+
 FAULTS: dict[str, Fault] = {
     "one killed": lose_rank(signal.SIGKILL, r"rank \d was killed by SIGKILL"),
     "one stopped": lose_rank(signal.SIGSTOP, r"lost process \d \(host "),
@@ -188,50 +200,90 @@ def small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", str(folder)], check=True)
 
 
-def measure_kind(
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What a fault did to a run.
+
+    Args:
+        number: of the run.
+        kind: of the run.
+        fault: its name.
+        step: after which it was made.
+        seconds: until what it hit was gone, or had said so.
+        is_in_time: whether that was named, and in time.
+        is_good: that, and the run ended with the right bits, and left no process behind.
+    """
+
+    number: int
+    kind: str
+    fault: str
+    step: int
+    seconds: float
+    is_in_time: bool
+    is_good: bool = False
+
+
+def undisturbed(folder: Path, config: Path, kind: str) -> Path:
+    """The folder of a run of a kind that nobody disturbs; made once."""
+    mark = folder / f"alone-{kind}.done"
+    if not mark.exists():
+        alone = Launched(config, folder / f"alone-{kind}", KINDS[kind])
+        if alone.launcher.wait():
+            raise SystemExit(alone.log.read_text())
+        mark.touch()
+    return folder / f"alone-{kind}" / "run"
+
+
+def measure_run(
     folder: Path,
     config: Path,
     steps: int,
+    number: int,
     kind: str,
     chance: random.Random,
-    bits: Callable[[Path], dict[str, bytes]],
-) -> dict[str, bool]:
-    """Every fault, and whether it did no harm."""
-    alone = Launched(config, folder / f"alone-{kind}", KINDS[kind])
-    if alone.launcher.wait():
-        raise SystemExit(alone.log.read_text())
-    found: dict[str, bool] = {}
-    with small_disk(folder / f"hit-{kind}") as has_disk:
-        run = Launched(config, folder / f"hit-{kind}", KINDS[kind])
+    bits: Bits,
+) -> list[Cell]:
+    """Every fault in one run, and what came of it."""
+    expected, cells = bits(undisturbed(folder, config, kind)), []
+    disk = folder / f"hit-{kind}-{uuid.uuid4().hex[:8]}"
+    with small_disk(disk) as has_disk:
+        run = Launched(config, disk, KINDS[kind])
         faults = [name for name in FAULTS if has_disk or name != "disk full"]
         chance.shuffle(faults)
-        for number, name in enumerate(faults):
-            least = number * (steps - 2) // len(faults)
-            wanted = max(run.step(), least) + chance.randrange(1, 4)
+        for turn, name in enumerate(faults):
+            wanted = max(run.step(), turn * (steps - 2) // len(faults)) + chance.randrange(1, 4)
             if not within(600, lambda n=wanted: run.step() >= n or run.launcher.poll() is not None):
-                break
+                run.launcher.kill()
+                run.launcher.wait()
             started = time.monotonic()
-            found[name] = run.launcher.poll() is None and FAULTS[name](run, chance)
-            seconds = time.monotonic() - started
-            print(f"{kind}: {name} at step {wanted}: {found[name]}, {seconds:.1f} s", flush=True)
-        is_same = run.launcher.wait() == 0 and bits(run.folder) == bits(alone.folder)
+            in_time = run.launcher.poll() is None and FAULTS[name](run, chance)
+            seconds = round(time.monotonic() - started, 1)
+            cells.append(Cell(number, kind, name, wanted, seconds, in_time))
+            print(f"{kind}: {name} at step {wanted}: {in_time}, {seconds} s", flush=True)
+        is_same = run.launcher.wait() == 0 and bits(run.folder) == expected
         is_same = is_same and within(5, lambda: not marked(run.mark))
-    if not is_same:
-        print(run.log.read_text(errors="replace")[-4000:])
-    return {name: found.get(name, False) and is_same for name in faults}
+    print(f"{kind}: {'the same bits' if is_same else run.log.read_text()[-4000:]}", flush=True)
+    return [dataclasses.replace(cell, is_good=cell.is_in_time and is_same) for cell in cells]
 
 
 def measure_launched(
-    folder: Path,
-    config: Path,
-    steps: int,
-    runs: int,
-    chance: random.Random,
-    bits: Callable[[Path], dict[str, bytes]],
+    folder: Path, config: Path, steps: int, runs: int, seed: str, bits: Bits
 ) -> list[tuple[str, int, int]]:
-    """Rows of kind and fault, how often, and how often it did no harm."""
-    rows = []
-    for kind in list(KINDS)[:runs]:
-        found = measure_kind(folder, config, steps, kind, chance, bits)
-        rows += [(f"{kind}: {name}", 1, int(is_good)) for name, is_good in found.items()]
-    return rows
+    """Runs of each kind in turn; rows of kind and fault, how often, and how often no harm was done.
+
+    What a run gave is kept in the folder, and one that is there is not made again.
+    """
+    kept = folder / "launched.jsonl"
+    cells = [Cell(**json.loads(x)) for x in kept.read_text().splitlines()] if kept.exists() else []
+    for number in range(runs):
+        if number not in {cell.number for cell in cells}:
+            kind = list(KINDS)[number % len(KINDS)]
+            chance = random.Random(f"{seed} {number}")
+            found = measure_run(folder, config, steps, number, kind, chance, bits)
+            with open(kept, "a") as file:
+                file.writelines(json.dumps(dataclasses.asdict(cell)) + "\n" for cell in found)
+            cells += found
+    rows: dict[str, list[bool]] = {}
+    for cell in cells:
+        rows.setdefault(f"{cell.kind}: {cell.fault}", []).append(cell.is_good)
+    return [(name, len(good), sum(good)) for name, good in rows.items()]

@@ -407,12 +407,19 @@ def compiling_ahead(
 
 
 def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None]) -> None:
-    fewer = world.num_processes - 1
-    try:
-        step, _ = step_for(config, world_of_first(config, world, fewer))
-        step.lower(abstract_batch(config)).compile()
-    except AxonDistError as error:
-        tell(f"{fewer} processes could not go on if one were lost: {error}")
+    """Compiles for the most processes that could go on without one of these."""
+    reasons = []
+    for fewer in range(world.num_processes - 1, 0, -1):
+        try:
+            step, _ = step_for(config, world_of_first(config, world, fewer))
+            step.lower(abstract_batch(config)).compile()
+        except AxonDistError as error:
+            reasons.append(str(error))
+        else:
+            if reasons:
+                tell(f"{fewer} processes would go on if one were lost, not more: {reasons[0]}")
+            return
+    tell(f"no fewer processes could go on if one were lost: {reasons[0]}")
 
 
 def world_of_first(config: RunConfig, world: World, count: int) -> World:

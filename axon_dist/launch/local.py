@@ -281,8 +281,13 @@ def _run_attempts(plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str
             count = plan.num_processes
             tell(f"going on with all {count} processes")
             continue
-        count = next_count(plan, count, attempt.failed)
-        if code == 0 or attempt.signals or restarts == plan.max_restarts or not count:
+        tried, count = count, next_count(plan, count, attempt.failed)
+        if code == 0 or attempt.signals or not count:
+            return code
+        if code == USER_ERROR:
+            tell(f"{tried} processes cannot go on with this run; trying {count}")
+            continue
+        if restarts == plan.max_restarts:
             return code
         restarts += 1
         tell(f"restart {restarts} of {plan.max_restarts}, with {count} processes")

@@ -118,10 +118,12 @@ def test_elastic_goes_on_without_the_lost(tmp_path):
         "count == 3 and sys.exit(2); count > 2 and time.sleep(100)"
     )
     told = []
-    made = plan(tmp_path, program, count=4, max_restarts=3, elastic=True)
+    made = plan(tmp_path, program, count=4, max_restarts=1, elastic=True)
     assert launch(made, told.append) == 0
     assert log(tmp_path, 0).split() == ["4", "3", "2"]
-    assert told[-1] == "restart 2 of 3, with 2 processes"
+    # A refusal is no restart: with 8 of which 4 can go on there are three.
+    assert [line for line in told if "restart" in line] == ["restart 1 of 1, with 3 processes"]
+    assert told[-1] == "3 processes cannot go on with this run; trying 2"
 
 
 def test_signals_reach_the_ranks_and_end_the_restarts(tmp_path):

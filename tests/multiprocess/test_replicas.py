@@ -9,6 +9,7 @@ import time
 import pytest
 
 from axon_dist.launch import INTERRUPTED
+from benchmarks.faults import final_bits
 from benchmarks.replicas import EVERY, FEWER, SHARDED, WHOLE, Runs, lose_one, pid_of
 
 pytestmark = pytest.mark.multiprocess
@@ -136,6 +137,19 @@ def test_a_killed_replica_costs_a_few_steps_and_no_bit(tmp_path, kind, overrides
     loss = lose_one(Runs(tmp_path, overrides), "run", kind, random.Random(1))
     assert loss.has_same_bits
     assert 0 <= loss.at - loss.copied <= EVERY + 2
+
+
+@pytest.mark.full
+def test_elastic_bits_go_on_with_as_many_as_divide_the_logical_shards(tmp_path):
+    runs = Runs(tmp_path, ("deterministic=elastic", "logical_shards=4"))
+    launcher = runs.start("run", 4, "--elastic")
+    wait_for(launcher, runs, lambda log, rows: len(rows) > EVERY + 1)
+    os.kill(pid_of(launcher, 2), signal.SIGKILL)
+    assert launcher.wait(300) == 0, runs.log("run")
+    assert runs.log("run").count("3 processes cannot go on with this run; trying 2") == 1
+    assert "2 of 4 processes: 2 microbatches" in runs.log("run")
+    assert "going on after step" in runs.log("run")
+    assert final_bits(tmp_path / "run") == runs.finish("alone", 4)
 
 
 def wait_for(launcher, runs, is_there):
