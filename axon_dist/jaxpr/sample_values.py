@@ -367,7 +367,7 @@ class OutputUse:
         kind: see `Use`.
         factor: what the mean over equal parts of a batch is multiplied by to give the number of the
             whole batch: 1 for a mean, the number of parts for a sum.
-        why: of MIXED and COUPLED, what is done to the samples.
+        why: of MIXED, COUPLED and of a buffer that is not CONSTANT, what is done to the samples.
         where: the line of the user's that does it.
     """
 
@@ -423,7 +423,7 @@ class SampleUse:
     def coupled(self) -> str:
         """What the parts of a batch cannot give, in words; "" where they can give everything."""
         for name, use in self.outputs().items():
-            if not use.is_separable:
+            if use.why:
                 return f"the {name} {use.why}" + (f" ({use.where})" if use.where else "")
         return ""
 
@@ -496,4 +496,5 @@ def _buffer(value: Value) -> OutputUse:
     why = value.why or "changes with the samples of the batch"
     if value.kind is Kind.CONSTANT:
         why = "counts the samples of the batch"
-    return OutputUse(Use.COUPLED, 1.0, why, value.where)
+    is_mean = value.kind is Kind.TOTAL and not value.is_scaled
+    return OutputUse(Use.MEAN if is_mean else Use.COUPLED, 1.0, why, value.where)

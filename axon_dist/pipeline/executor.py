@@ -71,7 +71,8 @@ class Executor:
         frozen_weights, frozen_rest: those that are not trained.
         learned: by number, the first values of the buffers that stages change: those of a
             microbatch are what the one before has left, in the order of the table.
-        once: those of them that change once for the whole batch.
+        once: those of them that every microbatch finds as they were at first.
+        means: those of the latter that become the mean of what the microbatches make of them.
         parted: the numbers of the rest of which every rank has a part of the vocabulary.
         lookups: those in what is parted, which all ranks do together where the table says so.
     """
@@ -88,6 +89,7 @@ class Executor:
     frozen_rest: list[Any] = dataclasses.field(default_factory=list)
     learned: Mapping[int, Array] = dataclasses.field(default_factory=dict)
     once: Collection[int] = ()
+    means: Collection[int] = ()
     parted: Collection[int] = ()
     lookups: Sequence[Lookup] = ()
 
@@ -105,7 +107,8 @@ class Executor:
         state, _ = jax.lax.scan(self._tick, self._start(), (lanes, channels))
         homes = {i: stage for program in self.stages for i, stage in program.learns.items()}
         ranks = {i: self.schedule.placement[stage] for i, stage in homes.items()}
-        made = {i: from_rank(x[-1], rank == ranks[i], self.axis) for i, x in state.learned.items()}
+        after = {i: x[1:].mean(0) if i in self.means else x[-1] for i, x in state.learned.items()}
+        made = {i: from_rank(x, rank == ranks[i], self.axis) for i, x in after.items()}
         return state.sums._replace(learned=made)
 
     @cached_property

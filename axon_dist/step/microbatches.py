@@ -46,12 +46,14 @@ class Draws:
         rows: what is drawn and counts samples, and whose rows of it a part owns.
         once: the paths of the buffers that change once per step, as the counts of random streams
             and all that does not follow from the samples.
+        means: of those that become the mean of what the microbatches make of them.
         axes: the manual axes that split a microbatch; none in global view.
         ranks: how many ranks there are along them.
     """
 
     rows: Mapping[Drawn, SampleRows]
     once: frozenset[Path]
+    means: frozenset[Path]
     axes: tuple[str, ...]
     ranks: int
 
@@ -70,9 +72,17 @@ class Draws:
         """
         part = self.part(microbatch)
         streams = map_with_path(
-            lambda path, now, then: then if path in self.once else now, buffers, first
+            lambda path, now, then: then if path in self.once | self.means else now, buffers, first
         )
         return with_rank(streams, self.rows, part) if self.rows else streams
+
+    def after(self, new: PyTree, before: PyTree, first: PyTree, count: int) -> PyTree:
+        """The buffers that one of `count` microbatches leaves, of those `before` it."""
+
+        def one(path: Path, new: Any, now: Any, then: Any) -> Any:
+            return now + (new - then) / count if path in self.means else new
+
+        return map_with_path(one, without_rank(new, first), before, first)
 
 
 def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws | None:
@@ -106,8 +116,9 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
     else:
         # A bridged Linen module counts its calls, whether it draws or not.
         counts = spec.parts.counts
-    once = counts | _of_no_sample(spec, batch, ranks)
-    return Draws(rows or {}, once, axes, ranks) if rows is not None or once else None
+    once, means = counts | _of_no_sample(spec, batch, ranks), spec.separator.of(batch).means
+    is_needed = rows is not None or once or means
+    return Draws(rows or {}, once, means, axes, ranks) if is_needed else None
 
 
 def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
@@ -173,8 +184,8 @@ def accumulate(
     def before(buffers: PyTree, number: Any) -> PyTree:
         return buffers if drawing is None else drawing.before(buffers, first, number)
 
-    def after(buffers: PyTree) -> PyTree:
-        return buffers if drawing is None else without_rank(buffers, first)
+    def after(new: PyTree, buffers: PyTree) -> PyTree:
+        return new if drawing is None else drawing.after(new, buffers, first, num_microbatches)
 
     sample = jax.tree.map(lambda leaf: leaf[0], batch)
     # Traced once, and run as a program for every microbatch.
@@ -194,14 +205,14 @@ def accumulate(
         microbatch, sums = jax.lax.optimization_barrier((microbatch, sums))
         with jax.named_scope("microbatch"):
             leaves = jax.tree.leaves((params, before(buffers, number), microbatch))
-            new, buffers = structure.unflatten(eval_jaxpr(program, leaves))
+            new, changed = structure.unflatten(eval_jaxpr(program, leaves))
         total = sums + new
         total = Sums(constrain(total.grads), total.loss, total.metrics)
-        return (total, after(buffers)), None
+        return (total, after(changed, buffers)), None
 
     (sums, buffers), _ = jax.lax.scan(body, (zeros, buffers), (batch, numbers))
     if last is None:
         return sums, buffers
     with jax.named_scope("last_microbatch"):
-        sums, buffers = last(sums, params, before(buffers, num_microbatches - 1), final)
-    return sums, after(buffers)
+        sums, changed = last(sums, params, before(buffers, num_microbatches - 1), final)
+    return sums, after(changed, buffers)

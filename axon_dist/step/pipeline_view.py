@@ -248,7 +248,8 @@ class StagedPlan:
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
         paths = [path for path, _ in leaves_with_paths(drawing)]
-        once = frozenset(i for i in learned if paths[i] in unchanged)
+        means = {i for i in learned if draws is not None and paths[i] in draws.means}
+        once = {i for i in learned if paths[i] in unchanged} | means
         in_turn = {i: stage for i, stage in learned.items() if i not in once}
         check_order(trace, drawing, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
@@ -277,6 +278,7 @@ class StagedPlan:
             frozen_rest=frozen[1],
             learned={i: first[i] for i in learned},
             once=once,
+            means=means,
             parted=parted,
             lookups=lookups,
         ).run()

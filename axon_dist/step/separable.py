@@ -47,6 +47,7 @@ class Separation:
             batch is not; "" where it is.
         complete: computes what `loss_fn` gives sums for, of those of the whole batch; None where it
             gives all numbers.
+        means: the buffers that the whole batch leaves as the mean of what its microbatches leave.
     """
 
     loss_fn: LossFn
@@ -54,6 +55,7 @@ class Separation:
     why: str = ""
     averaged: str = ""
     complete: LossEnding | None = None
+    means: frozenset[Path] = frozenset()
 
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
@@ -172,14 +174,17 @@ class Separator:
             use = self._use(batch, (samples, whole), 1)
             found = self._in_sums(batch, (samples, whole), 1, use)
         self._check_buffers(self.program(batch, whole))
+        means = self._means(use) if found is not None or use.loss.is_separable else frozenset()
         if found is not None:
-            return dataclasses.replace(found, is_per_rank=per_rank and not why, why=why)
+            is_per_rank = per_rank and not why
+            return dataclasses.replace(found, is_per_rank=is_per_rank, why=why, means=means)
         if self._promise is None:
             self._check_related(use, samples, whole, ranks)
         self._check_mixed(use, ranks)
         is_averaged = self._promise is False and self._microbatches > 1
         averaged = use.coupled if is_averaged else ""
-        return Separation(in_parts(self._loss_fn, use), per_rank and not why, why, averaged)
+        loss_fn = in_parts(self._loss_fn, use)
+        return Separation(loss_fn, per_rank and not why, why, averaged, means=means)
 
     def _in_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse
@@ -317,7 +322,27 @@ class Separator:
 
     def _is_statistic(self, path: Path, found: OutputUse) -> bool:
         shapes = dict(leaves_with_paths(self._parts.arguments[1]))
-        return not found.is_separable and jnp.issubdtype(shapes[path].dtype, jnp.floating)
+        return found.why != "" and jnp.issubdtype(shapes[path].dtype, jnp.floating)
+
+    def _means(self, use: SampleUse) -> frozenset[Path]:
+        """The statistics that microbatches average, beside a loss that they give.
+
+        Raises:
+            UnsupportedError: for one that changes with the samples, and is no mean over them.
+        """
+        if self._promise is not None or self._microbatches == 1:
+            return frozenset()
+        found = {path: one for path, one in use.buffers.items() if self._is_statistic(path, one)}
+        for path, one in found.items():
+            if not one.is_separable:
+                raise UnsupportedError(
+                    f"the buffer {path!r} {one.why}{_place(one)}. {self._microbatches} "
+                    "microbatches would change it in turn, and each find what those before have "
+                    "left, where one device changes it once, with the whole batch. Use one "
+                    "microbatch; or change the buffer between steps, from metrics of the loss; or, "
+                    "if it is to be changed in turn, say so: build_train_step(separable=False)"
+                )
+        return frozenset(found)
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""

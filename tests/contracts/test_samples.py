@@ -211,8 +211,8 @@ def test_equals_one_device_or_says_what_couples_the_samples(name, option):
         return
     factor = count if name == "sum" else 1
     # Keys of samples are drawn for the whole batch, which microbatches in plain JAX would not do,
-    # and a root is that of the mean of all.
-    whole = name in ("keys", "root")
+    # a root is that of the mean of all, and a running mean moves once.
+    whole = name in ("keys", "root", "watching")
     want = train(loss.case, optax.sgd(0.5), 1, accumulate=1 if whole else count)
     grads, metrics = step.gradients(step.init(), batch(0))
     expected = jax.tree.map(lambda g: g * factor, want.grads[0])
@@ -280,6 +280,22 @@ def test_a_metric_that_couples_samples_is_not_averaged():
     step = built("accumulate", loss)
     with pytest.raises(UnsupportedError, match=r"'worst' takes .*2 microbatches"):
         step(step.init(), batch(0))
+
+
+def test_a_buffer_that_is_no_mean_over_the_samples_is_not_changed_in_turn():
+    class Queue(Net):
+        def __init__(self, rngs: nnx.Rngs):
+            super().__init__(rngs)
+            self.seen = nnx.Variable(jnp.zeros((32, WIDTH)))
+
+        def __call__(self, x):
+            self.seen[...] = jnp.concatenate([self.seen[...][len(x) :], x])
+            return super().__call__(x)
+
+    loss = Loss(lambda m, b: error(m, b).mean(), Queue)
+    with pytest.raises(UnsupportedError, match=r"the buffer 'seen' .*2 microbatches would change"):
+        built("accumulate", loss, batch=batch(0))
+    built("accumulate", loss, batch=batch(0), separable=False)
 
 
 def test_what_is_promised_is_averaged_and_what_is_denied_runs_in_global_view():
