@@ -51,6 +51,7 @@ def build_loader(
         process=process,
         num_processes=num_processes,
         num_ahead=config.data.num_ahead,
+        num_workers=config.data.num_workers,
     )
 
 
