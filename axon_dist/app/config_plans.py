@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
+from axon_dist.core.words import plural
 from axon_dist.inspect import Report
 from axon_dist.mesh import World, paper_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
@@ -54,6 +55,14 @@ _BEFORE_REMAT = 2
 SIMPLICITY = ("ddp", "shard_grad_op", "zero1", "full_shard", "hybrid_shard")
 """Data-parallel strategies in the order in which they are taken. ZeRO-1 holds more than ZeRO-2, and
 is for steps of so many microbatches that reducing each is no longer quiet."""
+
+
+Tell: TypeAlias = Callable[[str, str], None]
+"""Takes the name of an arrangement, and a clause about it."""
+
+
+def silent(name: str, clause: str) -> None:
+    """Says nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +140,7 @@ def plan_config(
     *,
     target: str | None = None,
     num_compiled: int = 0,
+    tell: Tell = silent,
 ) -> ConfigPlans:
     """Ranks the ways to run a config on some devices.
 
@@ -152,6 +162,7 @@ def plan_config(
         device_bytes: memory of a device; None takes the chip's.
         target: the machine to compile for, such as `"h100:8"`.
         num_compiled: how many of the best to compile.
+        tell: takes the name of each plan that is traced or compiled, and what is done, with what.
 
     Returns:
         The plans.
@@ -161,7 +172,7 @@ def plan_config(
     """
     size = hardware.memory_bytes if device_bytes is None else device_bytes
     apart = _apart_in(config, hardware.num_nodes(num_devices))
-    search = _Search(config, hardware, num_devices, size, *apart)
+    search = _Search(config, hardware, num_devices, size, *apart, tell=tell)
     refused: dict[str, str] = {}
     plans = search.plans(MOST, refused)
     if not plans:
@@ -171,7 +182,11 @@ def plan_config(
     others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
     limit = ranked[0].time.total if ranked[0].fits else float("inf")
     faster = [plan for plan in others if plan.fits and (1 + ALIKE) * plan.time.total < limit]
-    ranked = [_measured(p, target) if n < num_compiled else p for n, p in enumerate(ranked)]
+    compiled: list[ReadPlan] = []
+    for plan in ranked[:num_compiled]:
+        tell(plan.arrangement.name, f"compiled for {plan.arrangement.mesh}")
+        compiled.append(_measured(plan, target))
+    ranked[: len(compiled)] = compiled
     kinds = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
     return ConfigPlans(search.work, hardware, num_devices, *kinds)
 
@@ -188,6 +203,7 @@ class _Search:
         apart: how replicas train on their own; None for one model.
         replicas: how many of them.
         changed: why it trains to other numbers than the config that is planned for.
+        tell: takes the name of each plan that is traced, and with what.
     """
 
     config: RunConfig
@@ -197,6 +213,7 @@ class _Search:
     apart: SlowReplicas | None = None
     replicas: int = 1
     changed: str | None = None
+    tell: Tell = silent
 
     @property
     def platform(self) -> str:
@@ -224,18 +241,17 @@ class _Search:
         for one in self.candidates():
             kinds.setdefault(one.name, []).append(one)
         found: list[ReadPlan | None] = []
-        too_large: list[tuple[float, Arrangement]] = []
+        too_large: list[_Split] = []
         for group in sorted(kinds.values(), key=lambda group: _complexity(group[0])):
             if len(found) - found.count(None) == most:
                 break
-            state, least = _least_split(self, group, refused)
-            if least is not None and state <= self.usable:
-                found.append(_read(self, refused, least))
-            elif least is not None:
-                too_large.append((state, least))
+            split = _least_split(self, group, refused)
+            if split is not None and split.state <= self.usable:
+                found.append(_read(self, refused, split))
+            elif split is not None:
+                too_large.append(split)
         if found.count(None) == len(found) and too_large:
-            _, nearest = min(too_large, key=lambda row: row[0])
-            found.append(_read(self, refused, nearest))
+            found.append(_read(self, refused, min(too_large, key=lambda split: split.state)))
         return [plan for plan in found if plan is not None]
 
     def candidates(self) -> list[Arrangement]:
@@ -339,36 +355,51 @@ def _build(search: _Search, arrangement: Arrangement) -> tuple[RunConfig, TrainS
     return config, build_step(config, world)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """An arrangement, its step, and the bytes of its train state on a device."""
+
+    arrangement: Arrangement
+    config: RunConfig
+    step: TrainStep
+    state: float
+
+
 def _least_split(
     search: _Search, group: list[Arrangement], refused: dict[str, str]
-) -> tuple[float, Arrangement | None]:
-    """Of a kind the first whose train state fits, or the smallest; and the bytes of its state."""
+) -> _Split | None:
+    """Of a kind the first whose train state fits, or the smallest; None where all are refused."""
 
     def splits(one):
         return one.tp * one.cp * one.pp * one.ep
 
-    best: tuple[float, Arrangement | None] = (float("inf"), None)
+    best: _Split | None = None
     for one in sorted(group, key=splits):
         try:
-            _, step = _build(search, one)
+            config, step = _build(search, one)
             claims = step.claims
             state = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
         except AxonDistError as error:
             refused.setdefault(one.name, str(error))
             continue
-        if state < best[0]:
-            best = state, one
+        if best is None or state < best.state:
+            best = _Split(one, config, step, state)
         if state <= search.usable:
             break
     return best
 
 
-def _read(search: _Search, refused: dict[str, str], one: Arrangement) -> ReadPlan | None:
+def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan | None:
     """Traces an arrangement until it fits: smaller microbatches first, then recomputed blocks."""
     plan: ReadPlan | None = None
+    one, config, step = split.arrangement, split.config, split.step
     for tried in range(TRIES):
+        number, remat = plural(one.num_microbatches, "microbatch"), ", remat" * one.remat
+        also = f", {search.changed}" if search.changed else ""
+        search.tell(one.name, f"traced on {one.mesh} with {number}{remat}{also}")
         try:
-            config, step = _build(search, one)
+            if tried:
+                config, step = _build(search, one)
             reading = read_step(step, abstract_batch(config))
         except AxonDistError as error:
             if plan is None:

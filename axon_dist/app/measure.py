@@ -302,8 +302,9 @@ def check_data(
 ) -> DataCheck:
     """Loads some batches of a config's data, and takes some steps to see what they need.
 
-    The speed is that of one thread, which a run with `data.num_ahead` above 0 keeps busy beside
-    the steps; of the steps it is that on the devices at hand.
+    The speed is that of one thread, or of `data.num_workers` processes, which a run with
+    `data.num_ahead` above 0 keeps busy beside the steps; of the steps it is that on the devices at
+    hand.
 
     Args:
         config: a run as YAML describes it, checked.

@@ -56,6 +56,7 @@ def build_loader(
         num_processes=num_processes,
         num_microbatches=num_microbatches,
         num_ahead=config.data.num_ahead,
+        num_workers=config.data.num_workers,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist.app import ConfigPlans, ReadPlan, plan_config
+from axon_dist.app.config_plans import Tell
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
@@ -24,6 +26,8 @@ from axon_dist.core.words import byte_size, plural
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.planner import Arrangement, parse_count, parse_memory
+
+from .values import notice
 
 _DEFAULT_HARDWARE = "h100"
 
@@ -42,6 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compile:
         raise ConfigError("--compile needs a config, for a number of parameters is no program")
     return _plan_size(arguments, memory)
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[Tell]:
+    """What shows how far planning is: a line that changes on a terminal, else one for each plan."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda name, clause: notice(f"{called(name)}: {clause}")
+        return
+    with console.status("") as status:
+        yield lambda name, clause: status.update(f"{called(name)}: {clause}")
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
@@ -86,7 +101,8 @@ def _plan_size(arguments: argparse.Namespace, memory: int | None) -> int:
         f"{model.width}, {model.num_heads} heads, {model.vocab_size} tokens, samples of "
         f"{model.max_length} tokens"
     )
-    found = plan_config(config, row, num_devices, memory)
+    with _telling() as tell:
+        found = plan_config(config, row, num_devices, memory, tell=tell)
     show_config_plans(config.name, found, console)
     return 0 if found.fits else 1
 
@@ -163,9 +179,9 @@ def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
     row, num_devices = _devices(arguments)
     if arguments.compile:
         prepare_environment(arguments.target)
-    found = plan_config(
-        config, row, num_devices, memory, target=arguments.target, num_compiled=arguments.compile
-    )
+    compiled = {"target": arguments.target, "num_compiled": arguments.compile}
+    with _telling() as tell:
+        found = plan_config(config, row, num_devices, memory, **compiled, tell=tell)
     show_config_plans(config.name, found, Console(highlight=False))
     return 0 if found.fits else 1
 

@@ -34,7 +34,15 @@ from axon_dist.models import (
 from axon_dist.weights import format_name, hub_config
 
 from .read import HUB, write
-from .sections import TOKENS, ImageData, OwnData, SyntheticImageData, TokensData
+from .sections import (
+    TOKENS,
+    ImageData,
+    ImageFolderData,
+    ImageRecordsData,
+    OwnData,
+    SyntheticImageData,
+    TokensData,
+)
 from .user_code import Own, parameters_of
 
 NO_LIMIT = 2**31
@@ -42,7 +50,7 @@ NO_LIMIT = 2**31
 
 
 _Data = TypeVar("_Data")
-_Pictures: TypeAlias = ImageData | SyntheticImageData
+_Pictures: TypeAlias = ImageData | ImageFolderData | ImageRecordsData | SyntheticImageData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +175,7 @@ class Classification(Task[_Pictures]):
     """A model of images says which class each is of."""
 
     loss_fn: LossFn = classification_loss
-    data = (ImageData, SyntheticImageData)
+    data = (ImageData, ImageFolderData, ImageRecordsData, SyntheticImageData)
     item = "images"
 
     def check(self, model: object, data: _Pictures) -> None:

@@ -14,6 +14,10 @@ from flax import nnx
 from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import (
+    ArrayRecordSource,
+    DatasetsSource,
+    ImageFolder,
+    ImageRecords,
     ImageSource,
     JsonlSource,
     Mixture,
@@ -274,16 +278,28 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SequenceOptions:
-    """The length of the samples of tokens, and how many batches are loaded ahead.
+class LoadOptions:
+    """How batches are made while a step runs.
+
+    Args:
+        num_ahead: batches loaded ahead by a thread; 0 loads each when it is asked for.
+        num_workers: processes that make whole batches in turn, such as those that decode images; 0
+            leaves that to the thread.
+    """
+
+    num_ahead: Ahead = 2
+    num_workers: Ahead = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceOptions(LoadOptions):
+    """The length of the samples of tokens, and how they are loaded.
 
     Args:
         sequence_length: tokens that a sample predicts.
-        num_ahead: batches loaded ahead by a thread; 0 loads each when it is asked for.
     """
 
     sequence_length: Count = 128
-    num_ahead: Ahead = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,8 +322,25 @@ class ParquetData(SequenceOptions, ParquetSource):
     """Which parquet files a run reads, and in rows of which length."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRecordData(SequenceOptions, ArrayRecordSource):
+    """Which files of ArrayRecord a run reads, and in rows of which length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetsData(SequenceOptions, DatasetsSource):
+    """Which data sets of Hugging Face a run reads, and in rows of which length."""
+
+
 SOURCES: MappingProxyType[str, type] = MappingProxyType(
-    {"text": TextSource, "tokens": TokenSource, "jsonl": JsonlSource, "parquet": ParquetSource}
+    {
+        "text": TextSource,
+        "tokens": TokenSource,
+        "jsonl": JsonlSource,
+        "parquet": ParquetSource,
+        "array_record": ArrayRecordSource,
+        "datasets": DatasetsSource,
+    }
 )
 """What a mixture can be made of."""
 
@@ -368,42 +401,35 @@ class MixtureData(SequenceOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageData(ImageSource):
-    """Which images a run reads.
-
-    Args:
-        num_ahead: batches loaded ahead by a thread; 0 loads each when it is asked for.
-    """
-
-    num_ahead: Ahead = 2
+class ImageData(LoadOptions, ImageSource):
+    """Which images a run reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticImageData(SyntheticImages):
-    """Which images a run makes up.
-
-    Args:
-        num_ahead: batches made ahead by a thread; 0 makes each when it is asked for.
-    """
-
-    num_ahead: Ahead = 2
+class ImageFolderData(LoadOptions, ImageFolder):
+    """Which folders of images a run reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnData(Own):
+class ImageRecordsData(LoadOptions, ImageRecords):
+    """Which records of images a run reads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyntheticImageData(LoadOptions, SyntheticImages):
+    """Which images a run makes up."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnData(LoadOptions, Own):
     """Samples of the user's own: `data: {factory: package.module:make, ...}`.
 
     The factory returns two sequences of samples, for training and for validation, each with a
     length and with items that are dicts of arrays, all alike; or one object with the methods of
     `axon_dist.data.Samples`.
-
-    Args:
-        num_ahead: batches loaded ahead by a thread; 0 loads each when it is asked for.
     """
 
     section: ClassVar[str] = "data"
-
-    num_ahead: Ahead = 2
 
     @functools.cached_property
     def samples(self) -> Samples:
@@ -431,14 +457,20 @@ DATA: MappingProxyType[str, type] = MappingProxyType(
         "tokens": TokenData,
         "jsonl": JsonlData,
         "parquet": ParquetData,
+        "array_record": ArrayRecordData,
+        "datasets": DatasetsData,
         "mixture": MixtureData,
         "images": ImageData,
+        "image_folder": ImageFolderData,
+        "image_records": ImageRecordsData,
         "synthetic_images": SyntheticImageData,
     }
 )
 """What `data.kind` can name, each by the dataclass of the section."""
 
-TokensData: TypeAlias = TextData | TokenData | JsonlData | ParquetData | MixtureData
+TokensData: TypeAlias = (
+    TextData | TokenData | JsonlData | ParquetData | ArrayRecordData | DatasetsData | MixtureData
+)
 """A section whose samples are sequences of tokens."""
 
 TOKENS: tuple[type, ...] = tuple(row for row in DATA.values() if issubclass(row, SequenceOptions))

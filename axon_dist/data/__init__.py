@@ -6,14 +6,17 @@ reading in `loader.py`; `samples.py` is what a loader hands out,
 `tokens.py` and `packing.py` say how documents become rows. Every source is a file of its own.
 """
 
+from .array_record import ArrayRecordSource as ArrayRecordSource
 from .documents import DocumentSource as DocumentSource
 from .documents import JsonlSource as JsonlSource
-from .documents import ParquetSource as ParquetSource
+from .encoded_images import ImageFolder as ImageFolder
+from .encoded_images import ImageRecords as ImageRecords
 from .files import TextFile as TextFile
 from .files import find_files as find_files
 from .files import split_bytes as split_bytes
 from .files import split_files as split_files
 from .files import standard_library_files as standard_library_files
+from .hugging_face import DatasetsSource as DatasetsSource
 from .images import Images as Images
 from .images import ImageSet as ImageSet
 from .images import ImageSource as ImageSource
@@ -24,6 +27,7 @@ from .loader import Loader as Loader
 from .loader import TextLoader as TextLoader
 from .packing import PackedRows as PackedRows
 from .packing import pack as pack
+from .parquet import ParquetSource as ParquetSource
 from .samples import LocalBatch as LocalBatch
 from .samples import Mixture as Mixture
 from .samples import Samples as Samples

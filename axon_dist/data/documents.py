@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.errors import ConfigError, did_you_mean, install_command
+from ..core.errors import ConfigError, did_you_mean
 from .chat import ChatTemplate, Pieces, check_messages, find_template
 from .files import TextFile, check_disjoint, drawn, find_files, held_fraction, says_little
 from .packing import PackedRows, TooLong
@@ -159,14 +157,17 @@ class DocumentSource:
         if self.tokenizer is not None:
             tokenizer = load_tokenizer(self.tokenizer, self.end_token)
         template = None if self.messages is None else find_template(self.template, self.tokenizer)
-        files = find_files(self.files)
+        how = [self.kind, tokenizer.digest, self.prompt or "", self.learned, self.columns]
+        how += [] if template is None else [template.identity]
+        document = Fields(tokenizer, self.prompt or "", self.learned, template).document
+        files = self.find(self.files)
         folder = Folder(files, self.cache)
-        whole = self._documents(folder, files, tokenizer, template)
+        whole = self.documents(folder, files, how, document)
         if self.validation_files:
-            validation_files = find_files(self.validation_files)
+            validation_files = self.find(self.validation_files)
             check_disjoint(files, validation_files)
             train = whole
-            validation = self._documents(folder, validation_files, tokenizer, template)
+            validation = self.documents(folder, validation_files, how, document)
         else:
             is_held = drawn(len(whole), held_fraction(self.validation_fraction), "records")
             train, validation = (whole.part(side) for side in (~is_held, is_held))
@@ -187,24 +188,36 @@ class DocumentSource:
             show=tokenizer.decode,
         )
 
-    def _documents(
+    def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
+        """The files that are meant."""
+        return find_files(patterns)
+
+    def documents(
         self,
         folder: Folder,
         files: Sequence[TextFile],
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        how: Sequence[object],
+        document: Callable[[Record], Document],
     ) -> KeptDocuments:
+        """Makes documents of all records, or finds those that were made before.
+
+        Args:
+            folder: where they are kept.
+            files: what to read.
+            how: what documents depend on beside the files.
+            document: makes one of a record.
+
+        Raises:
+            ConfigError: when there is no record, or one cannot be read.
+        """
         indexed = folder.index(files, self.scan, self.kind)
         if not any(span[2] for file in indexed for span in file.spans):
             names = ", ".join(str(file.path) for file in indexed)
             raise ConfigError(f"data.files: {names} holds no record; give files with records.")
-        how = [self.kind, tokenizer.digest, self.prompt or "", self.learned, self.columns]
-        how += [] if template is None else [template.identity]
-        fields = Fields(tokenizer, self.prompt or "", self.learned, template)
 
         def make(path: Path, span: Span) -> Iterator[Document]:
             with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-                yield from pool.map(fields.document, self.read(path, span))
+                yield from pool.map(document, self.read(path, span))
 
         store = folder.tokens(indexed, how, make)
         digests = [file.digest for file in indexed]
@@ -311,7 +324,10 @@ class Fields:
             raise ConfigError(f"{where} has {error}") from error
 
     def _field(self, record: Mapping[str, Any], name: str, where: str) -> str:
-        if not isinstance(text := record.get(name), str):
+        text = record.get(name)
+        if isinstance(text, bytes):
+            text = text.decode(errors="surrogateescape")
+        if not isinstance(text, str):
             option = next(o for o, f in (("prompt", self.prompt), ("text", self.text)) if f == name)
             option = "response" if self.prompt and option == "text" else option
             what = f"has {text!r:.60} under" if name in record else "has no field"
@@ -359,7 +375,7 @@ class JsonlSource(DocumentSource):
             start, line = start + size, line + len(lines) - 1
             pieces.clear()
 
-        for part in _parts(path):
+        for part in parts_of(path):
             update(part)
             if end := part.rfind(b"\n") + 1:
                 cut(part[:end])
@@ -373,10 +389,11 @@ class JsonlSource(DocumentSource):
         content = TextFile("", path, start, stop).read()
         for number, text in enumerate(content.split(b"\n"), start=line + 1):
             if text.strip():
-                yield f"{path}:{number}", _object(text, f"{path}:{number}")
+                yield f"{path}:{number}", object_of(text, f"{path}:{number}")
 
 
-def _object(text: bytes, where: str) -> Mapping[str, Any]:
+def object_of(text: bytes, where: str) -> Mapping[str, Any]:
+    """A JSON object; raises `ConfigError` for anything else."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -389,82 +406,17 @@ def _object(text: bytes, where: str) -> Mapping[str, Any]:
     return record
 
 
-_PART = 2**23
+PART = 2**23
 """Bytes of a file that are made tokens together, up to the end of a line."""
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def parts_of(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, bit by bit."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            while part := file.read(_PART):
+            while part := file.read(PART):
                 yield part
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}; take it out of data.files"
         ) from error
-
-
-@dataclasses.dataclass(frozen=True)
-class ParquetSource(DocumentSource):
-    """Parquet files; options as in `DocumentSource`, whose fields are the names of columns.
-
-    Example:
-        >>> ParquetSource(files=("articles.parquet",), text="body").validate()
-    """
-
-    kind: ClassVar[str] = ".parquet"
-
-    def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Finds the groups of rows."""
-        with self._reading(path) as file:
-            spans: list[Span] = []
-            first = 0
-            for group in range(file.num_row_groups):
-                count = file.metadata.row_group(group).num_rows
-                spans.append((group, group + 1, count, first))
-                first += count
-        for part in _parts(path):
-            update(part)
-        return spans
-
-    def read(self, path: Path, span: Span) -> Iterator[Record]:
-        """Reads the columns that are asked for of a group of rows."""
-        group, _, count, first = span
-        with self._reading(path) as file:
-            names = file.schema_arrow.names
-            missing = next((name for name in self.columns if name not in names), None)
-            if missing is not None:
-                raise ConfigError(
-                    f"{path} has no column {missing!r}; set data.text, or data.prompt "
-                    f"and data.response.{did_you_mean(missing, names)}"
-                )
-            table = file.read_row_group(group, columns=list(self.columns))
-        columns = {name: table.column(name) for name in self.columns}
-        for row in range(count):
-            where = f"row {first + row} of {path}"
-            try:
-                yield where, {name: column[row].as_py() for name, column in columns.items()}
-            except Exception as error:  # a time out of range, bytes that are no UTF-8
-                raise ConfigError(
-                    f"{where} cannot be read ({error}): correct or remove it"
-                ) from error
-
-    @contextlib.contextmanager
-    def _reading(self, path: Path) -> Iterator[Any]:
-        try:
-            parquet: Any = importlib.import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise ConfigError(
-                "data.kind=parquet needs pyarrow, which is not installed: "
-                f"{install_command('parquet')}"
-            ) from error
-        try:
-            with parquet.ParquetFile(path) as file:
-                yield file
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever bytes that lie make of a reader in C++
-            raise ConfigError(
-                f"{path} is not a parquet file that pyarrow reads ({error}): write it anew, or "
-                "take it out of data.files."
-            ) from error

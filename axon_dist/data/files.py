@@ -60,12 +60,13 @@ class TextFile:
             ) from error
 
 
-def find_files(patterns: Sequence[str]) -> tuple[TextFile, ...]:
+def find_files(patterns: Sequence[str], kind: str = "a file") -> tuple[TextFile, ...]:
     """Finds the files that match any of the patterns, each once, sorted by name.
 
     Args:
         patterns: paths or globs; `**` crosses folders and `~` is the home folder. Of what matches
             at `gs://` or `s3://` a copy is made on this machine, once for each version of it.
+        kind: what is meant: `a file`, or `a folder` on this machine.
 
     Returns:
         At least one file.
@@ -76,7 +77,7 @@ def find_files(patterns: Sequence[str]) -> tuple[TextFile, ...]:
     """
     files: dict[Path, TextFile] = {}
     for pattern in patterns:
-        for file in _match(pattern):
+        for file in _match(pattern, kind):
             files.setdefault(file.path.resolve(), file)
     return tuple(sorted(files.values()))
 
@@ -277,7 +278,7 @@ def _place(name: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _match(pattern: str) -> list[TextFile]:
+def _match(pattern: str, wanted: str) -> list[TextFile]:
     expanded = as_place(pattern, "data.files")
     if isinstance(expanded, Address):
         return _match_objects(expanded, pattern)
@@ -291,14 +292,16 @@ def _match(pattern: str) -> list[TextFile]:
     matches = [
         TextFile(path.relative_to(base).as_posix(), path)
         for path in paths
-        if kind_at(path) == "a file"
+        if kind_at(path) == wanted
     ]
     if not matches:
         kinds = {kind for path in paths if (kind := kind_at(path)) is not None}
         there = f" but {', '.join(sorted(kinds))}" if kinds else ""
         raise ConfigError(
-            f"data.files: {pattern!r} matches no file{there} (looked from {Path.cwd()}): correct "
-            "the path; a folder needs a glob such as 'folder/**/*.txt'."
+            f"data.files: {pattern!r} matches no {wanted[2:]}{there} (looked from {Path.cwd()}): "
+            "correct the path"
+            + "; a folder needs a glob such as 'folder/**/*.txt'."
+            * (wanted == "a file")
         )
     if closed := [file.path for file in matches if not os.access(file.path, os.R_OK)]:
         raise ConfigError(

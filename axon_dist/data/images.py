@@ -12,7 +12,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 
-from .files import check_disjoint, check_fits, drawn, find_files, held_fraction
+from .files import TextFile, check_disjoint, check_fits, drawn, find_files, held_fraction
 from .samples import checksum, random_of
 
 _MOST_IMAGES, _MOST_PIXELS = 2**28, 2**15
@@ -53,6 +53,29 @@ class ImageSource:
             )
         held_fraction(self.validation_fraction, self.validation_files)
         _check_size(self.image_size)
+
+    def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
+        """The files that are meant, or the folders."""
+        return find_files(patterns)
+
+    def read(
+        self, files: Sequence[TextFile], shape: tuple[int, int, int], num_classes: int
+    ) -> ImageSet:
+        """The images of some files.
+
+        Args:
+            files: of `find`.
+            shape: height, width and channels.
+            num_classes: labels are below it.
+
+        Raises:
+            ConfigError: when a file is not what it should be.
+        """
+        check_fits(files)
+        parts = [_read_file(file.path, shape) for file in files]
+        whole = ArrayImages(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        check_labels(whole.labels, num_classes, self.files)
+        return whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +125,10 @@ class ImageSet(Protocol):
         """The same for the same images and labels alone."""
         ...
 
+    def part(self, chosen: np.ndarray) -> ImageSet:
+        """Those that a mask `[N]` chooses."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Images:
@@ -137,17 +164,18 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
     """
     source.validate()
     shape = (source.image_size, source.image_size, channels)
-    whole: ArrayImages | MadeImages
+    whole: ImageSet
+    files: Sequence[TextFile] = ()
     if isinstance(source, SyntheticImages):
         whole = MadeImages(np.arange(source.num_images), shape, num_classes)
-        origin, files, validation_files = "synthetic images", (), ()
+        origin = "synthetic images"
     else:
-        whole = _read(source.files, shape, num_classes)
-        files, validation_files = source.files, source.validation_files
-        origin = ", ".join(files)
-    if validation_files:
-        train, validation = whole, _read(validation_files, shape, num_classes)
-        check_disjoint(find_files(files), find_files(validation_files))
+        files = source.find(source.files)
+        whole, origin = source.read(files, shape, num_classes), ", ".join(source.files)
+    if isinstance(source, ImageSource) and source.validation_files:
+        validation_files = source.find(source.validation_files)
+        check_disjoint(files, validation_files)
+        train, validation = whole, source.read(validation_files, shape, num_classes)
     else:
         is_held = drawn(len(whole), held_fraction(source.validation_fraction))
         train, validation = whole.part(~is_held), whole.part(is_held)
@@ -226,18 +254,14 @@ class MadeImages:
         return mean.astype(np.uint8), label
 
 
-def _read(patterns: Sequence[str], shape: tuple[int, int, int], num_classes: int) -> ArrayImages:
-    files = find_files(patterns)
-    check_fits(files)
-    parts = [_read_file(file.path, shape) for file in files]
-    whole = ArrayImages(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    outside = (whole.labels < 0) | (whole.labels >= num_classes)
-    if outside.any():
+def check_labels(labels: np.ndarray, num_classes: int, files: Sequence[str]) -> None:
+    """Raises `ConfigError` unless labels run from 0 to `num_classes - 1`."""
+    outside = labels[(labels < 0) | (labels >= num_classes)]
+    if len(outside):
         raise ConfigError(
-            f"model.num_classes: got {num_classes}, but {', '.join(patterns)} has the label "
-            f"{whole.labels[outside][0]}; labels run from 0 to num_classes - 1."
+            f"model.num_classes: got {num_classes}, but {', '.join(files)} has the label "
+            f"{outside[0]}; labels run from 0 to num_classes - 1."
         )
-    return whole
 
 
 def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Generator, Iterator, Mapping
 
 import grain
 import numpy as np
@@ -14,18 +15,16 @@ from axon_dist.core.errors import ConfigError, DivisibilityError
 from .images import Images, ImageSet
 from .samples import LocalBatch, Samples, TwoSides, checksum, local_rows, shuffled
 from .tokens import Text, Windows
-
-_ENDLESS = 2**62
-"""More samples than any run sees, and still an int64."""
+from .workers import ahead, by_workers
 
 
 class Loader:
     """Endless batches of samples.
 
-    An iterator over this process's rows of each global batch, built on grain. The order of samples
-    depends on the samples and the seed alone. Where it stands is one number, the samples handed
-    out so far over all processes: batches loaded ahead but not handed out yet are not counted, so
-    a resumed run repeats none and skips none.
+    An iterator over this process's rows of each global batch. The order of samples depends on the
+    samples and the seed alone. Where it stands is one number, the samples handed out so far over
+    all processes: batches loaded ahead but not handed out yet are not counted, so a resumed run
+    repeats none and skips none.
 
     Args:
         samples: what to read.
@@ -37,6 +36,8 @@ class Loader:
             each, one part behind another, so that a sample is in the same part, and at the same
             place of it, for any number of processes.
         num_ahead: batches a thread loads ahead; 0 to load each when it is asked for.
+        num_workers: processes that make whole batches in turn, each from a copy of the samples; 0
+            leaves that to the thread.
         vocab_size: what every token of a batch must be below, checked in each; None checks none.
 
     Raises:
@@ -54,10 +55,12 @@ class Loader:
         num_processes: int = 1,
         num_microbatches: int = 1,
         num_ahead: int = 2,
+        num_workers: int = 0,
         vocab_size: int | None = None,
     ):
-        if num_ahead < 0:
-            raise ConfigError(f"num_ahead={num_ahead} must be at least 0; change it.")
+        for name, value in (("num_ahead", num_ahead), ("num_workers", num_workers)):
+            if value < 0:
+                raise ConfigError(f"{name}={value} must be at least 0; change it.")
         self.samples = samples
         self.global_batch = global_batch
         self.seed = seed
@@ -68,7 +71,7 @@ class Loader:
         order = getattr(samples, "order", functools.partial(shuffled, self.num_samples))
         self._order = order(seed)
         self._vocab_size = vocab_size
-        self._num_ahead = num_ahead
+        self._num_ahead, self._num_workers = num_ahead, num_workers
         self._samples_seen = 0
         self._batches = self._start()
 
@@ -157,18 +160,26 @@ class Loader:
         rows = places[local_rows(len(places), *self._share)]
         return _known(self.samples.validation(rows), self._vocab_size)
 
-    def _start(self) -> grain.DatasetIterator[LocalBatch]:
-        rows, samples, order, vocab_size = self._places, self.samples, self._order, self._vocab_size
-
-        def load(counter: int) -> LocalBatch:
-            numbers = np.array([order[sample] for sample in (counter + rows).tolist()])
-            return _known(samples.train(numbers), vocab_size)
-
-        counters = grain.MapDataset.range(self._samples_seen, _ENDLESS, self.global_batch)
-        options = grain.ReadOptions(
-            num_threads=min(1, self._num_ahead), prefetch_buffer_size=self._num_ahead
+    def _start(self) -> Generator[LocalBatch]:
+        """The batches from here on, made ahead by a thread, of those that workers make by it."""
+        load = functools.partial(_load, self.samples, self._order, self._places, self._vocab_size)
+        starts = itertools.count(self._samples_seen, self.global_batch)
+        made = (
+            by_workers(load, starts, self._num_workers) if self._num_workers else map(load, starts)
         )
-        return iter(counters.map(load).to_iter_dataset(options))
+        return ahead(made, self._num_ahead) if self._num_ahead else (batch for batch in made)
+
+
+def _load(
+    samples: Samples,
+    order: grain.MapDataset[int],
+    rows: np.ndarray,
+    vocab_size: int | None,
+    start: int,
+) -> LocalBatch:
+    """The rows of a batch whose first sample is the `start`th of a run."""
+    numbers = np.array([order[sample] for sample in (start + rows).tolist()])
+    return _known(samples.train(numbers), vocab_size)
 
 
 class TextLoader(Loader):

@@ -128,11 +128,12 @@ class TokenStore:
         """The tokens of each part."""
         return [part.tokens for part in self._parts]
 
-    def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a document, and which of them are learned."""
+    def take(self, number: int, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a document, or its first ones, and which of them are learned."""
         which = int(np.searchsorted(self._firsts, number, side="right")) - 1
         part, row = self._parts[which], number - int(self._firsts[which])
         start, stop = int(part.ends[row - 1]) if row else 0, int(part.ends[row])
+        stop = stop if most is None else min(stop, start + most)
         tokens = part.tokens.read(start, stop)
         if part.learned is None:
             return tokens, np.ones(len(tokens), bool)

@@ -9,11 +9,13 @@ import typing
 from unittest import mock
 
 import numpy as np
+import PIL.Image
 import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
 import yaml
+from array_record.python.array_record_module import ArrayRecordWriter
 from flax import nnx
 from jax.errors import JaxRuntimeError
 from rich.console import Console
@@ -154,6 +156,15 @@ def pictures(tmp_path):
     for path in files.values():
         np.savez(path, images=images, labels=np.arange(40) % 10)
     read_ones = {"kind": "images", "files": [files["train"]], "image_size": 16}
+    rows = []
+    for number, image in enumerate(images[:20]):
+        path = tmp_path / "classes" / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(image).save(path)
+        rows.append({"image": {"bytes": path.read_bytes()}, "label": number % 2})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "images.parquet")
+    folder = {"kind": "image_folder", "files": [str(tmp_path / "classes")], "image_size": 16}
+    kept = {"cache": str(tmp_path / "kept"), "image_size": 16}
     common = {
         "mesh": "dp=8",
         "devices": {"emulate": 8},
@@ -165,6 +176,8 @@ def pictures(tmp_path):
             ("resnet", read_ones),
             ("resnet", {**read_ones, "validation_files": [files["held"]]}),
             ("vit", {"kind": "synthetic_images", "num_images": 64, "image_size": 16}),
+            ("vit", folder),
+            ("vit", {"kind": "image_records", "files": [str(tmp_path / "images.parquet")], **kept}),
         )
     ]
 
@@ -204,10 +217,20 @@ def every_kind_of_text(folder):
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), folder / "chats.parquet")
     told = {"messages": "turns", "template": "plain", "sequence_length": 32}
-    for kind in ("jsonl", "parquet"):
+    for name in ("rows", "chats"):
+        table = pyarrow.parquet.read_table(folder / f"{name}.parquet")
+        with pyarrow.ipc.new_stream(folder / f"{name}.arrow", table.schema) as file:
+            file.write_table(table)
+        records = ArrayRecordWriter(str(folder / f"{name}.array_record"), "group_size:1")
+        [records.write(json.dumps(row).encode()) for row in table.to_pylist()]
+        records.close()
+    for kind in ("jsonl", "parquet", "array_record"):
         yield {"kind": kind, **told, **of(f"chats.{kind}")}
         yield {"kind": kind, **asked, **of(f"rows.{kind}")}
         yield {"kind": kind, "text": "a", "sequence_length": 32, **named, **of(f"rows.{kind}")}
+    yield {"kind": "datasets", **asked, **of("rows.arrow")}
+    yield {"kind": "datasets", **told, **of("chats.arrow")}
+    yield {"kind": "datasets", "text": "a", "sequence_length": 32, **named, **of("rows.arrow")}
     kept = {"tokenizer": named["tokenizer"], "cache": str(folder / "kept")}
     yield {"kind": "text", "sequence_length": 32, **kept, **of("rows.jsonl")}
     yield {"kind": "tokens", "sequence_length": 32, **of("ids.npy")}

@@ -13,7 +13,11 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 def out_of(capsys, *arguments, code=0):
     assert main(["plan", *arguments]) == code
-    return capsys.readouterr().out
+    out, err = capsys.readouterr()
+    # What has to be waited for is told as it goes, beside the result.
+    assert "traced on " in err
+    assert "traced on " not in out
+    return out
 
 
 def test_a_size_on_some_devices(capsys, monkeypatch):

@@ -134,7 +134,7 @@ def test_shorthands():
         ),
         (
             {"model": "resnet"},
-            r"^data.kind: got text, and the model is a resnet, which needs images or synthetic_ima",
+            r"^data.kind: got text, and the model is a resnet, which needs images, image_f",
         ),
         (
             {"data": {"kind": "images", "files": ["a.npz"]}},

@@ -250,7 +250,7 @@ def test_tokens_are_made_once_and_again_where_anything_changed(tmp_path, monkeyp
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": f"number {i} " * (1 + i % 5)}) for i in range(200)]
     path.write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr("axon_dist.data.documents._PART", 2048)
+    monkeypatch.setattr("axon_dist.data.documents.PART", 2048)
     source = JsonlSource((str(path),))
     first = source.open(40)
     rows = everything(first)["tokens"]

@@ -717,6 +717,22 @@ FILES = {
         "bytes.jsonl": b'{"text": "\xff"}\n' * 30,
         "half.jsonl": b'{"text": "\\ud800"}\n' * 30,
     },
+    "array_record": {
+        "empty.array_record": b"",
+        "text.array_record": b"hello",
+        "flipped.array_record": b"\xff" * 70_000,
+    },
+    "datasets": {
+        "empty.arrow": b"",
+        "text.arrow": b"hello",
+        "flipped.arrow": b"\xff" * 300,
+        "huge.arrow": b"\xff\xff\xff\xff\xff\xff\xff\x7f" + b"\0" * 300,
+    },
+    "image_records": {
+        "empty.parquet": b"",
+        "text.arrow": b"hello",
+        "what.bin": b"hello",
+    },
     "parquet": {
         "empty.parquet": b"",
         "text.parquet": b"PAR1 hello PAR1",
@@ -735,8 +751,8 @@ def test_files_that_lie(capsys, config, tmp_path, kind, name):
     file.write_bytes(FILES[kind][name])
     data = f"data={{kind: {kind}, files: [{file}]}}"
     model = []
-    if kind == "images":
-        data = f"data={{kind: images, files: [{file}], image_size: 8}}"
+    if "image" in kind:
+        data = f"data={{kind: {kind}, files: [{file}], image_size: 8}}"
         model = ["model={kind: vit, width: 8, num_layers: 1, num_heads: 2, image_size: 8, "
                  "patch_size: 4, num_classes: 3}"]  # fmt: skip
     refused(capsys, ["data", "check", str(config), data, *model, "--no-step"])

@@ -1,0 +1,268 @@
+"""Images as JPEG, PNG and others, decoded when they are asked for: of folders, or of records."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..core.errors import ConfigError, install_command
+from ..core.files import kind_at, read_bytes
+from .array_record import ArrayRecordSource
+from .documents import DocumentSource, KeptDocuments, Record
+from .files import TextFile, find_files
+from .hugging_face import ARROW, DatasetsSource
+from .images import ImageSet, ImageSource, check_labels
+from .parquet import ParquetSource
+from .samples import checksum
+from .store import Document, Folder
+
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+)
+"""Of files in folders that are images."""
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""What Pillow may take bytes for; for some others it runs programs."""
+
+_MODES: Mapping[int, str] = MappingProxyType({1: "L", 3: "RGB", 4: "RGBA"})
+_MOST_PIXELS, _MOST_BYTES = 2**26, 2**28
+
+Shape: TypeAlias = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncodedImages:
+    """Images that are decoded when they are asked for, cut to the middle and resized.
+
+    Args:
+        read: from its number to where an image stands, for people, and its bytes.
+        labels: of all images that `read` knows, integers.
+        numbers: which of them these are, `[N]`.
+        shape: height, width and channels that they get.
+        contents: a checksum of all of them.
+    """
+
+    read: Callable[[int], tuple[str, bytes]]
+    labels: np.ndarray
+    numbers: np.ndarray
+    shape: Shape
+    contents: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Decodes some of them."""
+        chosen = self.numbers[numbers]
+        images = [decode(*self.read(number), self.shape) for number in chosen.tolist()]
+        return np.stack(images), self.labels[chosen]
+
+    def checksum(self) -> int:
+        """Of what they are read from, and of which they are."""
+        return checksum(np.array([self.contents]), self.numbers, self.labels)
+
+    def part(self, chosen: np.ndarray) -> EncodedImages:
+        """Those that a mask `[N]` chooses."""
+        return dataclasses.replace(self, numbers=self.numbers[chosen])
+
+
+def decode(where: str, data: bytes, shape: Shape) -> np.ndarray:
+    """Decodes an image; what its sides have too much of is cut off, then it is resized.
+
+    Args:
+        where: it stands, for people.
+        data: the bytes of a file.
+        shape: height, width and channels: 1 grey, 3 colors, 4 with transparency.
+
+    Returns:
+        uint8 `[H, W, C]`.
+
+    Raises:
+        ConfigError: when it is no image, is cut short, has too many pixels or 16 bits of grey.
+    """
+    height, width, channels = shape
+    pillow, ops = _pillow("Image"), _pillow("ImageOps")
+    try:
+        with pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
+            if (pixels := image.width * image.height) > _MOST_PIXELS:
+                raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
+            if image.mode[:1] in "IF":
+                raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits")
+            # A JPEG is decoded at half the size or less where twice of what is asked for is left.
+            image.draft(None, (2 * width, 2 * height))
+            fitted = ops.fit(image.convert(_MODES[channels]), (width, height))
+            return np.asarray(fitted).reshape(shape)
+    except Exception as error:  # Pillow raises a dozen kinds for bytes that lie
+        raise ConfigError(
+            f"{where} is no image that can be decoded ({error}): write it anew, or remove it"
+        ) from error
+
+
+def _pillow(name: str) -> Any:
+    try:
+        return importlib.import_module(f"PIL.{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"images are decoded with Pillow, which is not installed: {install_command('images')}"
+        ) from error
+
+
+def _check_decodes(shape: Shape) -> None:
+    _pillow("Image")
+    if shape[2] not in _MODES:
+        raise ConfigError(
+            f"model.channels: got {shape[2]}, and an image has 1, 3 or 4 numbers for a pixel; "
+            "change it"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageFolder(ImageSource):
+    """Folders with one folder for each class, in which its images lie, as torchvision has them.
+
+    Classes are numbered in the order of their names, and those of `validation_files` are the same.
+    Images are cut to the middle and resized when they are read.
+
+    Args:
+        files: the folders, or globs of them.
+        validation_files: folders kept for validation; empty to draw images of `files`.
+    """
+
+    def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
+        """The folders."""
+        return find_files(patterns, kind="a folder")
+
+    def read(self, files: Sequence[TextFile], shape: Shape, num_classes: int) -> ImageSet:
+        """Lists the images; none is opened before it is asked for."""
+        _check_decodes(shape)
+        known = sorted({p.name for f in self.find(self.files) for p in _folders_in(f.path)})
+        rows: list[tuple[bytes, int, int]] = []
+        for file in files:
+            for folder in _folders_in(file.path):
+                if folder.name not in known:
+                    raise ConfigError(
+                        f"{folder} is of no class that data.files has; remove or rename it"
+                    )
+                label = known.index(folder.name)
+                rows += [(os.fsencode(p), size, label) for p, size in _images_in(folder)]
+        if not rows:
+            raise ConfigError(
+                f"data.files: {', '.join(str(f.path) for f in files)} has no folders with images; "
+                "name a folder that has one folder for each class"
+            )
+        paths, sizes, labels = zip(*sorted(rows), strict=True)
+        # Arrays of bytes, for worker processes get a copy each.
+        names, labels = np.array(paths), np.array(labels)
+        check_labels(labels, num_classes, self.files)
+        inside = [os.fsencode(os.path.join(*Path(os.fsdecode(p)).parts[-2:])) for p in paths]
+        contents = checksum(np.array(inside), np.array(sizes))
+
+        def encoded(number: int) -> tuple[str, bytes]:
+            path = os.fsdecode(bytes(names[number]))
+            return path, read_bytes(Path(path), f"the image {path}", most=_MOST_BYTES)
+
+        return EncodedImages(encoded, labels, np.arange(len(labels)), shape, contents)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if kind_at(path) == "a folder"]
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}; correct it") from error
+
+
+def _images_in(folder: Path) -> list[tuple[str, int]]:
+    """The paths of the images below a folder, and their sizes."""
+    found: list[tuple[str, int]] = []
+    for root, folders, files in os.walk(folder):
+        if links := [name for name in folders if os.path.islink(os.path.join(root, name))]:
+            raise ConfigError(
+                f"{os.path.join(root, links[0])} is a link to a folder, which may lead round in "
+                "circles; link the folder of the class itself, or its images"
+            )
+        images = [name for name in files if os.path.splitext(name)[1].lower() in SUFFIXES]
+        for path in (os.path.join(root, name) for name in images):
+            if (kind := kind_at(Path(path))) != "a file":
+                raise ConfigError(f"{path} is {kind or 'a link to nothing'}, no file; remove it")
+            found.append((path, os.path.getsize(path)))
+    return found
+
+
+READERS: MappingProxyType[str, type[DocumentSource]] = MappingProxyType(
+    {".parquet": ParquetSource, ARROW: DatasetsSource, ".array_record": ArrayRecordSource}
+)
+"""What reads files of records, by what their names end in, or have before a last number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageRecords(ImageSource):
+    """Records with an image and a label, in parquet, Arrow or ArrayRecord by the names of files.
+
+    An image is the bytes of a JPEG, a PNG..., or `{bytes: ...}`, as Hugging Face's data sets of
+    images have it. The first run copies images to where any can be found at once, `cache`.
+
+    Args:
+        image: the field of the image.
+        label: the field of its class, a whole number.
+        cache: the folder of the copy; None for `.axon_tokens` beside the first file.
+    """
+
+    image: str = "image"
+    label: str = "label"
+    cache: str | None = None
+
+    def read(self, files: Sequence[TextFile], shape: Shape, num_classes: int) -> ImageSet:
+        """Copies images that were not copied before, and reads labels."""
+        _check_decodes(shape)
+        ends = {next((end for end in READERS if end in f.path.name), None) for f in files}
+        end, *others = ends
+        if end is None or others:
+            raise ConfigError(
+                f"data.files: {', '.join(self.files)} must be of one kind, {', '.join(READERS)}; "
+                "name such files, or take a folder, data.kind=image_folder"
+            )
+        # The two fields that the records are read for.
+        reader = READERS[end](files=self.files, prompt=self.label, response=self.image)
+        folder = Folder(files, self.cache)
+        how = ["image", self.image, self.label]
+        kept = reader.documents(folder, files, how, self._document)
+        [labels] = kept.kept("labels", lambda: [_labels(kept)])
+        check_labels(labels, num_classes, self.files)
+
+        def encoded(number: int) -> tuple[str, bytes]:
+            data = kept.take(number)[0].tobytes()
+            return f"image {number} of {', '.join(self.files)}", data[_LABEL:]
+
+        return EncodedImages(encoded, labels, np.arange(len(labels)), shape, kept.checksum())
+
+    def _document(self, found: Record) -> Document:
+        """The label as eight bytes, and the image."""
+        where, record = found
+        image, label = record.get(self.image), record.get(self.label)
+        image = image.get("bytes") if isinstance(image, Mapping) else image
+        if not isinstance(image, bytes) or not image:
+            raise ConfigError(
+                f"{where} has no bytes under {self.image!r}, which must be an image; set data.image"
+            )
+        if not isinstance(label, int) or not -(2**63) <= label < 2**63:
+            raise ConfigError(
+                f"{where} has {label!r:.60} under {self.label!r}, which must be a whole number; "
+                "set data.label"
+            )
+        return np.frombuffer(label.to_bytes(_LABEL, "little", signed=True) + image, np.uint8), None
+
+
+_LABEL = 8
+
+
+def _labels(kept: KeptDocuments) -> np.ndarray:
+    heads = [kept.store.take(number, _LABEL)[0].tobytes() for number in range(len(kept))]
+    return np.array([int.from_bytes(head, "little", signed=True) for head in heads])
