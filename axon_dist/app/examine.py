@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import MeshError
-from axon_dist.core.objects import as_place
+from axon_dist.core.files import as_place
 from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, report, target_devices

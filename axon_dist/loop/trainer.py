@@ -15,7 +15,7 @@ from axon_dist.mesh import agree, watch_steps
 
 from ..step import Nonfinite, TrainState, TrainStep
 from ..step import state as nonfinite
-from .arguments import BATCHES, KINDS, STATE, LoopOptions
+from .limits import BATCHES, KINDS, STATE, LoopOptions, StopConsensus, Stops, stop_on_signals
 from .meters import (
     LAG,
     MetricSums,
@@ -39,7 +39,6 @@ from .record import (
     TimeSheet,
     TrainResult,
 )
-from .stop import StopConsensus, Stops, stop_on_signals
 
 ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""

@@ -25,7 +25,7 @@ import optax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from ..collectives.tree import tree_sum
+from ..collectives.reduce import tree_sum
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
