@@ -30,6 +30,7 @@ from axon_dist.core.errors import (
     install_command,
 )
 from axon_dist.core.files import as_path
+from axon_dist.core.tree import bytes_per_device
 from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
@@ -42,7 +43,6 @@ from axon_dist.loop import (
     Trainer,
     TrainResult,
     WandbWriter,
-    bytes_per_device,
     has_module,
     make_progress,
     plot_losses,
@@ -230,7 +230,7 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
         state=state,
         num_steps=int(state.step),
         reason=FINISHED,
-        device_bytes=bytes_per_device(state),
+        device_bytes=bytes_per_device(state, None),
     )
     summary = summarize(run, result)
     if run.is_main:

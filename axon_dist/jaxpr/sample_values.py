@@ -381,9 +381,13 @@ class OutputUse:
         """Whether the parts of a batch give it, each on its own."""
         return self.kind not in (Use.MIXED, Use.COUPLED)
 
+    @property
+    def place(self) -> str:
+        """The line of the user's as it follows what is said; "" where none is known."""
+        return f" ({self.where})" if self.where else ""
+
     def __str__(self) -> str:
-        place = f" ({self.where})" if self.where else ""
-        return self.kind.value + (f": {self.why}{place}" if self.why else "")
+        return self.kind.value + (f": {self.why}{self.place}" if self.why else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,7 +428,7 @@ class SampleUse:
         """What the parts of a batch cannot give, in words; "" where they can give everything."""
         for name, use in self.outputs().items():
             if not use.is_separable:
-                return f"the {name} {use.why}" + (f" ({use.where})" if use.where else "")
+                return f"the {name} {use.why}{use.place}"
         return ""
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext
 from typing import NoReturn, TypeAlias
 
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
+from axon_dist.core.tree import bytes_per_device
 from axon_dist.core.typing import Batch
 from axon_dist.core.words import plural
 from axon_dist.mesh import agree, watch_steps
@@ -20,7 +21,6 @@ from .meters import (
     LAG,
     MetricSums,
     StepProfile,
-    bytes_per_device,
     delayed,
     percentiles,
     utilization_of,
@@ -240,7 +240,7 @@ class Trainer:
             int(state.step),
             self.writers,
             self.progress,
-            bytes_per_device(state),
+            bytes_per_device(state, None),
             utilization_of(self.step, options.peak_flops, options.sequence_length),
             self._policy is Nonfinite.SKIP,
             tell,
