@@ -206,18 +206,16 @@ def set_at_rest(module: nnx.bridge.ToNNX) -> None:
         wrap_calls(module, {"__call__": WithArguments(names, switches)})
 
 
-def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any] | None) -> None:
+def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any]) -> None:
     """Raises unless the model's call takes these arguments.
 
     Args:
         model: any; its leaves may be shapes.
-        kwargs: by name, values that compare; None for none.
+        kwargs: by name, values that compare.
 
     Raises:
         ConfigError: naming the argument and those there are.
     """
-    if not kwargs:
-        return
     taken = _parameters(model)
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return

@@ -17,6 +17,7 @@ from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, LossFn, PyTree
 from ..core.weighted import Weighted, is_one
+from ..ops.precision import wide
 from .options import LOSS_SCALE, METRICS
 from .parts import SHARED, STEP, ModelParts, own_and_given
 from .state import FLAG
@@ -323,7 +324,7 @@ def gradient_sums(
     def sums(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
         (_, outcome), grads = differentiate(params, buffers, batch)
         if scale is not None:
-            grads = jax.tree.map(lambda g: _wide(g) * parts, grads)
+            grads = jax.tree.map(lambda g: wide(g) * parts, grads)
         weight = weight_of(outcome.loss)
         weight = weight if is_one(weight) else _nonzero(weight)
         return weigh(grads, outcome, weight), outcome.buffers
@@ -371,7 +372,7 @@ def gradient_means(
         (_, outcome), grads = differentiate(params, buffers, batch)
         numbers = {"loss": outcome.loss, **outcome.metrics}
         metrics = {n: mean_loss(x) if isinstance(x, Weighted) else x for n, x in numbers.items()}
-        return GradientResult(jax.tree.map(_wide, grads), metrics, outcome.buffers)
+        return GradientResult(jax.tree.map(wide, grads), metrics, outcome.buffers)
 
     return means
 
@@ -386,7 +387,7 @@ def _differentiated(
         outcome = forward(params, buffers, batch)
         value = mean(Weighted(outcome.loss.total, weight_of(outcome.loss)))
         # The first scale, 65536, is more than float16 can hold.
-        return (value if scale is None else _wide(value) * scale), outcome
+        return (value if scale is None else wide(value) * scale), outcome
 
     return jax.value_and_grad(objective, has_aux=True)
 
@@ -407,7 +408,7 @@ def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
         return x if is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
 
     return Sums(
-        grads=jax.tree.map(lambda g: scaled(_wide(g), grad_weight), grads),
+        grads=jax.tree.map(lambda g: scaled(wide(g), grad_weight), grads),
         loss=jax.tree.map(_float, outcome.loss),
         metrics=weighed_metrics(outcome),
     )
@@ -425,10 +426,6 @@ def _divided(total: Array, weight: Any) -> Array:
 
 def _float(value: Any) -> Array:
     return jnp.asarray(value, jnp.float32)
-
-
-def _wide(leaf: Array) -> Array:
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def _nonzero(weight: Any) -> Array:

@@ -178,7 +178,10 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("layers can be changed", _layers),
     Requirement(
         "the model's call takes what evaluations give it",
-        lambda spec: check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs),
+        lambda spec: (
+            spec.options.eval_kwargs
+            and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
+        ),
     ),
     Requirement("the model can be cut into stages", lambda spec: spec.storage),
     Requirement.row(
