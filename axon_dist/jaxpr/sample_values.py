@@ -1,13 +1,12 @@
 """How a value of a program depends on the samples of a batch: what sums and products make of it.
 
 Two programs are read: that of the whole batch, and that of one of its equal parts, which runs on
-each of them. Dims in which they differ count samples. A value of the whole batch is described
-relative to the parts by a kind (how it combines) and a scale (how many times larger it is). So
-`1/B` is a constant, 1/4 as large for the whole as for one of four parts; the mean of the samples'
-losses is that of the parts' means, and their sum is 4 times the mean of the parts' sums. Scales are
-read off the constants of the two programs: they hold for these sizes alone. The kinds of the
-outputs decide how the loss is combined over parts: as a mean, a sum, a weighted mean, or not at
-all.
+each of them. Dims that differ count samples. A value of the whole is described relative to the
+parts by a kind (how it combines) and a scale (how many times larger it is). So `1/B` is a constant,
+1/4 as large for the whole as for one of four parts; the mean of the samples' losses is that of the
+parts' means, and their sum is 4 times the mean of the parts' sums. Scales are read off the
+constants of the two programs: they hold for these sizes alone. The kinds of the outputs decide how
+the loss is combined over parts: as a mean, a sum, a weighted mean, or not at all.
 """
 
 from __future__ import annotations
