@@ -30,7 +30,7 @@ import numpy as np
 
 from axon_dist.app.lock import Lease
 from axon_dist.checkpoint import CheckpointManager, Retention
-from axon_dist.core.objects import Address
+from axon_dist.core.files import Address
 
 from .object_server import ObjectServer, serving
 

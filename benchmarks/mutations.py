@@ -79,7 +79,7 @@ MUTATIONS = (
         "step/test_objective.py",
     ),
     row(
-        "step/objective.py", "scaled(_wide(g), grad_weight)", "_wide(g)",
+        "step/objective.py", "scaled(wide(g), grad_weight)", "wide(g)",
         "step/test_objective.py",
     ),
     row(

@@ -18,8 +18,15 @@ import yaml
 
 from axon_dist.core.checks import is_whole
 from axon_dist.core.errors import ConfigError, StoreError
-from axon_dist.core.files import host_memory, kind_at, read_bytes
-from axon_dist.core.objects import Address, Place, as_place, snapshot
+from axon_dist.core.files import (
+    Address,
+    Place,
+    as_place,
+    host_memory,
+    kind_at,
+    read_bytes,
+    snapshot,
+)
 from axon_dist.core.typing import JsonDict
 
 from ..config import RunConfig

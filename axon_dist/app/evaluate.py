@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import step_of
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.objects import Place
+from axon_dist.core.files import Place
 from axon_dist.core.tree import map_with_path
 from axon_dist.data import Loader, LocalBatch, Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.loop.meters import LAG, MetricSums, delayed

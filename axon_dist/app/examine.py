@@ -14,8 +14,8 @@ from flax.traverse_util import flatten_dict
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import MeshError
-from axon_dist.core.objects import as_place
-from axon_dist.core.tree import num_bytes
+from axon_dist.core.files import as_place
+from axon_dist.core.tree import bytes_per_device, num_bytes
 from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, Target, World, parse_target, prepare_environment
@@ -25,7 +25,7 @@ from axon_dist.step import Claims, TrainStep
 from ..config import CONFIG, RunConfig, abstract_batch
 from .directory import check_directory
 from .runs import Run, build_run
-from .steps import build_step, build_world, bytes_per_device_of
+from .steps import build_step, build_world
 from .summary import attention_line, opening_lines, parameters_of, remat_line
 
 
@@ -181,10 +181,9 @@ def memory_by_category(run: Run, found: Report) -> dict[str, int]:
         run: its parts.
         found: the report of its compiled step.
     """
-    state, places = run.step.abstract_state, run.step.state_shardings
-    memory, kinds = found.memory, {}
+    state, memory, kinds = run.step.form.placed_shapes, found.memory, {}
     for name, label in _KINDS.items():
-        kinds[label] = bytes_per_device_of(getattr(state, name), getattr(places, name))
+        kinds[label] = bytes_per_device(getattr(state, name), None)
     rest = memory.arguments + memory.host_arguments - sum(kinds.values())
     return {
         **{label: size for label, size in kinds.items() if size},

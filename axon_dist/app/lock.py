@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from axon_dist.core.errors import ConfigError, StoreError
-from axon_dist.core.files import read_text
-from axon_dist.core.objects import Address
+from axon_dist.core.files import Address, read_text
 
 LOCK = "run.lock"
 """The file in a folder that says who writes to it."""

@@ -23,7 +23,7 @@ from axon_dist.core.errors import (
     DamagedCheckpointError,
     StoreError,
 )
-from axon_dist.core.objects import Address, Place, as_place
+from axon_dist.core.files import Address, Place, as_place
 from axon_dist.core.typing import PyTree
 from axon_dist.launch import MEMORY
 from axon_dist.step import PortableForm, TrainState

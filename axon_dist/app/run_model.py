@@ -19,8 +19,7 @@ from axon_dist.checkpoint import (
     step_name,
 )
 from axon_dist.core.errors import CheckpointError, ConfigError
-from axon_dist.core.files import as_path, kind_at
-from axon_dist.core.objects import Place, as_place
+from axon_dist.core.files import Place, as_path, as_place, kind_at
 from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath

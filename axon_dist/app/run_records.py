@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import host_memory, read_bytes
-from axon_dist.core.objects import Place
+from axon_dist.core.files import Place, host_memory, read_bytes
 from axon_dist.core.words import clock_time, plural, si
 
 from .directory import flat, open_directory

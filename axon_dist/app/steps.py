@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -17,7 +16,8 @@ from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
-from axon_dist.core.typing import Batch, LossFn, OptionValue, PyTree
+from axon_dist.core.tree import bytes_per_device
+from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.inspect import memory
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, is_on_paper, self_test
@@ -249,7 +249,7 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
             that of the host.
     """
     world = step.world
-    each = bytes_per_device_of(step.abstract_state, step.state_shardings)
+    each = bytes_per_device(step.form.placed_shapes, None)
     here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     if world.is_cpu:
         need, there, where = each * len(here), host_memory(), "this host"
@@ -271,12 +271,3 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
             f"loads {batch / 1e9:.4g} GB at once; it has {host_memory() / 1e9:.4g} GB of memory. "
             "Lower it"
         )
-
-
-def bytes_per_device_of(shapes: PyTree, shardings: PyTree) -> int:
-    """Bytes that arrays take on a device, from their shapes and shardings."""
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return sum(
-        math.prod(where.shard_shape(leaf.shape)) * getattr(leaf.dtype, "itemsize", 8)
-        for leaf, where in pairs
-    )

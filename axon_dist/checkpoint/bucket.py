@@ -27,7 +27,7 @@ import numpy as np
 import tensorstore as ts
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
-from ..core.objects import Address, Place
+from ..core.files import Address, Place
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few

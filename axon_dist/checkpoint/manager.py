@@ -12,8 +12,7 @@ from typing import Any
 
 from ..core.checks import NUMBER, WHOLE, ArgumentKind
 from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError, StoreError
-from ..core.files import kind_at
-from ..core.objects import Address, Place, as_place
+from ..core.files import Address, Place, as_place, kind_at
 from ..core.typing import PyTree
 from .layout import (
     MARKER,

@@ -21,7 +21,7 @@ from ..core.errors import (
     DamagedCheckpointError,
     StoreError,
 )
-from ..core.objects import Address, Place, as_place, snapshot
+from ..core.files import Address, Place, as_place, snapshot
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few

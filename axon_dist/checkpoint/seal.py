@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
-from ..core.files import kind_at, read_bytes
-from ..core.objects import Address, Place, as_place
+from ..core.files import Address, Place, as_place, kind_at, read_bytes
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few

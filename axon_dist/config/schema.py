@@ -12,7 +12,7 @@ import jax
 
 from axon_dist.checkpoint.save import check_type
 from axon_dist.core.errors import ConfigError, did_you_mean
-from axon_dist.core.objects import as_place
+from axon_dist.core.files import as_place
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.ops.precision import GradScaler, MixedPrecision
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose

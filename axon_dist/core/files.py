@@ -1,21 +1,35 @@
-"""What lies at a path that somebody typed: said in one sentence, bounded, and never waited for."""
+"""Files that somebody names: paths of this machine, and objects in buckets at `gs://` and `s3://`.
+
+What lies at a path is said in one sentence, bounded, and never waited for. tensorstore speaks to
+both kinds of bucket: it finds the credentials, takes a request again that was throttled, cut short
+or not answered, and has what stands for a version of an object, a generation of GCS or an ETag of
+S3.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
 import os
 import re
 import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import AxonDistError, ConfigError
+from .errors import AxonDistError, ConfigError, StoreError
 
 MOST_TEXT = 2**24
 """A file that people write, such as a config, or that says what others hold, is no larger."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 # Path("gs://bucket") has one slash left.
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -49,7 +63,7 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
         name = os.fsencode(text)
     except UnicodeEncodeError as cause:
         raise error(f"{where}: got {shown}, which no file name can hold; correct it") from cause
-    if _ADDRESS.match(str(text)):
+    if _SCHEME.match(str(text)):
         # As a path it would be a folder of this machine, which is lost with it.
         raise error(
             f"{where}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data "
@@ -161,3 +175,237 @@ def host_memory() -> int:
         except (OSError, ValueError):  # No container, or one without a limit, which says "max".
             continue
     return machine
+
+
+_ADDRESS = re.compile(r"(gs|s3):/{1,2}([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(?:/(.*))?", re.DOTALL)
+_KEY = 1024
+"""Bytes in the name of an object."""
+
+_BLOCK = 2**26
+_RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "30s"}
+"""A store that does not answer for two minutes is an error."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Address:
+    """Of an object, and of the folder of those whose names go on with a slash after its own.
+
+    Args:
+        scheme: `gs` or `s3`.
+        bucket: its name.
+        key: the name of the object in it, without a slash at either end.
+
+    Example:
+        >>> str(Address("gs", "bucket", "runs/one") / "config.yaml")
+        'gs://bucket/runs/one/config.yaml'
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+    def __truediv__(self, name: str) -> Address:
+        return dataclasses.replace(self, key=f"{self.key}/{name}" if self.key else name)
+
+    def resolve(self) -> Address:
+        """Itself: in a bucket there are no links."""
+        return self
+
+    @property
+    def name(self) -> str:
+        """The last part of its name."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The bucket, as tensorstore has it."""
+        if self.scheme == "gs":
+            return {"driver": "gcs", "bucket": self.bucket, "gcs_request_retries": _RETRIES}
+        env = os.environ.get
+        where = {"endpoint": env("AWS_ENDPOINT_URL"), "aws_region": env("AWS_REGION")}
+        spec = {"driver": "s3", "bucket": self.bucket, "use_conditional_write": True}
+        said = {key: value for key, value in where.items() if value}
+        return {**spec, **said, "s3_request_retries": _RETRIES}
+
+    def read(self) -> bytes | None:
+        """The contents of the object, or None where there is none."""
+        return self.found()[0]
+
+    def found(self) -> tuple[bytes | None, bytes]:
+        """The contents of the object, or None where there is none, and its version."""
+        found = self._done(self._store.read(self.key))
+        return found.value if found.state == "value" else None, found.stamp.generation
+
+    def version(self) -> bytes:
+        """What stands for the object as it is now, or for there being none."""
+        return self._done(self._store.read(self.key, byte_range=slice(0, 0))).stamp.generation
+
+    def write(self, contents: bytes, version: bytes | None = None) -> bytes | None:
+        """Writes an object, whole or not at all.
+
+        Args:
+            contents: of it.
+            version: what must be there for it, as `version` returns it; None for anything.
+
+        Returns:
+            The version it has now; None where another one was there. A request that was not
+            answered is made again, and may then have found what it wrote itself.
+        """
+        made = self._done(self._store.write(self.key, contents, if_equal=version))
+        return made.generation or None
+
+    def names(self) -> list[str]:
+        """The objects of the folder, without its name in front, sorted."""
+        # "0" comes after "/".
+        ends = (f"{self.key}/", f"{self.key}0") if self.key else ()
+        inside = _tensorstore().KvStore.KeyRange(*ends)
+        listed = self._done(self._store.list(inside, len("".join(ends[:1]).encode())))
+        return sorted(name.decode() for name in listed)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects of the folder; those that are not there are gone already."""
+        doomed = [(self / name).key for name in names]
+        for future in [self._store.write(key, None) for key in doomed]:
+            self._done(future)
+
+    def fetched(self) -> Path:
+        """A copy of the object on this machine, made unless this version of it was copied before.
+
+        Raises:
+            StoreError: when there is none, it cannot be read, or the disk refuses.
+        """
+        version = self.version()
+        path = _kept(f"{self} {version!r}") / self.name
+        if path.is_file():
+            return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                for found in self._blocks():
+                    if found.stamp.generation != version:
+                        raise StoreError(f"{self} was replaced or removed meanwhile; try again")
+                    file.write(found.value)
+            os.replace(file.name, path)
+        except OSError as error:
+            raise StoreError(
+                f"{self} cannot be copied to {str(path)!r}: {error.strerror}; make room there, or "
+                "set XDG_CACHE_HOME to another folder"
+            ) from error
+        return path
+
+    def _blocks(self) -> Iterator[Any]:
+        """What is read of it, one block after the other."""
+        start, stop = 0, _BLOCK
+        while stop is not None:
+            try:
+                yield self._store.read(self.key, byte_range=slice(start, stop)).result()
+                start, stop = stop, stop + _BLOCK
+            except ValueError as error:
+                # Fewer bytes than were asked for are none at all.
+                if "OUT_OF_RANGE" not in str(error):
+                    raise self.refused(error) from error
+                stop = None
+        rest = self._store.read(self.key, byte_range=slice(start, None))
+        if rest.exception() is None or "OUT_OF_RANGE" not in str(rest.exception()):
+            yield self._done(rest)
+
+    @property
+    def _store(self) -> Any:
+        return _opened(json.dumps(self.spec))
+
+    def _done(self, future: Any) -> Any:
+        try:
+            return future.result()
+        except Exception as error:
+            raise self.refused(error) from error
+
+    def refused(self, error: Exception) -> StoreError:
+        """What tensorstore says of the bucket, and what to do."""
+        reason = (str(error).partition(" [")[0].strip() or repr(error)).splitlines()[0]
+        return StoreError(
+            f"{self}: {reason}; check the name, that these credentials may read and write it, and "
+            "the network"
+        )
+
+
+def _tensorstore() -> Any:
+    # A quarter of a second, which a run on a disk does not need here.
+    return importlib.import_module("tensorstore")
+
+
+@functools.cache
+def _opened(spec: str) -> Any:
+    return _tensorstore().KvStore.open(json.loads(spec)).result()
+
+
+Place = Path | Address
+"""A folder or file of this machine, or one in a bucket."""
+
+
+def as_place(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> Place:
+    """A path of this machine, as `as_path`, or an address in a bucket; nothing is looked up.
+
+    Args:
+        text: a text, a path or an address.
+        where: the key, option or argument that names it; it opens the message.
+        error: the kind of error.
+
+    Raises:
+        AxonDistError: of that kind, when it can be neither.
+
+    Example:
+        >>> as_place("s3://bucket/runs/one/", "run_dir")
+        Address(scheme='s3', bucket='bucket', key='runs/one')
+    """
+    if isinstance(text, Address):
+        return text
+    match = _ADDRESS.fullmatch(str(text)) if isinstance(text, (str, Path)) else None
+    if match is None:
+        return as_path(text, where, error)
+    key = (match[3] or "").rstrip("/")
+    parts = key.split("/") if key else []
+    is_named = key.isprintable() and len(key.encode(errors="surrogateescape")) <= _KEY
+    if not is_named or any(part in ("", ".", "..") for part in parts):
+        raise error(
+            f"{where}: got {str(text)!r:.80}, and the name of an object has no empty part, no . or "
+            f".., no control character, and at most {_KEY} bytes; correct it"
+        )
+    return Address(match[1], match[2], key)
+
+
+def all_fetched(addresses: Iterable[Address]) -> list[Path]:
+    """Copies of objects on this machine, several of which are made at a time; as `fetched`."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(Address.fetched, addresses))
+
+
+def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
+    """A folder of this machine with copies of the objects of one in a bucket, as they are now.
+
+    Args:
+        folder: in the bucket.
+        wanted: whether to copy an object, by its name in the folder.
+
+    Raises:
+        StoreError: as `Address.fetched` does, or when there is no such object.
+    """
+    names = [name for name in folder.names() if wanted(name)]
+    if not names:
+        raise StoreError(f"there is nothing of that kind at {folder}; correct the address")
+    copies = all_fetched(folder / name for name in names)
+    path = _kept(f"{folder} {list(zip(names, copies, strict=True))}")
+    for name, copy in zip(names, copies, strict=True):
+        link = path / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.symlink_to(copy)
+    return path
+
+
+def _kept(what: str) -> Path:
+    """Where copies of objects lie; all of it may be removed at any time."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "axon_dist" / hashlib.sha256(what.encode()).hexdigest()[:32]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -11,7 +13,12 @@ from jax.core import Tracer
 from jax.tree_util import KeyPath
 
 from .errors import ConfigError, DTypeError
-from .typing import Function, Path, PyTree
+from .typing import Function, Leaf, Path, PyTree
+
+Where: TypeAlias = Literal["device", "host"]
+"""Which memory of a device is meant: its own, or that of the host it is attached to."""
+
+_HOST_KINDS = ("pinned_host", "unpinned_host")
 
 
 def path_str(key_path: KeyPath) -> Path:
@@ -151,6 +158,58 @@ def num_bytes(tree: PyTree) -> int:
         200
     """
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def memory_of(leaf: Leaf) -> Where:
+    """In which memory an array, or a shape with a sharding, lies."""
+    return "host" if leaf.sharding.memory_kind in _HOST_KINDS else "device"
+
+
+def device_bytes(tree: PyTree, where: Where | None = "device") -> dict[Any, int]:
+    """Adds up what the shards of a tree of arrays occupy on each device of this process.
+
+    Args:
+        tree: arrays; other leaves count nothing.
+        where: `device` for device memory, `host` for shards that a memory kind keeps on the host,
+            None for both.
+
+    Returns:
+        Measured bytes by device; a replicated array counts in full on each.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> list(device_bytes({"w": jnp.ones((4, 4)), "b": jnp.ones(4)}).values())
+        [80]
+    """
+    totals: Counter[Any] = Counter()
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and where in (None, memory_of(leaf)):
+            for shard in leaf.addressable_shards:
+                totals[shard.device] += shard.data.nbytes
+    return dict(totals)
+
+
+def bytes_per_device(tree: PyTree, where: Where | None = "device") -> int:
+    """The bytes of a tree on the device that holds most of it.
+
+    Args:
+        tree: arrays, or `jax.ShapeDtypeStruct`s with shardings, which are computed, not measured.
+        where: as in `device_bytes`.
+
+    Returns:
+        The largest of the sums over each device.
+    """
+    leaves = jax.tree.leaves(tree)
+    planned = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    measured = max(device_bytes(leaves, where).values(), default=0)
+    return measured + sum(shard_bytes(x) for x in planned if where in (None, memory_of(x)))
+
+
+def shard_bytes(leaf: Leaf) -> int:
+    """Bytes of one array on the device that holds most of it, measured where there is an array."""
+    if isinstance(leaf, jax.Array):
+        return max(device_bytes(leaf, None).values(), default=0)
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def paths_of(weights: PyTree) -> frozenset[Path]:

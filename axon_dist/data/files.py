@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import host_memory, kind_at
-from axon_dist.core.objects import Address, all_fetched, as_place
+from axon_dist.core.files import Address, all_fetched, as_place, host_memory, kind_at
 
 from .samples import random_of
 

@@ -19,6 +19,8 @@ text, `computations.py` follows its control flow, `flops.py` says what it costs,
 adds up.
 """
 
+from ..core.tree import bytes_per_device as bytes_per_device
+from ..core.tree import device_bytes as device_bytes
 from ..mesh.chips import MACHINES as MACHINES
 from ..mesh.chips import Machine as Machine
 from ..mesh.chips import machine_of as machine_of
@@ -45,8 +47,6 @@ from .parse import as_module as as_module
 from .report import LeafBytes as LeafBytes
 from .report import MemoryReport as MemoryReport
 from .report import Report as Report
-from .report import bytes_per_device as bytes_per_device
-from .report import device_bytes as device_bytes
 from .report import leaf_bytes as leaf_bytes
 from .report import leaf_table as leaf_table
 from .report import memory as memory

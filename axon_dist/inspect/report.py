@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -20,8 +19,8 @@ from rich.table import Table
 
 from ..core.compat import gpu_pipelining
 from ..core.errors import UnsupportedError
-from ..core.tree import leaves_with_paths
-from ..core.typing import JsonDict, Leaf, PyTree
+from ..core.tree import Where, leaves_with_paths, memory_of, shard_bytes
+from ..core.typing import JsonDict, PyTree
 from ..core.words import byte_size, si
 from ..mesh import AxesLike, MeshSpec, World, build_mesh
 from ..mesh.chips import Hardware, machine_of, unknown_chip
@@ -31,11 +30,6 @@ from .flops import Flops, flops
 from .ledger import Ledger
 from .parse import as_module
 from .transfers import collectives
-
-Where: TypeAlias = Literal["device", "host"]
-"""Which memory of a device is meant: its own, or that of the host it is attached to."""
-
-_HOST_KINDS = ("pinned_host", "unpinned_host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,46 +119,6 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
     )
 
 
-def device_bytes(tree: PyTree, where: Where = "device") -> dict[Any, int]:
-    """Adds up what the shards of a tree of arrays occupy on each device of this process.
-
-    Args:
-        tree: arrays.
-        where: `device` for device memory, `host` for shards that a memory kind keeps on the host.
-
-    Returns:
-        Measured bytes by device; a replicated array counts in full on each.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> list(device_bytes({"w": jnp.ones((4, 4)), "b": jnp.ones(4)}).values())
-        [80]
-    """
-    totals: Counter[Any] = Counter()
-    for leaf in jax.tree.leaves(tree):
-        if _where(leaf.sharding) == where:
-            for shard in leaf.addressable_shards:
-                totals[shard.device] += shard.data.nbytes
-    return dict(totals)
-
-
-def bytes_per_device(tree: PyTree, where: Where = "device") -> int:
-    """The bytes of a tree on the device that holds most of it.
-
-    Args:
-        tree: arrays, or `jax.ShapeDtypeStruct`s with shardings, which are computed, not measured.
-        where: as in `device_bytes`.
-
-    Returns:
-        The largest of the sums over each device.
-    """
-    leaves = jax.tree.leaves(tree)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    planned = [leaf for leaf in leaves if not isinstance(leaf, jax.Array)]
-    measured = max(device_bytes(arrays, where).values(), default=0)
-    return measured + sum(_shard_bytes(leaf) for leaf in planned if _where(leaf.sharding) == where)
-
-
 @dataclasses.dataclass(frozen=True)
 class LeafBytes:
     """What one array of a tree occupies.
@@ -203,8 +157,8 @@ def leaf_bytes(tree: PyTree) -> list[LeafBytes]:
             dtype=str(leaf.dtype),
             spec=str(getattr(leaf.sharding, "spec", type(leaf.sharding).__name__)),
             bytes=math.prod(leaf.shape) * leaf.dtype.itemsize,
-            shard_bytes=_shard_bytes(leaf),
-            where=_where(leaf.sharding),
+            shard_bytes=shard_bytes(leaf),
+            where=memory_of(leaf),
         )
         for path, leaf in leaves_with_paths(tree)
     ]
@@ -225,14 +179,6 @@ def _platforms(compiled: jax.stages.Compiled) -> set[str]:
     """The platforms of the devices that a program was compiled for."""
     places = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return {device.platform for place in places for device in place.device_set}
-
-
-def _shard_bytes(leaf: Leaf) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _where(sharding: jax.sharding.Sharding) -> Where:
-    return "host" if sharding.memory_kind in _HOST_KINDS else "device"
 
 
 AGREED = 0.1

@@ -382,7 +382,7 @@ def draws(called: ClosedJaxpr) -> str:
     return next((name for name in names if name.startswith(("random_", "rng_", "threefry"))), "")
 
 
-def promised(pair: Pair, operands: list[Value]) -> list[Value]:
+def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
     """What a marked function gives: rows of rows."""
     found = next((v for v in operands if v.kind is Kind.COUPLED), None)
     if any(v.kind is Kind.CARRY for v in operands):
@@ -393,7 +393,7 @@ def promised(pair: Pair, operands: list[Value]) -> list[Value]:
             return rows(0) if dims else CONSTANT
         return coupled("has no samples first", "")
 
-    return [found or of(grown(shapes)) for shapes in operation(pair).outputs]
+    return [found or of(grown(shapes)) for shapes in outputs]
 
 
 def _number(value: np.ndarray) -> Number | None:

@@ -1,13 +1,12 @@
 """How a value of a program depends on the samples of a batch: what sums and products make of it.
 
-Two programs are looked at: that of the whole batch, and that of one of its equal parts, which runs
-on each of them. Dims in which they differ count samples. A value of the whole
-batch is described relative to the parts by a kind (how it combines) and a scale (how many times
-larger it is). So `1 / B` is a constant, which is 1/4 as large
-for the whole as for one of four parts; the mean of the samples' losses is that of the parts' means,
-and their sum is 4 times the mean of the parts' sums. Scales are read off the constants of the two
-programs: they hold for these two sizes and no others. The kinds of the outputs
-decide how the loss is combined over parts: as a mean, a sum, a weighted mean, or not at all.
+Two programs are read: that of the whole batch, and that of one of its equal parts, which runs on
+each of them. Dims that differ count samples. A value of the whole is described relative to the
+parts by a kind (how it combines) and a scale (how many times larger it is). So `1/B` is a constant,
+1/4 as large for the whole as for one of four parts; the mean of the samples' losses is that of the
+parts' means, and their sum is 4 times the mean of the parts' sums. Scales are read off the
+constants of the two programs: they hold for these sizes alone. The kinds of the outputs decide how
+the loss is combined over parts: as a mean, a sum, a weighted mean, or not at all.
 """
 
 from __future__ import annotations
@@ -381,9 +380,13 @@ class OutputUse:
         """Whether the parts of a batch give it, each on its own."""
         return self.kind not in (Use.MIXED, Use.COUPLED)
 
+    @property
+    def place(self) -> str:
+        """The line of the user's as it follows what is said; "" where none is known."""
+        return f" ({self.where})" if self.where else ""
+
     def __str__(self) -> str:
-        place = f" ({self.where})" if self.where else ""
-        return self.kind.value + (f": {self.why}{place}" if self.why else "")
+        return self.kind.value + (f": {self.why}{self.place}" if self.why else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,7 +427,7 @@ class SampleUse:
         """What the parts of a batch cannot give, in words; "" where they can give everything."""
         for name, use in self.outputs().items():
             if use.why:
-                return f"the {name} {use.why}" + (f" ({use.where})" if use.where else "")
+                return f"the {name} {use.why}{use.place}"
         return ""
 
     def __str__(self) -> str:
@@ -484,8 +487,7 @@ def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
 def _metric(value: Value, own: Value, weight: Value, parts: float) -> OutputUse:
     if value.kind is Kind.RATIO and not value.is_scaled and value.over == weight.number:
         return OutputUse(Use.WEIGHTED)
-    is_fixed = value.is_constant and own.is_constant
-    if is_fixed and not value.is_scaled and not own.is_scaled:
+    if value.is_constant and own.is_constant and not (value.is_scaled or own.is_scaled):
         return OutputUse(Use.CONSTANT)
     return _loss(value, own, parts)
 

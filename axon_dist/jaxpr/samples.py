@@ -28,6 +28,7 @@ from .sample_pairs import (
     Operation,
     Pair,
     PairValues,
+    Shapes,
     all_constant,
     are_alike,
     are_equal_keys,
@@ -190,7 +191,8 @@ class Walk:
         special = _SPECIAL.get(name)
         if special is not None:
             found = special(self, pair, operands, at)
-            return self._checked(pair, [self._named(value, object()) for value in found], at)
+            named = [self._named(value, object()) for value in found]
+            return self._checked(operation(pair).outputs, named, at)
         if (called := inner(pair)) is not None:
             results = self._call(pair, called, operands, where)
             own = name.startswith("custom_") and not self._in_backward
@@ -222,12 +224,12 @@ class Walk:
             return [coupled(str(problem), mixed.where if mixed else at)] * count
         results = result if isinstance(result, list) else [result] * count
         results = [told(value, at) for value in results]
-        return self._checked(pair, self._numbered(pair, operands, results), at)
+        return self._checked(op.outputs, self._numbered(pair, operands, results), at)
 
-    def _checked(self, pair: Pair, values: list[Value], at: str) -> list[Value]:
+    def _checked(self, outputs: Sequence[Shapes], values: list[Value], at: str) -> list[Value]:
         """Values whose dims that count samples are those that grow."""
         results = []
-        for value, shapes in zip(values, operation(pair).outputs, strict=True):
+        for value, shapes in zip(values, outputs, strict=True):
             if value.kind is not Kind.COUPLED and len(shapes[0]) != len(shapes[1]):
                 value = coupled(Why.DIFFERS, at)
             if value.kind in (Kind.CONSTANT, Kind.COUPLED):
@@ -272,7 +274,8 @@ class Walk:
             if drawing := draws(called[0]):
                 why = f"draws random numbers (`{drawing}`) {WITHIN}"
                 return [coupled(why, source_line(pair[0]))] * len(pair[0].outvars)
-            return self._checked(pair, promised(pair, operands), source_line(pair[0]))
+            shapes = operation(pair).outputs
+            return self._checked(shapes, promised(shapes, operands), source_line(pair[0]))
         # JAX traces its own functions once: lines within them are those of the first who called.
         at = where or (source_line(pair[0]) if is_of_jax(name) else "")
         own = operands[len(operands) - len(called[0].jaxpr.invars) :]

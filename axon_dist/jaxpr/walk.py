@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import pathlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -252,7 +253,7 @@ def interpret(
     consts: Sequence[T],
     values: Sequence[T],
     run: Run[T],
-    literal: Callable[[Literal], T] | None = None,
+    literal: Callable[[Literal], T] = operator.attrgetter("val"),
     enters: Callable[[JaxprEqn], bool] = lambda _: False,
 ) -> list[T]:
     """Goes through a jaxpr, each equation as `run` does it.
@@ -280,8 +281,6 @@ def interpret(
     known.write(jaxpr.invars, values)
 
     def read(atoms: Sequence[Atom]) -> list[T]:
-        if literal is None:
-            return known.read(atoms)
         return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
     for equation in jaxpr.eqns:

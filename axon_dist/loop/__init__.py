@@ -3,15 +3,18 @@
 Imports `step` and `core`. Start reading in `trainer.py`.
 """
 
+from axon_dist.core.tree import bytes_per_device as bytes_per_device
 from axon_dist.core.words import byte_size as byte_size
 from axon_dist.core.words import clock_time as clock_time
 from axon_dist.core.words import duration as duration
 from axon_dist.core.words import plural as plural
 from axon_dist.core.words import si as si
 
-from .arguments import LoopOptions as LoopOptions
+from .limits import LoopOptions as LoopOptions
+from .limits import StopConsensus as StopConsensus
+from .limits import StopRequest as StopRequest
+from .limits import stop_on_signals as stop_on_signals
 from .meters import StepTime as StepTime
-from .meters import bytes_per_device as bytes_per_device
 from .meters import model_flops_utilization as model_flops_utilization
 from .meters import profile as profile
 from .meters import time_step as time_step
@@ -32,7 +35,4 @@ from .progress import Status as Status
 from .progress import make_progress as make_progress
 from .record import FINISHED as FINISHED
 from .record import TrainResult as TrainResult
-from .stop import StopConsensus as StopConsensus
-from .stop import StopRequest as StopRequest
-from .stop import stop_on_signals as stop_on_signals
 from .trainer import Trainer as Trainer

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -178,25 +178,6 @@ def percentiles(seconds: Sequence[float]) -> dict[int, float]:
     ordered = sorted(seconds)
     last = len(ordered) - 1
     return {p: ordered[last * p // 100] for p in (50, 90, 99, 100) if ordered}
-
-
-def bytes_per_device(tree: PyTree) -> int:
-    """Counts the bytes that the leaves take on the fullest device of this process.
-
-    Args:
-        tree: arrays that lie on devices.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> bytes_per_device({"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
-        80
-    """
-    totals: dict[Any, int] = {}
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array):
-            for shard in leaf.addressable_shards:
-                totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes
-    return max(totals.values(), default=0)
 
 
 class StepProfile:

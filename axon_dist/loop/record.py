@@ -18,10 +18,9 @@ from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
 from ..step.state import FLAG, SPIKE, NonfiniteLoss, TrainState, is_lost
-from .arguments import LoopOptions
+from .limits import INTERRUPTIONS, LoopOptions
 from .metrics import MetricWriter
 from .progress import Progress, Status
-from .stop import INTERRUPTIONS
 
 INITIALIZE, COMPILE, DATA, DEVICES = "initialize", "compile", "data", "devices"
 VALIDATE, SAVE, STEP, LOST, OTHER = "validation", "save", "step", "lost", "other"

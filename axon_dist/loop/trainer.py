@@ -9,18 +9,18 @@ from contextlib import closing, nullcontext
 from typing import NoReturn, TypeAlias
 
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
+from axon_dist.core.tree import bytes_per_device
 from axon_dist.core.typing import Batch
 from axon_dist.core.words import plural
 from axon_dist.mesh import agree, watch_steps
 
 from ..step import Nonfinite, TrainState, TrainStep
 from ..step import state as nonfinite
-from .arguments import BATCHES, KINDS, STATE, LoopOptions
+from .limits import BATCHES, KINDS, STATE, LoopOptions, StopConsensus, Stops, stop_on_signals
 from .meters import (
     LAG,
     MetricSums,
     StepProfile,
-    bytes_per_device,
     delayed,
     percentiles,
     utilization_of,
@@ -39,7 +39,6 @@ from .record import (
     TimeSheet,
     TrainResult,
 )
-from .stop import StopConsensus, Stops, stop_on_signals
 
 ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""
@@ -241,7 +240,7 @@ class Trainer:
             int(state.step),
             self.writers,
             self.progress,
-            bytes_per_device(state),
+            bytes_per_device(state, None),
             utilization_of(self.step, options.peak_flops, options.sequence_length),
             self._policy is Nonfinite.SKIP,
             tell,

@@ -125,7 +125,7 @@ def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
     def one(path, x):
         return forms[path].narrow(x) if path in forms else x
 
-    return map_with_path(one, weights) if forms else weights
+    return map_with_path(one, weights)
 
 
 def widened(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
@@ -154,7 +154,7 @@ def _mapped(
             return function(forms[path], Int8(tree[NUMBERS], tree[SCALE]))
         return {key: walk(x, f"{path}/{key}" if path else str(key)) for key, x in tree.items()}
 
-    return walk(weights, "") if forms else weights
+    return walk(weights, "")
 
 
 def _widen(numbers: Array, scale: Array, *, own: DTypeLike, dtype: DTypeLike) -> tuple[Array]:

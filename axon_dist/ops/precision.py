@@ -294,7 +294,7 @@ def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
     return leaf.astype(dtype) if is_float else leaf
 
 
-def _wide(x: Array) -> Array:
+def wide(x: Array) -> Array:
     """In float32, or wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -373,11 +373,11 @@ class GradScaler:
 
     def scale(self, loss: Array, state: ScalerState) -> Array:
         """Multiplies a loss by the scale, in float32: float16 cannot hold the first scale."""
-        return _wide(loss) * state.scale
+        return wide(loss) * state.scale
 
     def unscale(self, grads: PyTree, state: ScalerState) -> PyTree:
         """Divides gradients by the scale, in float32 or wider."""
-        return jax.tree.map(lambda g: _wide(g) / state.scale, grads)
+        return jax.tree.map(lambda g: wide(g) / state.scale, grads)
 
     def update(self, state: ScalerState, finite: Array) -> ScalerState:
         """The state after a step.
@@ -461,7 +461,7 @@ def clip_by_global_norm(
     """
 
     # Squares of bfloat16 must not be added up in bfloat16.
-    norm = norm_of(jax.tree.map(_wide, grads))
+    norm = norm_of(jax.tree.map(wide, grads))
     if max_norm is None:
         return grads, norm
     factor = jnp.where(norm > max_norm, max_norm / (norm + _EPSILON), 1.0)

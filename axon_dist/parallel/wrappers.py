@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -16,8 +15,8 @@ from jax.typing import DTypeLike
 from ..collectives import GradSyncStrategy, broadcast, sync_gradients
 from ..core.checks import COUNT, MODEL, MODULE, OPTIMIZER, check_fields, checked
 from ..core.errors import ConfigError
-from ..core.tree import num_params
-from ..core.typing import Array, Leaf, PyTree
+from ..core.tree import bytes_per_device, num_bytes, num_params
+from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup, from_main
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision, cast_floating, clip_by_global_norm
@@ -443,7 +442,7 @@ def estimate(
     held = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
     trees = ((strategy.params, params), (held, grads), (strategy.opt_state, state))
     # Counts and other scalars of the optimizer are whole everywhere and weigh nothing.
-    whole = [sum(_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.shape) for _, tree in trees]
+    whole = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
     sizes = [_held(policy, params, tree, mesh) for policy, tree in trees]
     return _stats(strategy, params, sizes, mesh.size, sum(whole))
 
@@ -463,8 +462,8 @@ def measure(
         The bytes, host memory not counted.
     """
     trees = (params, grads, opt_state)
-    sizes = [device_bytes(jax.tree.leaves(tree)) for tree in trees]
-    whole = sum(_bytes(leaf) for tree in trees for leaf in jax.tree.leaves(tree))
+    sizes = [bytes_per_device(tree) for tree in trees]
+    whole = num_bytes(trees)
     devices = jax.tree.leaves(params)[0].sharding.device_set
     return _stats(strategy, params, sizes, len(devices), whole)
 
@@ -477,21 +476,7 @@ def _stats(
     return FSDPMemoryStats(num_params(params), held, grads, optim, world_size, name, whole)
 
 
-def device_bytes(leaves: Iterable[jax.Array]) -> int:
-    """Bytes of arrays in device memory on the device that holds most."""
-    held: dict[Any, int] = {}
-    for leaf in leaves:
-        on_host = leaf.sharding.memory_kind in ("pinned_host", "unpinned_host")
-        for shard in [] if on_host else leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return max(held.values(), default=0)
-
-
 def _held(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
     """The bytes of a tree on one device."""
     rows = explain_optimizer(policy, params, tree, mesh).rows
     return sum(row.bytes_per_device for row in rows if row.shape)
-
-
-def _bytes(leaf: Leaf) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize

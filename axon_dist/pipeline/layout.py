@@ -21,7 +21,7 @@ from jax.tree_util import KeyPath
 from ..core.errors import StrategyConflictError
 from ..core.typing import Path, PyTree, Shape
 from ..jaxpr.rows import Stacked, whole
-from ..schedule import Schedule, stage_ranges
+from ..schedule import Schedule
 from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, Wrapped, axes_of
 
 Keys: TypeAlias = tuple[Any, ...]
@@ -29,13 +29,7 @@ Keys: TypeAlias = tuple[Any, ...]
 
 
 def flatten(tree: PyTree) -> dict[Keys, PyTree]:
-    """Nested dicts as one dict by keys, in the order of `jax.tree.leaves`."""
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(entry.key for entry in path): leaf for path, leaf in paths}
-
-
-def keys_of(tree: PyTree) -> dict[Keys, PyTree]:
-    """The leaves of any tree by keys, names and positions, in the order of `jax.tree.leaves`."""
+    """The leaves of a tree by keys, names and positions, in the order of `jax.tree.leaves`."""
 
     def name(entry):
         return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
@@ -45,7 +39,7 @@ def keys_of(tree: PyTree) -> dict[Keys, PyTree]:
 
 
 def nest(flat: dict[Keys, PyTree]) -> PyTree:
-    """The inverse of `flatten`."""
+    """The inverse of `flatten` for nested dicts."""
     tree: PyTree = {}
     for keys, leaf in flat.items():
         node = tree
@@ -68,7 +62,7 @@ class ParamLike:
     def __init__(self, params: PyTree, shapes: PyTree):
         self._top, self._names = params.keys(), frozenset(flatten(params))
         parts, self.outer = jax.tree.flatten(shapes, is_leaf=self._is_like)
-        self.keys: list[list[Keys]] = [list(keys_of(part)) for part in parts]
+        self.keys: list[list[Keys]] = [list(flatten(part)) for part in parts]
         self._inner = [jax.tree.structure(part) for part in parts]
         self._like = [self._is_like(part) for part in parts]
 
@@ -94,7 +88,7 @@ class ParamLike:
     def _is_like(self, tree: PyTree) -> bool:
         if not isinstance(tree, dict) or set(tree) != set(self._top):
             return False
-        found = keys_of(tree)
+        found = flatten(tree)
         return bool(found) and all(
             any(keys[:end] in self._names for end in range(1, len(keys) + 1)) for keys in found
         )
@@ -118,7 +112,7 @@ class Stages:
 
     Example:
         >>> stages = Stages((("layers", 0), ("layers", 1), ("layers", 2)), (0, 2, 3), (0, 1), 2)
-        >>> stages.num_rows(0), stages.home(2)
+        >>> stages.num_rows(0), stages.homes[2]
         (2, (1, 0))
     """
 
@@ -160,7 +154,7 @@ class Stages:
 
     def blocks_of(self, stage: int) -> range:
         """The blocks of a stage."""
-        return stage_ranges(self.boundaries)[stage]
+        return range(*self.boundaries[stage : stage + 2])
 
     def chunk_of(self, stage: int) -> int:
         """The position of a stage among those of its rank."""
@@ -182,27 +176,20 @@ class Stages:
         """The stage of a block."""
         return next(s for s in range(self.num_stages) if block in self.blocks_of(s))
 
-    def home(self, block: int) -> tuple[int, int]:
-        """The rank and the row of a block."""
-        return self._homes[block]
-
-    def block_at(self, device: int, row: int) -> int | None:
-        """The block of a rank in a row, or None where the rank has fewer blocks."""
-        return self._blocks_at.get((device, row))
-
     @cached_property
-    def _homes(self) -> tuple[tuple[int, int], ...]:
+    def homes(self) -> tuple[tuple[int, int], ...]:
         """The rank and the row of every block."""
         found = []
-        for stage, blocks in enumerate(stage_ranges(self.boundaries)):
+        for stage, device in enumerate(self.placement):
+            blocks = self.blocks_of(stage)
             first = self.first_row(self.chunk_of(stage)) if blocks else 0
-            found += [(self.placement[stage], first + number) for number in range(len(blocks))]
+            found += [(device, first + number) for number in range(len(blocks))]
         return tuple(found)
 
     @cached_property
-    def _blocks_at(self) -> dict[tuple[int, int], int]:
-        """The block at a rank and a row."""
-        return {home: block for block, home in enumerate(self._homes)}
+    def blocks_at(self) -> dict[tuple[int, int], int]:
+        """The block at a rank and a row, where the rank has so many blocks."""
+        return {home: block for block, home in enumerate(self.homes)}
 
 
 @jax.tree_util.register_dataclass

@@ -206,7 +206,7 @@ class RowStorage(ModelStorage):
         """The leaves that any block of each row has; some have no state of the optimizer."""
         found: dict[int, dict[Keys, None]] = {}
         for number, leaves in enumerate(self._leaves_of_block):
-            row = self.stages.home(number)[1]
+            row = self.stages.homes[number][1]
             found.setdefault(row, {}).update(dict.fromkeys(leaves))
         return {row: tuple(found[row]) for row in sorted(found)}
 
@@ -230,18 +230,18 @@ class RowStorage(ModelStorage):
 
     def of_block(self, number: int, rows: dict[Keys, Array]) -> dict[Keys, Array]:
         """The block's part of its row."""
-        device, row = self.stages.home(number)
+        device, row = self.stages.homes[number]
         block, name = self.stages.blocks[number], self.stages.blocks[row]
         leaves = self._leaves_of_block[number]
         return {block + leaf: rows[name + leaf][device] for leaf in leaves}
 
     def cell_of(self, number: int) -> Cell:
         """Its home."""
-        return self.stages.home(number)
+        return self.stages.homes[number]
 
     def slot_of(self, number: int, keys: Keys) -> Keys:
         """The same leaf of the block whose name the row has."""
-        row = self.stages.home(number)[1]
+        row = self.stages.homes[number][1]
         return self.stages.blocks[row] + keys[len(self.stages.blocks[number]) :]
 
     def rows_of_chunk(self, chunk: int) -> range:
@@ -253,7 +253,7 @@ class RowStorage(ModelStorage):
         """The rows are the blocks."""
         found: dict[Keys, Array] = {}
         for number, row in zip(self.stages.blocks_of(stage), rows, strict=False):
-            leaves = self._leaves_of_row.get(self.stages.home(number)[1], ())
+            leaves = self._leaves_of_row.get(self.stages.homes[number][1], ())
             pairs = zip(leaves, row, strict=True)
             own, block = self._leaves_of_block[number], self.stages.blocks[number]
             found.update((block + leaf, value) for leaf, value in pairs if leaf in own)
@@ -278,7 +278,7 @@ class RowStorage(ModelStorage):
             keys = block + leaf
             if keys not in trained or keys not in frozen:
                 return (trained if keys in trained else frozen)[keys]
-            blocks = [self.stages.block_at(rank, row) for rank in self.stages.placement]
+            blocks = [self.stages.blocks_at.get((rank, row)) for rank in self.stages.placement]
             here = [n is not None and self.stages.blocks[n] + leaf for n in blocks]
             is_frozen = jnp.asarray([keys in self.frozen for keys in here])
             return jnp.where(is_frozen[stage], frozen[keys], trained[keys])
@@ -286,7 +286,7 @@ class RowStorage(ModelStorage):
         return [one(leaf) for leaf in self.leaves]
 
     def _stack(self, flat: dict[Keys, Array], row: int, leaf: Keys) -> Array:
-        blocks = [self.stages.block_at(d, row) for d in range(self.stages.num_devices)]
+        blocks = [self.stages.blocks_at.get((d, row)) for d in range(self.stages.num_devices)]
         held = [None if b is None else flat.get(self.stages.blocks[b] + leaf) for b in blocks]
         like = next(x for x in held if x is not None)
         return jnp.stack([jnp.zeros(like.shape, like.dtype) if x is None else x for x in held])

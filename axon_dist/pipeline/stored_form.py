@@ -24,7 +24,7 @@ from ..core.tree import path_str
 from ..core.typing import Array, Path, PyTree
 from ..jaxpr.factors import EACH
 from ..jaxpr.owners import Atom, ConstantOperand, Equation, OwnedOperation, OwnedProgram, sums_of
-from .layout import Keys, ParamLike, keys_of, nest
+from .layout import Keys, ParamLike, flatten, nest
 from .storage import Cell, FlatStorage, ModelStorage
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
@@ -119,7 +119,7 @@ class StoredForm:
     def slots(self, stored: PyTree) -> dict[tuple[int, Keys], Array]:
         """The stored leaves by part and keys."""
         parts = enumerate(self._form.outer.flatten_up_to(stored))
-        return {(number, keys): x for number, part in parts for keys, x in keys_of(part).items()}
+        return {(number, keys): x for number, part in parts for keys, x in flatten(part).items()}
 
     def of_slots(self, slots: dict[tuple[int, Keys], Array]) -> PyTree:
         """The inverse of `slots`."""

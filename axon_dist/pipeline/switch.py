@@ -431,14 +431,9 @@ class SwitchStages:
     def _check_weights(self, stage: int, piece: Piece) -> None:
         stages = self.storage.stages
         is_loss = stage == self._num_stages
-
-        def rank_of(number):
-            return stages.placement[stages.stage_of(number)]
-
-        def is_own(number):
-            return not is_loss and rank_of(number) == stages.placement[stage]
-
-        if foreign := {number for number in self._owners(piece.needs) if not is_own(number)}:
+        rank = None if is_loss else stages.placement[stage]
+        owners = self._owners(piece.needs)
+        if foreign := {n for n in owners if stages.placement[stages.stage_of(n)] != rank}:
             path = "/".join(map(str, stages.blocks[min(foreign)]))
             where = "the loss" if is_loss else f"stage {stage}"
             advice = (

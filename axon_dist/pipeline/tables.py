@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.reduction import all_sum
+from ..core.tree import is_key, shapes_of
 from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import whole
 from ..schedule import Cell, Phase, PlacedAction, Schedule, SlotPlan, Slots, receiver
@@ -225,23 +226,17 @@ class Totals(NamedTuple):
     def add_rows(self, numbers: Sequence[int], grads: Sequence[Sequence[Array | None]]) -> Totals:
         """Adds gradients of rows, by their numbers; None at the places of frozen leaves."""
         rows = list(self.rows)
-
-        def each(total, grad):
-            return add([total], [grad])[0]
-
         for row, of_row in zip(numbers, grads, strict=True):
-            rows[row] = jax.tree.map(each, list(rows[row]), list(of_row))
+            rows[row] = add(list(rows[row]), list(of_row))
         return self._replace(rows=rows)
 
     def add_rest(self, grads: Rest) -> Totals:
         """Adds gradients of parameters outside the blocks."""
-        added = {i: add([self.rest[i]], [grad])[0] for i, grad in grads.items()}
-        return self._replace(rest={**self.rest, **added})
+        return self._replace(rest={**self.rest, **add({i: self.rest[i] for i in grads}, grads)})
 
     def add_loss(self, loss: StageLoss) -> Totals:
         """Adds the outputs of the loss."""
-        totals, structure = jax.tree.flatten(self.loss)
-        return self._replace(loss=structure.unflatten(add(totals, jax.tree.leaves(loss))))
+        return self._replace(loss=add(self.loss, loss))
 
 
 Into: TypeAlias = tuple[Totals, list[Array]]
@@ -339,9 +334,9 @@ def where(counts: Array | None, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
 
-def add(totals: Sequence[Array], values: Sequence[Array]) -> list[Array]:
+def add(totals: PyTree, values: PyTree) -> Any:
     """Adds values to totals, in the dtype of the totals."""
-    return [t + v.astype(t.dtype) for t, v in zip(totals, values, strict=True)]
+    return jax.tree.map(lambda t, v: t + v.astype(t.dtype), totals, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,10 +366,7 @@ class Packing:
     def of(cls, variants: Sequence[Sequence[Any]]) -> Packing:
         """The packing of arrays, or of anything with shapes and dtypes."""
 
-        def shape(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-        return cls(tuple(tuple(shape(x) for x in variant) for variant in variants))
+        return cls(tuple(tuple(shapes_of(list(variant))) for variant in variants))
 
     @property
     def is_uniform(self) -> bool:
@@ -425,7 +417,7 @@ class Packing:
         """The variants, keys as integers."""
 
         def shape(x):
-            return jax.eval_shape(plain, x) if _is_key(x.dtype) else x
+            return jax.eval_shape(plain, x) if is_key(x) else x
 
         return tuple(tuple(shape(x) for x in variant) for variant in self.variants)
 
@@ -436,16 +428,13 @@ class Packing:
 
 def plain(value: Any) -> Array:
     """The value, or the integers of random keys, which buffers of zeros can hold."""
-    return jax.random.key_data(value) if _is_key(jnp.asarray(value).dtype) else jnp.asarray(value)
+    return jax.random.key_data(value) if is_key(value) else jnp.asarray(value)
 
 
 def like(value: Array, dtype: Any) -> Array:
     """The inverse of `plain`: keys again where `dtype` is one of keys."""
-    return jax.random.wrap_key_data(value, dtype=dtype) if _is_key(dtype) else value
-
-
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_of_keys = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(value, dtype=dtype) if is_of_keys else value
 
 
 def _sizes(shapes: Sequence[jax.ShapeDtypeStruct], dtype: Any) -> list[int]:

@@ -9,7 +9,9 @@ from .action import TOGETHER as TOGETHER
 from .action import Action as Action
 from .action import Cell as Cell
 from .action import Phase as Phase
+from .action import partition as partition
 from .action import receiver as receiver
+from .action import stage_ranges as stage_ranges
 from .draw import draw as draw
 from .draw import to_svg as to_svg
 from .memory import IN_FLIGHT_ENDS as IN_FLIGHT_ENDS
@@ -27,8 +29,6 @@ from .one_f_one_b import looped_bfs as looped_bfs
 from .one_f_one_b import one_f_one_b as one_f_one_b
 from .one_f_one_b import zero_bubble_h1 as zero_bubble_h1
 from .one_f_one_b import zero_bubble_h2 as zero_bubble_h2
-from .partition import partition as partition
-from .partition import stage_ranges as stage_ranges
 from .registry import SCHEDULES as SCHEDULES
 from .registry import PipelineSchedule as PipelineSchedule
 from .registry import ScheduleSummary as ScheduleSummary

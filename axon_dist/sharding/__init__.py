@@ -4,6 +4,7 @@ No device is needed to decide. Imports `core` and `mesh`. Start reading in `poli
 shows what was decided, and checks that it came true.
 """
 
+from ..core.tree import shard_bytes as shard_bytes
 from .apply import Copies as Copies
 from .apply import Explanation as Explanation
 from .apply import InPlaceOf as InPlaceOf
@@ -14,7 +15,6 @@ from .apply import explain as explain
 from .apply import explain_optimizer as explain_optimizer
 from .apply import optimizer_decisions as optimizer_decisions
 from .apply import optimizer_shardings as optimizer_shardings
-from .apply import shard_bytes as shard_bytes
 from .apply import shardings as shardings
 from .apply import specs as specs
 from .apply import spread as spread

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import ClaimError, ConfigError
-from ..core.tree import leaves_with_paths, map_with_path, path_str
+from ..core.tree import leaves_with_paths, map_with_path, path_str, shard_bytes
 from ..core.typing import Array, Leaf, Path, PyTree, Shape
 from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count
 
@@ -380,16 +379,6 @@ def explain_optimizer(
         for (path, leaf), decision in zip(leaves_with_paths(opt_state), decisions, strict=True)
     ]
     return Explanation(tuple(rows), title)
-
-
-def shard_bytes(leaf: Leaf) -> int:
-    """Bytes of one array on the device that holds most of it, measured where there is an array."""
-    if not isinstance(leaf, jax.Array):
-        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    held: Counter[Any] = Counter()
-    for shard in leaf.addressable_shards:
-        held[shard.device] += shard.data.nbytes
-    return max(held.values(), default=0)
 
 
 def _row(path: Path, leaf: Leaf, decision: Decision, mesh: HasShape) -> LeafDecision:

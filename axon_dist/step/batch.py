@@ -33,7 +33,6 @@ from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
 from ..jaxpr.alike import UNKNOWN, ZERO, Alike, alike
 from ..jaxpr.sample_values import OutputUse, Use
-from .local_view import batch_spec
 from .loss_traces import Traces, scalars
 from .objective import evaluate
 from .parts import ModelParts
@@ -261,6 +260,11 @@ def _lying(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
+def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
+    """Where a batch lies: samples over the batch axes, microbatches in front of them."""
+    return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
+
+
 def apart(batch: Batch) -> tuple[Batch, PyTree]:
     """A batch without what its samples have in common, and that, unwrapped.
 
@@ -405,7 +409,7 @@ def check_fillings(parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str
         if buffer.kind is not Use.CONSTANT:
             raise UnsupportedError(
                 f"the buffer {path!r} depends on the batch, as the statistics of BatchNorm do: it "
-                f"{buffer.why}{_place(buffer)}, and would count the samples that pad={weight!r} "
+                f"{buffer.why}{buffer.place}, and would count the samples that pad={weight!r} "
                 "adds. Use a normalisation without statistics, or batches that divide"
             )
     for name, of in use.outputs().items():
@@ -413,7 +417,7 @@ def check_fillings(parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str
             total, own, is_plain = found[name]
             if problem := _problem(of, total, own, is_plain):
                 raise ConfigError(
-                    f"the {name} of loss_fn {problem}{_place(of)}, so that the samples that "
+                    f"the {name} of loss_fn {problem}{of.place}, so that the samples that "
                     f"pad={weight!r} adds would count. {HOW}, with the weights of "
                     f"batch[{weight!r}]"
                 )
@@ -436,10 +440,6 @@ def _problem(use: OutputUse, total: Alike, own: Alike, is_plain: bool) -> str:
     if use.kind is not Use.WEIGHTED and not (is_plain and use.kind is Use.SUM):
         return "grows or shrinks with the number of samples, those of weight 0 among them"
     return ""
-
-
-def _place(use: OutputUse) -> str:
-    return f" ({use.where})" if use.where else ""
 
 
 def _without_weights(

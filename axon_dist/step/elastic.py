@@ -25,7 +25,7 @@ import optax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from ..collectives.tree import tree_sum
+from ..collectives.reduce import tree_sum
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
@@ -231,8 +231,6 @@ def obstacle(spec: StepSpec) -> dict[str, str] | None:
     Returns:
         `why` and `what`; None where it can, or is not asked to.
     """
-    if not spec.options.is_elastic:
-        return None
     for find in (_of_strategy, _of_counts, _of_sums, _of_update):
         if (found := find(spec)) is not None:
             return dict(zip(("why", "what"), found, strict=True))

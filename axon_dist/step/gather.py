@@ -21,7 +21,7 @@ from ..collectives import plan_buckets, reduce_buckets
 from ..core.reduction import all_sum, on_wire, sum_scatter
 from ..core.typing import Array, Path, PyTree, Shape
 from ..jaxpr.factors import COMPARES, EACH, MOVES
-from ..ops.fp8 import WEIGHT
+from ..ops.fp8 import WEIGHT, Fp8Layers
 from ..ops.int8 import WIDEN, Int8, Int8Form
 from ..parallel import Reduction
 from ..sharding import Policy, axes_of, spec_axes, spread
@@ -265,11 +265,9 @@ def gathers_by_units(spec: StepSpec) -> bool:
     return bool(strategy.params.split_axes) and not once
 
 
-def no_fp8_gather(spec: StepSpec) -> str:
+def no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
     """Why no unit gathers a weight in fp8, as was asked for; "" where one does, or none was."""
-    strategy, fp8 = spec.strategy, spec.view.fp8
-    if fp8 is None or not fp8.gathers:
-        return ""
+    strategy = spec.strategy
     if strategy.pipeline is not None:
         return f"a pipeline over {strategy.pipeline.axis!r} gathers its stages once a step"
     if strategy.gathers_once:

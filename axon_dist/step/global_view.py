@@ -19,7 +19,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
-from ..core.weighted import Weighted
+from ..core.weighted import Weighted, is_one
 from ..jaxpr.pieces import read_in_loops
 from ..ops.linear_loss import BEFORE_HEAD
 from .gather import global_gather
@@ -186,8 +186,7 @@ def evaluation(
         spec.change_layers(model)
 
     outcome = global_forward(spec, adapt)(params, buffers, batch)
-    weight = outcome.loss.weight
-    if isinstance(weight, (int, float)) and weight == 1:
+    if is_one(outcome.loss.weight):
         # A mean over samples; what is 1 within a batch is not alike in batches of two sizes.
         size = jnp.float32(jax.tree.leaves(batch)[0].shape[0])
         outcome = dataclasses.replace(outcome, loss=Weighted(outcome.loss.total * size, size))
@@ -207,18 +206,16 @@ def set_at_rest(module: nnx.bridge.ToNNX) -> None:
         wrap_calls(module, {"__call__": WithArguments(names, switches)})
 
 
-def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any] | None) -> None:
+def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any]) -> None:
     """Raises unless the model's call takes these arguments.
 
     Args:
         model: any; its leaves may be shapes.
-        kwargs: by name, values that compare; None for none.
+        kwargs: by name, values that compare.
 
     Raises:
         ConfigError: naming the argument and those there are.
     """
-    if not kwargs:
-        return
     taken = _parameters(model)
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return

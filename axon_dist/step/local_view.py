@@ -28,6 +28,7 @@ from ..jaxpr.pieces import read_once, read_outside_units
 from ..jaxpr.randomness import without_rank
 from ..jaxpr.units import is_inside
 from ..sharding import Policy, spec_axes, specs
+from .batch import batch_spec
 from .gather import (
     Held,
     all_gather_by,
@@ -384,8 +385,3 @@ def check_reads(spec: StepSpec, batch: Batch) -> None:
                 "alone; a rank holds a shard of it there. Leave by_hand=True out, or reduce once "
                 'per step: Reduction(per="step")'
             )
-
-
-def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
-    """Where a batch lies: samples over the batch axes, microbatches in front of them."""
-    return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)

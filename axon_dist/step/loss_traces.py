@@ -26,7 +26,7 @@ from ..core.compat import outside_meshes
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, shape_key
 from ..core.typing import Array, Batch, LossFn, Path, PyTree
-from ..core.weighted import Weighted
+from ..core.weighted import Weighted, is_one
 from ..jaxpr.pieces import Ending
 from ..jaxpr.sample_values import OutputUse, SampleUse, Use, Why, use_of
 from ..jaxpr.samples import RANKS, follow_samples
@@ -125,7 +125,7 @@ class Traces:
             else:
                 outcome = evaluate(self._parts, loss_fn, *given, prepare)
             names = tuple(sorted(outcome.metrics))
-            is_plain = isinstance(outcome.loss.weight, (int, float)) and outcome.loss.weight == 1
+            is_plain = is_one(outcome.loss.weight)
             learned.update(names=names, is_plain=is_plain, ending=ending)
             numbers = scalars([outcome.loss, *(outcome.metrics[name] for name in names)])
             return [*numbers, *jax.tree.leaves(outcome.buffers)]
@@ -245,7 +245,9 @@ class OfSums(PartLoss):
         def run(*given: Any) -> tuple[dict[str, Any], PyTree]:
             found = forward(*given)
             numbers = {**found.metrics, LOSS: found.loss}
-            ones.update(n for n, x in numbers.items() if isinstance(x, Weighted) and _is_one(x))
+            ones.update(
+                n for n, x in numbers.items() if isinstance(x, Weighted) and is_one(x.weight)
+            )
             plain = {n for n, x in numbers.items() if not isinstance(x, Weighted)}
             pairs = {n: Weighted(numbers[n], 1.0) for n in plain & self.names}
             return numbers | pairs, found.buffers
@@ -274,10 +276,6 @@ class OfSums(PartLoss):
 def sum_name(number: int) -> str:
     """The name of a sum among the metrics."""
     return f"axon_sum_{number}"
-
-
-def _is_one(pair: Weighted) -> bool:
-    return isinstance(pair.weight, (int, float)) and pair.weight == 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

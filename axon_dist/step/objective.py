@@ -16,7 +16,8 @@ from flax import nnx
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, LossFn, PyTree
-from ..core.weighted import Weighted
+from ..core.weighted import Weighted, is_one
+from ..ops.precision import wide
 from .options import LOSS_SCALE, METRICS
 from .parts import SHARED, STEP, ModelParts, own_and_given
 from .state import FLAG
@@ -226,7 +227,7 @@ class GradientResult(NamedTuple):
 def mean_loss(loss: Weighted) -> Array:
     """`total / weight`; and 0 where nothing weighs anything, as in a batch that is all padding."""
     total = jnp.asarray(loss.total)
-    return total if _is_one(loss.weight) else _divided(total, loss.weight)
+    return total if is_one(loss.weight) else _divided(total, loss.weight)
 
 
 def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
@@ -238,7 +239,7 @@ def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
             return jax.tree.map(_float, x)
         x = _float(x)
         # A mean over nothing may be NaN, and must not spoil the means of others.
-        return x if _is_one(own) else jnp.where(_float(own) == 0, 0, x * _float(own))
+        return x if is_one(own) else jnp.where(_float(own) == 0, 0, x * _float(own))
 
     return {name: weigh(value) for name, value in outcome.metrics.items()}
 
@@ -315,7 +316,7 @@ def gradient_sums(
 
     def weight_of(loss):
         weight = loss.weight
-        return weight if common is None or _is_one(weight) else common(weight)
+        return weight if common is None or is_one(weight) else common(weight)
 
     per_part = None if scale is None else scale / parts
     differentiate = _differentiated(forward, weight_of, per_part, _per_weight)
@@ -323,9 +324,9 @@ def gradient_sums(
     def sums(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
         (_, outcome), grads = differentiate(params, buffers, batch)
         if scale is not None:
-            grads = jax.tree.map(lambda g: _wide(g) * parts, grads)
+            grads = jax.tree.map(lambda g: wide(g) * parts, grads)
         weight = weight_of(outcome.loss)
-        weight = weight if _is_one(weight) else _nonzero(weight)
+        weight = weight if is_one(weight) else _nonzero(weight)
         return weigh(grads, outcome, weight), outcome.buffers
 
     return sums
@@ -371,7 +372,7 @@ def gradient_means(
         (_, outcome), grads = differentiate(params, buffers, batch)
         numbers = {"loss": outcome.loss, **outcome.metrics}
         metrics = {n: mean_loss(x) if isinstance(x, Weighted) else x for n, x in numbers.items()}
-        return GradientResult(jax.tree.map(_wide, grads), metrics, outcome.buffers)
+        return GradientResult(jax.tree.map(wide, grads), metrics, outcome.buffers)
 
     return means
 
@@ -386,7 +387,7 @@ def _differentiated(
         outcome = forward(params, buffers, batch)
         value = mean(Weighted(outcome.loss.total, weight_of(outcome.loss)))
         # The first scale, 65536, is more than float16 can hold.
-        return (value if scale is None else _wide(value) * scale), outcome
+        return (value if scale is None else wide(value) * scale), outcome
 
     return jax.value_and_grad(objective, has_aux=True)
 
@@ -404,10 +405,10 @@ def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
     """
 
     def scaled(x, weight):
-        return x if _is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
+        return x if is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
 
     return Sums(
-        grads=jax.tree.map(lambda g: scaled(_wide(g), grad_weight), grads),
+        grads=jax.tree.map(lambda g: scaled(wide(g), grad_weight), grads),
         loss=jax.tree.map(_float, outcome.loss),
         metrics=weighed_metrics(outcome),
     )
@@ -416,7 +417,7 @@ def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
 def _per_weight(loss: Weighted) -> Array:
     """`total / weight` of a part of a batch; what weighs nothing keeps its total, which counts."""
     total = jnp.asarray(loss.total)
-    return total if _is_one(loss.weight) else total / _nonzero(loss.weight)
+    return total if is_one(loss.weight) else total / _nonzero(loss.weight)
 
 
 def _divided(total: Array, weight: Any) -> Array:
@@ -425,14 +426,6 @@ def _divided(total: Array, weight: Any) -> Array:
 
 def _float(value: Any) -> Array:
     return jnp.asarray(value, jnp.float32)
-
-
-def _wide(leaf: Array) -> Array:
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-
-
-def _is_one(weight: Any) -> bool:
-    return isinstance(weight, (int, float)) and weight == 1
 
 
 def _nonzero(weight: Any) -> Array:

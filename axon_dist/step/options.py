@@ -154,9 +154,7 @@ def _axes(mesh: Mesh) -> str:
 
 def _check_arity(loss_fn: LossFn) -> None:
     """Raises unless a loss can be called as `loss_fn(model, batch)`, or with a `step` besides."""
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # A callable that Python knows no signature of.
+    if (signature := _signature(loss_fn)) is None:
         return
     try:
         signature.bind(None, None, **({"step": None} if is_told_step(loss_fn) else {}))
@@ -174,12 +172,17 @@ def is_told_step(loss_fn: LossFn) -> bool:
         >>> is_told_step(lambda model, batch, *, step: 0.0), is_told_step(lambda model, batch: 0.0)
         (True, False)
     """
-    try:
-        found = inspect.signature(loss_fn).parameters.get("step")
-    except (TypeError, ValueError):  # A callable that Python knows no signature of.
-        return False
+    signature = _signature(loss_fn)
+    found = None if signature is None else signature.parameters.get("step")
     positional = inspect.Parameter.POSITIONAL_ONLY
     return found is not None and found.default is found.empty and found.kind is not positional
+
+
+def _signature(function: LossFn) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # A callable that Python knows no signature of.
+        return None
 
 
 def check_kind(name: str, value: object, kind: type, example: str) -> None:

@@ -142,13 +142,6 @@ def frozen_as(dtype: DTypeLike, frozen: PyTree) -> Any:
     return INT8 if is_int8 else floating_dtype(dtype, "frozen")
 
 
-def _is_int8(dtype: DTypeLike) -> bool:
-    try:
-        return jnp.dtype(dtype) == jnp.int8
-    except TypeError:
-        return False
-
-
 def _path(keys: Iterable[Any]) -> Path:
     return "/".join(map(str, keys))
 
@@ -271,7 +264,7 @@ class ModelParts:
 
         A parameter in eight bits becomes the value of its Variable as `Int8`.
         """
-        values = as_values(weights, self.int8)
+        values = as_values(weights, self.int8) if self.int8 else weights
         return nnx.merge(self._unboxed, values, own_and_given(buffers)[0], copy=True)
 
     @cached_property

@@ -103,7 +103,8 @@ def _stage_classes(spec: StepSpec) -> Found:
 
 
 def _rounded(spec: StepSpec) -> Found:
-    why = no_fp8_gather(spec)
+    fp8 = spec.view.fp8
+    why = no_fp8_gather(spec, fp8) if fp8 is not None and fp8.gathers else ""
     return {"name": spec.strategy.name, "why": why} if why else None
 
 
@@ -142,7 +143,7 @@ ELASTIC_BITS = Requirement.row(
     "bits do not depend on how many ranks there are",
     UnsupportedError,
     'deterministic="elastic" cannot hold: {why}. To do: {what}; or use deterministic=True',
-    obstacle,
+    lambda spec: obstacle(spec) if spec.options.is_elastic else None,
 )
 
 RULES: tuple[Requirement[StepSpec], ...] = (
@@ -177,7 +178,10 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("layers can be changed", _layers),
     Requirement(
         "the model's call takes what evaluations give it",
-        lambda spec: check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs),
+        lambda spec: (
+            spec.options.eval_kwargs
+            and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
+        ),
     ),
     Requirement("the model can be cut into stages", lambda spec: spec.storage),
     Requirement.row(

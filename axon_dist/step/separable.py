@@ -301,7 +301,7 @@ class Separator:
             return
         if use.loss.kind is Use.COUPLED:
             raise UnsupportedError(
-                f"the loss {use.loss.why}{_place(use.loss)}, so that {count} microbatches of "
+                f"the loss {use.loss.why}{use.loss.place}, so that {count} microbatches of "
                 f"{part} samples do not give that of {whole}. {_instead_of(use.loss.why)}; or "
                 "leave the batch whole; or, if what the microbatches find is to be averaged, say "
                 "so: build_train_step(separable=False)"
@@ -313,7 +313,7 @@ class Separator:
             if not found.is_separable:
                 parts = f"{count} microbatches" + (f" on {ranks} ranks" if ranks > 1 else "")
                 raise UnsupportedError(
-                    f"the metric {name!r} {found.why}{_place(found)}, and the mean of those of "
+                    f"the metric {name!r} {found.why}{found.place}, and the mean of those of "
                     f"{parts} is not that of the whole batch. Return what adds up: Weighted(total, "
                     "weight) for a quotient, sums such as counts of hits and misses, or a function "
                     "of such numbers; or use one microbatch; or build_train_step(separable=True) "
@@ -336,7 +336,7 @@ class Separator:
         for path, one in found.items():
             if not one.is_separable:
                 raise UnsupportedError(
-                    f"the buffer {path!r} {one.why}{_place(one)}. {self._microbatches} "
+                    f"the buffer {path!r} {one.why}{one.place}. {self._microbatches} "
                     "microbatches would change it in turn, and each find what those before have "
                     "left, where one device changes it once, with the whole batch. Use one "
                     "microbatch; or change the buffer between steps, from metrics of the loss; or, "
@@ -393,10 +393,6 @@ class Separator:
             f"asks for. {_instead_of(why)}; or {instead}; or, if what ranks find on their own is "
             "to be averaged, say so: build_train_step(separable=True)"
         )
-
-
-def _place(found: OutputUse) -> str:
-    return f" ({found.where})" if found.where else ""
 
 
 def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:

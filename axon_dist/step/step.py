@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import weakref
@@ -21,7 +22,7 @@ from ..mesh import agree, digest, is_on_paper
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
 from .global_view import evaluation, means
-from .guards import InFlightLimit, jit_of
+from .pipeline_view import jit_of
 from .replicas import separation_of, shared_metrics
 from .separable import Separation
 from .spec import StepSpec
@@ -466,3 +467,27 @@ def _convert(
     return dataclasses.replace(
         state, params=params, frozen=frozen, ema=ema, opt_state=opt_state(state.opt_state)
     )
+
+
+class InFlightLimit:
+    """Waits for an old step once too many are under way.
+
+    Every emulated device of every step in flight parks a thread while it waits for the others;
+    when the pool is full of waiting devices, none can arrive and XLA ends the process. Real
+    devices have queues of their own and need no limit.
+
+    Args:
+        limit: the most steps in flight; 0 sets no limit.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._running: collections.deque[Any] = collections.deque()
+
+    def add(self, result: Any) -> None:
+        """Notes a step by one of its results, and waits for the oldest beyond the limit."""
+        if not self.limit:
+            return
+        self._running.append(result)
+        if len(self._running) > self.limit:
+            jax.block_until_ready(self._running.popleft())

@@ -86,13 +86,13 @@ class Storage:
         """The stored form of the model's nested dict; of what is trained, where there are rows."""
         if self.rows is not None:
             return self.rows.trained.from_model(self.stacks.apart(params))
-        return narrowed(params, self.int8)
+        return narrowed(params, self.int8) if self.int8 else params
 
     def to_model(self, stored: PyTree) -> PyTree:
         """The inverse of `from_model`, exactly."""
         if self.rows is not None:
             return self.stacks.together(self.rows.trained.to_model(stored))
-        return widened(stored, self.int8)
+        return widened(stored, self.int8) if self.int8 else stored
 
     def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:
         """The stored form of a model's trained and frozen parameters.

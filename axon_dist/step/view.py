@@ -22,7 +22,7 @@ from ..jaxpr.rewrite import ByRank, whole_slices
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
-from ..ops.precision import autocast, cast_floating
+from ..ops.precision import autocast, cast_floating, wide
 from ..parallel import (
     LossOverMesh,
     Reduction,
@@ -277,7 +277,7 @@ def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
     for variable in variables:
         value = variable.get_value()
         if jnp.issubdtype(value.dtype, jnp.floating):
-            variable.set_value(value.astype(jnp.promote_types(value.dtype, jnp.float32)))
+            variable.set_value(wide(value))
 
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:

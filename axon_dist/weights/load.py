@@ -17,8 +17,7 @@ from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path
 from ..mesh import World, agree
 from ..step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
-from .adapters import adapter_rules
-from .files import Files, find_tensors
+from .files import Files, adapter_rules, find_tensors
 from .formats import check_snapshot, rules_for
 from .match import ParameterSource, match_weights
 from .rule import WeightRules

@@ -22,14 +22,15 @@ from ..core.files import as_path, read_bytes
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, JsonDict, Path, Shape
 from ..step import TrainState, TrainStep
-from .adapters import (
+from .files import (
     ADAPTER_CONFIG,
     ADAPTER_STEM,
+    ENDING,
+    INDEX,
     adapter_config,
     adapter_rules,
     check_named,
 )
-from .files import ENDING, INDEX
 from .formats import CONFIG_FILE, FORMATS, config_of, rules_for
 from .rule import WeightRule, WeightRules, shorten
 

@@ -13,7 +13,7 @@ from axon_dist.app import evaluate, export_run, report_page, train
 from axon_dist.app.lock import LEASE, Lease
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.objects import as_place
+from axon_dist.core.files import as_place
 
 from .test_resume import bits
 

@@ -11,7 +11,7 @@ from axon_dist.checkpoint import (
     save_checkpoint,
 )
 from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError, StoreError
-from axon_dist.core.objects import as_place
+from axon_dist.core.files import as_place
 from axon_dist.mesh import World
 
 

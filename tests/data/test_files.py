@@ -137,14 +137,14 @@ def test_an_object_is_read_once_for_each_version(bucket, store):
 
 @pytest.mark.parametrize("size", [0, 1, 64, 65, 128, 200])
 def test_an_object_of_several_blocks_comes_whole(bucket, store, monkeypatch, size):
-    monkeypatch.setattr("axon_dist.core.objects._BLOCK", 64)
+    monkeypatch.setattr("axon_dist.core.files._BLOCK", 64)
     store.objects["bucket/texts/a.txt"] = 5, bytes(range(size))
     store.faults = 0.2
     assert find_files([f"{bucket}/a.txt"])[0].read() == bytes(range(size))
 
 
 def test_an_object_that_is_replaced_while_it_is_read(bucket, store, monkeypatch):
-    monkeypatch.setattr("axon_dist.core.objects._BLOCK", 64)
+    monkeypatch.setattr("axon_dist.core.files._BLOCK", 64)
     store.objects["bucket/texts/a.txt"] = 5, bytes(100)
     fault = type(store).fault
 

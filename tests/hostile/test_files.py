@@ -10,8 +10,7 @@ import pytest
 
 from axon_dist.checkpoint import list_tensors
 from axon_dist.core.errors import CheckpointError, ConfigError
-from axon_dist.core.files import as_path
-from axon_dist.core.objects import as_place
+from axon_dist.core.files import as_path, as_place
 from axon_dist.data import JsonlSource, TokenSource, chat
 from axon_dist.data.chat import find_template
 

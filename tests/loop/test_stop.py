@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from axon_dist.loop import StopConsensus, StopRequest, stop_on_signals
-from axon_dist.loop.stop import INTERRUPTIONS
+from axon_dist.loop.limits import INTERRUPTIONS
 from axon_dist.mesh import World
 
 
