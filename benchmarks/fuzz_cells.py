@@ -618,11 +618,11 @@ def build():
 def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=None):
     graphdef, params, rest = nnx.split(Net(), nnx.Param, ...)
     params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-    # Each element by itself: a batch norm does not see a factor of all.
+    # At each step, for each rounds anew; each element by itself, for a batch norm does not see a
+    # factor of all.
     moved = np.random.default_rng(nudge)
-    unit = 2**-21 if dtype is None else 2**-9
-    by = lambda p: np.float32(1 + unit * moved.uniform(-1, 1, p.shape) * (nudge is not None))
-    params = jax.tree.map(lambda p: p * by(p), params)
+    unit = (2**-21 if dtype is None else 2**-9) * (nudge is not None)
+    rounded = lambda p: p * np.float32(1 + unit * moved.uniform(-1, 1, p.shape))
     transform = optax.with_extra_args_support(optimizer())
     state = transform.init(params)
 
@@ -656,7 +656,7 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=
             batch = {{k: of_replica(v, replica) for k, v in batch_of(number).items()}}
             for index in range(count):
                 piece = {{k: np.split(v, count)[index] for k, v in batch.items()}}
-                (total, (weight, rest, more)), grad = part(params, rest, piece)
+                (total, (weight, rest, more)), grad = part(jax.tree.map(rounded, params), rest, piece)
                 totals, weights = totals + total, weights + weight
                 grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
             # The samples of a replica may all weigh nothing: a loss of 0.

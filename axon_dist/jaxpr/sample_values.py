@@ -344,9 +344,8 @@ class Use(enum.Enum):
     MEAN is a mean over samples, or the same for all batches. SUM is a sum over them. WEIGHTED is a
     sum divided by a sum: of a loss, its own weight; of a metric, the weight of the loss. SCALED is
     a mean or sum over the samples times something else that follows from their number. CONSTANT,
-    of a buffer or a metric, is the same for all parts of a batch, as what is added up over all
-    ranks is. MIXED adds terms that grow differently with the number of samples, and COUPLED is
-    what the parts of a batch cannot give on their own.
+    of a buffer or a metric, is the same for all parts of a batch. MIXED adds terms that grow
+    differently with the number of samples. COUPLED is what the parts of a batch cannot give.
     """
 
     MEAN = "mean"
@@ -495,8 +494,7 @@ def _metric(value: Value, own: Value, weight: Value, parts: float) -> OutputUse:
 def _buffer(value: Value) -> OutputUse:
     if value.is_constant and not value.is_scaled:
         return OutputUse(Use.CONSTANT)
-    why = value.why or "changes with the samples of the batch"
-    if value.kind is Kind.CONSTANT:
-        why = "counts the samples of the batch"
-    is_mean = value.kind is Kind.TOTAL and not value.is_scaled
-    return OutputUse(Use.MEAN if is_mean else Use.COUPLED, 1.0, why, value.where)
+    counts = "counts the samples of the batch" if value.kind is Kind.CONSTANT else ""
+    why = counts or value.why or "changes with the samples of the batch"
+    kind = Use.MEAN if value.kind is Kind.TOTAL and not value.is_scaled else Use.COUPLED
+    return OutputUse(kind, 1.0, why, value.where)
