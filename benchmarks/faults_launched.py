@@ -28,7 +28,8 @@ from pathlib import Path
 
 PROCESSES, SILENCE_SECONDS, IN_TIME, MARK = 2, 10, 30.0, "AXON_FAULTS_MARK"
 KINDS: dict[str, tuple[str, ...]] = {
-    "full_shard": (),
+    "elastic": ("deterministic=elastic", "logical_shards=8"),
+    "memory copies": ("checkpoint.every=10", "checkpoint.memory_every=2"),
     "LoRA, ema, int8": (
         "lora={rank: 2, paths: [attention]}",
         "frozen_dtype=int8",
@@ -46,11 +47,13 @@ KINDS: dict[str, tuple[str, ...]] = {
         "parallel={expert: {capacity: null}}",
         "model.experts={count: 4, per_token: 2, balance: 0.01}",
     ),
-    "memory copies": ("checkpoint.every=10", "checkpoint.memory_every=2"),
-    "elastic": ("deterministic=elastic", "logical_shards=8"),
+    "full_shard": (),
 }
 """What each kind of run changes in the config of `benchmarks.faults`; a new kind is a row."""
-SMALL = ("model.width=16", "model.ffn_width=32", "model.max_length=16", "data.sequence_length=16")
+SMALL = (
+    *("model.width=16", "model.ffn_width=32", "model.max_length=16", "data.sequence_length=16"),
+    "train.eval_every=0",
+)
 """Of every kind: nearly all of a fault's price is the start after it."""
 
 
@@ -85,7 +88,7 @@ class Launched:
         launch = [*axon, "launch", "-n", str(PROCESSES), "--max-restarts", "9"]
         launch += ["--log-dir", str(self.disk.with_suffix(".logs"))]
         train = [*axon, "train", str(self.config), f"run_dir={self.folder}", "--resume", "auto"]
-        hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY")
+        hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY", "PYTHONDONTWRITEBYTECODE")
         env = {name: value for name, value in os.environ.items() if name not in hidden}
         env |= {MARK: self.mark, "AXON_SILENCE_TIMEOUT": str(SILENCE_SECONDS)}
         env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
