@@ -28,13 +28,18 @@ from pathlib import Path
 
 PROCESSES, SILENCE_SECONDS, IN_TIME, MARK = 2, 10, 30.0, "AXON_FAULTS_MARK"
 KINDS: dict[str, tuple[str, ...]] = {
-    "full_shard": (),
+    "elastic": ("deterministic=elastic", "logical_shards=8"),
+    "memory copies": ("checkpoint.every=10", "checkpoint.memory_every=2"),
     "LoRA, ema, int8": (
         "lora={rank: 2, paths: [attention]}",
         "frozen_dtype=int8",
         "train.ema=0.9",
     ),
-    "pipeline": ("mesh={pp: 2, dp: 2}", "parallel={pipeline: {num_microbatches: 2}, ddp: {}}"),
+    "pipeline": (
+        "mesh={pp: 2, dp: 2}",
+        "parallel={pipeline: {num_microbatches: 2}, ddp: {}}",
+        "model.num_layers=2",
+    ),
     "DiLoCo": (
         "mesh={nodes: 2, fsdp: 2}",
         "parallel={diloco: {every: 5}, full_shard: {}}",
@@ -46,11 +51,13 @@ KINDS: dict[str, tuple[str, ...]] = {
         "parallel={expert: {capacity: null}}",
         "model.experts={count: 4, per_token: 2, balance: 0.01}",
     ),
-    "memory copies": ("checkpoint.every=10", "checkpoint.memory_every=2"),
-    "elastic": ("deterministic=elastic", "logical_shards=8"),
+    "full_shard": (),
 }
 """What each kind of run changes in the config of `benchmarks.faults`; a new kind is a row."""
-SMALL = ("model.width=16", "model.ffn_width=32", "model.max_length=16", "data.sequence_length=16")
+SMALL = (
+    *("model.width=16", "model.ffn_width=32", "model.max_length=16", "data.sequence_length=16"),
+    *("model.num_layers=1", "train.eval_every=0"),
+)
 """Of every kind: nearly all of a fault's price is the start after it."""
 
 
@@ -85,7 +92,7 @@ class Launched:
         launch = [*axon, "launch", "-n", str(PROCESSES), "--max-restarts", "9"]
         launch += ["--log-dir", str(self.disk.with_suffix(".logs"))]
         train = [*axon, "train", str(self.config), f"run_dir={self.folder}", "--resume", "auto"]
-        hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY")
+        hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY", "PYTHONDONTWRITEBYTECODE")
         env = {name: value for name, value in os.environ.items() if name not in hidden}
         env |= {MARK: self.mark, "AXON_SILENCE_TIMEOUT": str(SILENCE_SECONDS)}
         env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
@@ -99,6 +106,10 @@ class Launched:
         path = self.folder / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         return max(map(int, re.findall(r'"step": (\d+),.*"train/loss"', text)), default=0)
+
+    def is_at(self, step: int) -> bool:
+        """Whether it has taken a step; the folder is its own before the first."""
+        return self.step() >= step and self.has_said("beginning at step 0", 0)
 
     def ranks(self) -> list[int]:
         """The processes that train, in any order."""
@@ -176,6 +187,7 @@ def start_twice(run: Launched, chance: random.Random) -> bool:
 Bits = Callable[[Path], dict[str, bytes]]
 """Of the last checkpoint of a run."""
 
+TWO = "two runs"
 FAULTS: dict[str, Fault] = {
     "one killed": lose_rank(signal.SIGKILL, r"rank \d was killed by SIGKILL"),
     "one stopped": lose_rank(signal.SIGSTOP, r"lost process \d \(host "),
@@ -183,7 +195,7 @@ FAULTS: dict[str, Fault] = {
     "launcher killed": end_launcher(signal.SIGKILL, -signal.SIGKILL),
     "coordinator killed": lose_coordinator,
     "disk full": fill_disk,
-    "two runs": start_twice,
+    TWO: start_twice,
 }
 
 
@@ -250,9 +262,12 @@ def measure_run(
         run = Launched(config, disk, KINDS[kind])
         faults = [name for name in FAULTS if has_disk or name != "disk full"]
         chance.shuffle(faults)
+        # The second run has to find the first at work, whose steps are over before it has started.
+        faults.sort(key=TWO.__ne__)
         for turn, name in enumerate(faults):
-            wanted = max(run.step(), turn * (steps - 2) // len(faults)) + chance.randrange(1, 4)
-            if not within(600, lambda n=wanted: run.step() >= n or run.launcher.poll() is not None):
+            least = max(run.step(), turn * (steps - 2) // len(faults))
+            wanted = 0 if name == TWO else least + chance.randrange(1, 4)
+            if not within(600, lambda n=wanted: run.is_at(n) or run.launcher.poll() is not None):
                 run.launcher.kill()
                 run.launcher.wait()
             started = time.monotonic()

@@ -98,7 +98,7 @@ class Runs:
 
     def start(self, name: str, count: int, *options: str, overrides: tuple[str, ...] = ()):
         """`axon launch` on its way, with `count` processes of one device each."""
-        hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY")
+        hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY", "PYTHONDONTWRITEBYTECODE")
         env = {key: value for key, value in os.environ.items() if key not in hidden} | {
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -23,12 +23,15 @@ EXIT_PEER_LOST = 76
 
 Nothing was saved for it: 75 says that, and another try starts from an older checkpoint."""
 
-_HEARTBEATS, _FAILURES, _BULLETIN = (
+_HEARTBEATS, _FAILURES, _BROKEN, _BULLETIN = (
     "axon/watch/heartbeat/",
     "axon/watch/failed/",
+    "axon/watch/broken/",
     "axon/watch/bulletin/",
 )
 _SHORTEST, _LONGEST = 0.2, 1.0
+_MISSED = 5
+"""Heartbeats that a process may miss once a collective broke, as it does when one died."""
 _STACK_LINES = 12
 
 
@@ -101,6 +104,7 @@ class Watchdog:
         self._silences = Silences(watched)
         self._stopped = threading.Event()
         self._verdict: str | None = None
+        self._patience = timeout
 
     def start(self) -> None:
         """Starts both threads; they end with the process."""
@@ -112,7 +116,9 @@ class Watchdog:
         self._stopped.set()
 
     def wait_for_verdict(self) -> None:
-        """Waits as long as it takes to notice a lost process; noticing one ends this process."""
+        """Waits, once a collective broke, until who is lost is known, which ends this process."""
+        with contextlib.suppress(Exception):
+            self.store.set(f"{_BROKEN}{self.me}", "1")
         self._stopped.wait(self.timeout + 5 * self.period)
 
     def _beat(self) -> None:
@@ -128,6 +134,8 @@ class Watchdog:
                 return
 
     def _listen(self, count: int) -> None:
+        if self.store.items(_BROKEN):
+            self._patience = min(self.timeout, _MISSED * self.period)
         if self.me == 0:
             self.store.set(f"{_BULLETIN}heartbeat", str(count))
             self._silences.hear(_by_process(self.store.items(_HEARTBEATS)))
@@ -143,14 +151,14 @@ class Watchdog:
         """Judges, and never blocks."""
         while not self._stopped.wait(self.period):
             self._silences.tick(self.period)
-            silent = self._silences.longer_than(self.timeout)
+            silent = self._silences.longer_than(self._patience)
             verdict = self._verdict or (self._silence(silent) if silent else None)
             if verdict is not None:
                 self._end(verdict)
 
     def _silence(self, silent: Sequence[int]) -> str:
         names = ", ".join(str(self.present[process]) for process in silent)
-        return f"lost {names}: no sign of life for {self.timeout:g} s, so it was killed or hangs"
+        return f"lost {names}: no sign of life for {self._patience:g} s, so it was killed or hangs"
 
     def _failure(self, failed: Mapping[int, str]) -> str | None:
         if not failed:

@@ -81,6 +81,19 @@ def test_the_others_notice_process_0(said):
     assert "lost process 0 (host h0, pid 0)" in said[0]
 
 
+@pytest.mark.parametrize(("me", "lost"), [(0, 2), (1, 0)])
+def test_a_collective_that_broke_makes_silence_short(said, me, lost):
+    store, also = Shelf(), set(range(3)) - {me, lost}
+    dog = Watchdog(me, PRESENT, store, timeout=60.0)
+    run(dog, store, 20, also)
+    Watchdog(1, PRESENT, store, timeout=0.1).wait_for_verdict()
+    silence = dict(dog._silences._silence)
+    assert silence[lost] == 20
+    with pytest.raises(Ended):
+        run(dog, store, 7, also)
+    assert f"lost process {lost} (host h{lost}, pid {lost}): no sign of life for 5 s" in said[0]
+
+
 @pytest.mark.parametrize(("failed", "reader"), [(2, 0), (0, 1)])
 def test_a_failure_is_told_at_once(said, failed, reader):
     store = Shelf()
