@@ -26,7 +26,7 @@ from .buckets import (
     plan_buckets,
     reduce_buckets,
 )
-from .place import each_leaf, has_varying_types, is_inside
+from .place import check_arrays, each_leaf, has_varying_types, is_inside
 from .reduce import all_reduce_mean, check_mean, mean_leaf
 
 
@@ -103,6 +103,7 @@ class GradientSynchronizer:
             ConfigError: for an index out of range or handed in already, or another shape.
             DTypeError: for another dtype.
         """
+        check_arrays(gradient)
         gradient = jnp.asarray(gradient)
         self._check_gradient(index, gradient)
         self._gradients[index] = gradient
@@ -295,6 +296,7 @@ class GradientBucket:
         Raises:
             DTypeError: when the dtype of the bucket cannot hold the gradient exactly.
         """
+        check_arrays(gradient)
         gradient = jnp.asarray(gradient)
         self._check_dtype(gradient.dtype)
         if self.size + gradient.size > self.capacity:

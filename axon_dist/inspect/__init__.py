@@ -19,6 +19,8 @@ text, `computations.py` follows its control flow, `flops.py` says what it costs,
 adds up.
 """
 
+from axon_dist.core.arguments import explain_calls
+
 from ..mesh.chips import MACHINES as MACHINES
 from ..mesh.chips import Machine as Machine
 from ..mesh.chips import machine_of as machine_of
@@ -54,3 +56,5 @@ from .report import report as report
 from .report import target_devices as target_devices
 from .report import target_mesh as target_mesh
 from .transfers import collectives as collectives
+
+explain_calls(globals())

@@ -3,6 +3,7 @@
 Imports `step` and `core`. Start reading in `trainer.py`.
 """
 
+from axon_dist.core.arguments import explain_calls
 from axon_dist.core.words import byte_size as byte_size
 from axon_dist.core.words import clock_time as clock_time
 from axon_dist.core.words import duration as duration
@@ -36,3 +37,5 @@ from .stop import StopConsensus as StopConsensus
 from .stop import StopRequest as StopRequest
 from .stop import stop_on_signals as stop_on_signals
 from .trainer import Trainer as Trainer
+
+explain_calls(globals())
