@@ -268,7 +268,7 @@ def reduce_buckets(
         [[[2.0, 3.0], [2.0, 3.0]], [[6.0], [6.0]]]
     """
     check_arrays(tree)
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_planned(leaves, plan)
     strategy = GradSyncStrategy(strategy)
     if strategy is GradSyncStrategy.NO_SYNC:

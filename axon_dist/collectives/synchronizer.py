@@ -91,7 +91,7 @@ class GradientSynchronizer:
         """
         return self._prepared()[0]
 
-    def add_gradient(self, index: int, gradient: Any) -> None:
+    def add_gradient(self, index: int, gradient: Array | np.ndarray | float) -> None:
         """Hands in the gradient of one parameter.
 
         Args:
@@ -284,7 +284,7 @@ class GradientBucket:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._gradients: list[Array] = []
 
-    def add(self, gradient: Any) -> bool:
+    def add(self, gradient: Array | np.ndarray | float) -> bool:
         """Appends a gradient unless it would overflow the bucket.
 
         Args:

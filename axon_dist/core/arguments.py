@@ -18,7 +18,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from .errors import AxonDistError, ConfigError
 
@@ -103,7 +113,10 @@ def checked(
 
 
 def _comparison(
-    function: Callable[..., Any], who: str, kinds: Mapping[str, ArgumentKind]
+    function: Callable[..., Any],
+    who: str,
+    kinds: Mapping[str, ArgumentKind],
+    has_failed: bool = False,
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
@@ -113,7 +126,9 @@ def _comparison(
     def compare(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not rows:
             # Not before: a module may name classes that are defined after the function.
-            rows.update({name: kind_of(hint) for name, hint in _hints(function).items()})
+            rows.update(
+                {name: kind_of(hint) for name, hint in _hints(function, has_failed).items()}
+            )
             rows.update(kinds)
         names = itertools.chain(positional, itertools.cycle(several))
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
@@ -154,7 +169,7 @@ def _explain_methods(cls: type) -> None:
 
 
 def _explained(function: Callable[_P, _R], who: str) -> Callable[_P, _R]:
-    compare = _comparison(function, who, {})
+    compare = _comparison(function, who, {}, has_failed=True)
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -200,10 +215,15 @@ def _kinds_of_fields(cls: Any) -> tuple[tuple[str, ArgumentKind], ...]:
     return tuple((name, kind) for name, kind in pairs if kind is not None)
 
 
-def _hints(thing: Any) -> dict[str, Any]:
-    """The annotations of a function or a class; none where one names what is not imported."""
+def _hints(thing: Any, has_failed: bool = False) -> dict[str, Any]:
+    """The annotations of a function or a class; none where one names what is not imported.
+
+    Args:
+        thing: the function or the class.
+        has_failed: whether it has; then trees are looked into, which before it costs too much.
+    """
     try:
-        return get_type_hints(thing)
+        return get_type_hints(thing, include_extras=has_failed)
     except NameError:
         return {}
 
@@ -220,6 +240,8 @@ def kind_of(hint: Any) -> ArgumentKind | None:
         ('a list or tuple, each of it a number, or None', None)
     """
     origin, terms = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return next((x for x in terms if isinstance(x, ArgumentKind)), kind_of(terms[0]))
     if origin in (Union, UnionType):
         kinds = [kind for term in terms if (kind := kind_of(term)) is not None]
         if len(kinds) < len(terms):
@@ -237,15 +259,15 @@ def kind_of(hint: Any) -> ArgumentKind | None:
         return None
     if isinstance(origin, type) and issubclass(origin, Iterable):
         each = kind_of(terms[0]) if len(terms) == 1 or terms[1:] == (...,) else None
-        return None if each is None else each.several()
+        return TEXTS if each is TEXT else (each or _ANYTHING).several()
     return _PLAIN.get(hint, _kind_of_class(hint)) if isinstance(hint, type) else None
 
 
 def _kind_of_class(cls: type) -> ArgumentKind | None:
     if cls.__name__ in ("Array", "ndarray"):
         return ARRAY if cls.__name__ == "Array" else NUMPY
-    is_open = issubclass(cls, (enum.Enum, tuple)) or getattr(cls, "_is_protocol", False)
-    if is_open or not cls.__module__.startswith(_KNOWN):
+    is_closed = getattr(cls, "_is_runtime_protocol", not getattr(cls, "_is_protocol", False))
+    if issubclass(cls, enum.Enum) or not is_closed or not cls.__module__.startswith(_KNOWN):
         return None
     return ArgumentKind(f"a {cls.__name__}", lambda x: isinstance(x, cls))
 
@@ -297,7 +319,8 @@ FUNCTION = ArgumentKind("a function", callable)
 MAPPING = ArgumentKind("a mapping, such as a dict", lambda x: isinstance(x, Mapping))
 ARRAY = ArgumentKind("an array of numbers", _is_array)
 NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.several().holds(x))
-_KNOWN = "axon_dist.", "flax.", "jax."
+_ANYTHING = ArgumentKind("what the docstring says", lambda _: True)
+_KNOWN = "axon_dist.", "flax.", "jax", "optax."
 """Where classes come from whose instances nothing else stands in for."""
 _PLAIN: MappingProxyType[type, ArgumentKind] = MappingProxyType(
     {

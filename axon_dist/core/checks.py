@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from jax.typing import DTypeLike
 
+from .arguments import ARRAY as SHAPED
 from .arguments import COUNT as COUNT
 from .arguments import FUNCTION as FUNCTION
 from .arguments import NUMBER as NUMBER
@@ -30,7 +32,7 @@ from .arguments import is_whole as is_whole
 def is_array(value: Any) -> bool:
     """Whether a value is an array or its shape, a number, or a list of numbers."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return not inspect.isclass(value)
+        return SHAPED.holds(value)
     try:
         return np.asarray(value).dtype.kind in "biufc"
     except ValueError:  # Lists of several lengths.
@@ -91,3 +93,7 @@ OPTIMIZER = ArgumentKind(
 )
 RNGS = ArgumentKind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
 ARRAY = ArgumentKind("an array or a number", is_array)
+TREE = ArgumentKind(
+    "arrays or numbers, nested in dicts, lists, tuples or modules",
+    lambda x: all(map(is_array, jax.tree.leaves(x))),
+)
