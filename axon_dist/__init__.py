@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from .nn import RowParallelLinear as RowParallelLinear
     from .nn import TensorParallelAttention as TensorParallelAttention
     from .nn import VocabParallelEmbedding as VocabParallelEmbedding
+    from .nn import linear_cross_entropy as linear_cross_entropy
+    from .nn import linear_scores as linear_scores
     from .nn import lora as lora
     from .nn import merge_lora as merge_lora
-    from .ops.linear_loss import linear_cross_entropy as linear_cross_entropy
-    from .ops.linear_loss import linear_scores as linear_scores
     from .optim import hidden_matrices as hidden_matrices
     from .optim import muon as muon
     from .parallel import DDP as DDP
@@ -169,9 +169,9 @@ _NAMES = {
     "models": "generate",
     "nn": (
         "ActivationCheckpointing ColumnParallelLinear ParallelMLP ParallelMode "
-        "RowParallelLinear TensorParallelAttention VocabParallelEmbedding lora merge_lora"
+        "RowParallelLinear TensorParallelAttention VocabParallelEmbedding linear_cross_entropy "
+        "linear_scores lora merge_lora"
     ),
-    "ops.linear_loss": "linear_cross_entropy linear_scores",
     "optim": "hidden_matrices muon",
     "parallel": (
         "CPUOffload DDP DistributedDataParallel FSDP FSDPMemoryStats FullyShardedDataParallel "

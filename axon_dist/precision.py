@@ -3,6 +3,7 @@
 Imports `core`. Start reading in `policy.py`.
 """
 
+from .core.arguments import explain_calls
 from .ops.fp8 import Fp8Dot as Fp8Dot
 from .ops.fp8 import Fp8Layers as Fp8Layers
 from .ops.fp8 import fp8_layers as fp8_layers
@@ -23,3 +24,5 @@ from .ops.precision import clip_by_global_norm as clip_by_global_norm
 from .ops.precision import floating_dtype as floating_dtype
 from .ops.precision import keep_if as keep_if
 from .ops.precision import without_gathers as without_gathers
+
+explain_calls(globals())

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.errors import ConfigError, NamedChoice
 from ..core.typing import Array, PyTree, Shape
+from .place import check_arrays
 
 DEFAULT_CAPACITY = 25_000_000
 """Elements in one bucket: 100 MB in float32."""
@@ -266,7 +267,8 @@ def reduce_buckets(
         >>> [g.tolist() for g in group.spmd(lambda g: reduce_buckets(g, plan, mean))(grads)]
         [[[2.0, 3.0], [2.0, 3.0]], [[6.0], [6.0]]]
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    check_arrays(tree)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_planned(leaves, plan)
     strategy = GradSyncStrategy(strategy)
     if strategy is GradSyncStrategy.NO_SYNC:

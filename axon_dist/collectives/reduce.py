@@ -14,7 +14,7 @@ from ..core.errors import DTypeError, GroupError, NamedChoice, unknown
 from ..core.reduction import all_max, all_min, all_sum
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
-from .place import each_leaf, keep_outside, members_or, position
+from .place import check_arrays, each_leaf, keep_outside, members_or, position
 
 
 def minimum(x: Array, group: ProcessGroup) -> Array:
@@ -182,6 +182,7 @@ def reduce_slices(slices: Sequence[Any], op: ReduceOp | str = ReduceOp.SUM) -> n
         >>> reduce_slices([[1.0, 2.0], [3.0, 4.0]], "average")
         array([2., 3.])
     """
+    check_arrays(slices)
     arrays = [np.asarray(values) for values in slices]
     shapes = {array.shape for array in arrays}
     if len(shapes) != 1:

@@ -26,7 +26,7 @@ from .buckets import (
     plan_buckets,
     reduce_buckets,
 )
-from .place import each_leaf, has_varying_types, is_inside
+from .place import check_arrays, each_leaf, has_varying_types, is_inside
 from .reduce import all_reduce_mean, check_mean, mean_leaf
 
 
@@ -91,7 +91,7 @@ class GradientSynchronizer:
         """
         return self._prepared()[0]
 
-    def add_gradient(self, index: int, gradient: Any) -> None:
+    def add_gradient(self, index: int, gradient: Array | np.ndarray | float) -> None:
         """Hands in the gradient of one parameter.
 
         Args:
@@ -103,6 +103,7 @@ class GradientSynchronizer:
             ConfigError: for an index out of range or handed in already, or another shape.
             DTypeError: for another dtype.
         """
+        check_arrays(gradient)
         gradient = jnp.asarray(gradient)
         self._check_gradient(index, gradient)
         self._gradients[index] = gradient
@@ -283,7 +284,7 @@ class GradientBucket:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._gradients: list[Array] = []
 
-    def add(self, gradient: Any) -> bool:
+    def add(self, gradient: Array | np.ndarray | float) -> bool:
         """Appends a gradient unless it would overflow the bucket.
 
         Args:
@@ -295,6 +296,7 @@ class GradientBucket:
         Raises:
             DTypeError: when the dtype of the bucket cannot hold the gradient exactly.
         """
+        check_arrays(gradient)
         gradient = jnp.asarray(gradient)
         self._check_dtype(gradient.dtype)
         if self.size + gradient.size > self.capacity:

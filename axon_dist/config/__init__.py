@@ -6,6 +6,8 @@ Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds 
 
 import importlib
 
+from axon_dist.core.arguments import explain_calls
+
 from .describe import Key as Key
 from .describe import Section as Section
 from .describe import completion_words as completion_words
@@ -46,6 +48,8 @@ from .sections import Trackio as Trackio
 from .sections import TrainConfig as TrainConfig
 from .sections import Wandb as Wandb
 from .user_code import Own as Own
+
+explain_calls(globals())
 
 
 def __getattr__(name: str) -> object:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import jax
+
+from .checks import TREE
 
 Array: TypeAlias = jax.Array
 """A JAX array, or a tracer of one."""
 
-PyTree: TypeAlias = Any
+PyTree: TypeAlias = Annotated[Any, TREE]
 """Nested containers that `jax.tree` knows, with arrays at the leaves."""
 
 Path: TypeAlias = str

@@ -6,6 +6,8 @@ reading in `loader.py`; `samples.py` is what a loader hands out,
 `tokens.py` and `packing.py` say how documents become rows. Every source is a file of its own.
 """
 
+from axon_dist.core.arguments import explain_calls
+
 from .array_record import ArrayRecordSource as ArrayRecordSource
 from .documents import DocumentSource as DocumentSource
 from .documents import JsonlSource as JsonlSource
@@ -47,3 +49,5 @@ from .tokens import Text as Text
 from .tokens import TokenSource as TokenSource
 from .tokens import Windows as Windows
 from .tokens import segments_of as segments_of
+
+explain_calls(globals())

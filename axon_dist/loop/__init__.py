@@ -3,6 +3,7 @@
 Imports `step` and `core`. Start reading in `trainer.py`.
 """
 
+from axon_dist.core.arguments import explain_calls
 from axon_dist.core.tree import bytes_per_device as bytes_per_device
 from axon_dist.core.words import byte_size as byte_size
 from axon_dist.core.words import clock_time as clock_time
@@ -36,3 +37,5 @@ from .progress import make_progress as make_progress
 from .record import FINISHED as FINISHED
 from .record import TrainResult as TrainResult
 from .trainer import Trainer as Trainer
+
+explain_calls(globals())

@@ -6,6 +6,8 @@ chips, `targets.py` names machines to compile for; `agreement.py` compares what 
 started with, and names one that hangs. How they find each other is in `launch`.
 """
 
+from axon_dist.core.arguments import explain_calls
+
 from ..launch import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
 from ..launch import SILENCE_TIMEOUT as SILENCE_TIMEOUT
 from ..launch import STEP_TIMEOUT as STEP_TIMEOUT
@@ -40,3 +42,5 @@ from .world import build_mesh as build_mesh
 from .world import is_on_paper as is_on_paper
 from .world import paper_world as paper_world
 from .world import process_index as process_index
+
+explain_calls(globals())

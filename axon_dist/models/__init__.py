@@ -6,6 +6,8 @@ pieces, `attention.py` the forms of attention; `generate.py` goes on with prompt
 `resnet.py` classify images.
 """
 
+from axon_dist.core.arguments import explain_calls
+
 from .attention import ATTENTION_FORMS as ATTENTION_FORMS
 from .attention import auto_attention as auto_attention
 from .attention import cudnn_attention as cudnn_attention
@@ -53,3 +55,5 @@ from .vit import VIT_PRESETS as VIT_PRESETS
 from .vit import ViT as ViT
 from .vit import ViTBlock as ViTBlock
 from .vit import ViTConfig as ViTConfig
+
+explain_calls(globals())

@@ -6,6 +6,8 @@ Nothing here runs a step; `step` builds it from the strategy. Imports `collectiv
 
 import importlib
 
+from axon_dist.core.arguments import explain_calls
+
 from .context import ContextMode as ContextMode
 from .context import context_parallel as context_parallel
 from .data import ZERO as ZERO
@@ -85,6 +87,8 @@ GATHERS = frozenset(
     ]
 )
 """Names of `axon_dist.step.gather` that are found here too."""
+
+explain_calls(globals())
 
 
 def __getattr__(name: str) -> object:

@@ -105,10 +105,6 @@ def check_pattern(pattern: str, dim: int | None) -> None:
         )
 
 
-PlanLike: TypeAlias = "Plan | Mapping[str, Any] | str"
-"""A plan, a dict from pattern to mode, or the name of a preset."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """An ordered list of rules; the first that matches decides, what none matches stays whole.
@@ -157,6 +153,10 @@ class Plan:
         """The rule of the layer that holds a parameter, else of the parameter itself."""
         layer, _, _ = path.rpartition("/")
         return self.rule_of(layer) or self.rule_of(path)
+
+
+PlanLike: TypeAlias = Plan | Mapping[str, Any] | str
+"""A plan, a dict from pattern to mode, or the name of a preset."""
 
 
 @dataclasses.dataclass(frozen=True)

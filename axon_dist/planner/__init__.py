@@ -6,6 +6,8 @@ last word; `axon inspect` reads it. Imports `parallel`, `program`, `precision`, 
 and `core`. Start reading in `candidates.py`; what a traced step says is in `reading.py`.
 """
 
+from axon_dist.core.arguments import explain_calls
+
 from ..mesh.chips import HARDWARE as HARDWARE
 from ..mesh.chips import Hardware as Hardware
 from ..mesh.chips import hardware as hardware
@@ -35,3 +37,5 @@ from .scaling import scale_lr as scale_lr
 from .scaling import scaling_efficiency as scaling_efficiency
 
 StepTime = StepCost  # its name in 0.1
+
+explain_calls(globals())

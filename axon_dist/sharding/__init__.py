@@ -4,6 +4,8 @@ No device is needed to decide. Imports `core` and `mesh`. Start reading in `poli
 shows what was decided, and checks that it came true.
 """
 
+from axon_dist.core.arguments import explain_calls
+
 from ..core.tree import shard_bytes as shard_bytes
 from .apply import Copies as Copies
 from .apply import Explanation as Explanation
@@ -32,3 +34,5 @@ from .policy import axes_of as axes_of
 from .policy import rows_alike as rows_alike
 from .policy import shard_count as shard_count
 from .policy import spec_axes as spec_axes
+
+explain_calls(globals())

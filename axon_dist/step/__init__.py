@@ -4,6 +4,8 @@ A step is pure: `(state, batch) -> (state, metrics)`, jitted once, the state don
 in `step.py`, then `objective.py`; `update.py` picks one of the three views.
 """
 
+from axon_dist.core.arguments import explain_calls
+
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
 from .build import build_train_step as build_train_step
@@ -20,3 +22,5 @@ from .state_form import Claims as Claims
 from .state_form import weight_shapes as weight_shapes
 from .step import PortableForm as PortableForm
 from .step import TrainStep as TrainStep
+
+explain_calls(globals())

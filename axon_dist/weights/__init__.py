@@ -5,6 +5,8 @@ reading in `rule.py`, then `load.py` and `save.py`; `FAMILIES` in `formats.py` h
 a row for each family of models that hubs know.
 """
 
+from axon_dist.core.arguments import explain_calls
+
 from .family import Family as Family
 from .files import find_tensors as find_tensors
 from .formats import FORMATS as FORMATS
@@ -23,3 +25,5 @@ from .save import save_weights as save_weights
 
 Rule = WeightRule  # its name in 0.1
 HubFormat = Family  # what a row of `FORMATS` is
+
+explain_calls(globals())
