@@ -656,7 +656,8 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=
             batch = {{k: of_replica(v, replica) for k, v in batch_of(number).items()}}
             for index in range(count):
                 piece = {{k: np.split(v, count)[index] for k, v in batch.items()}}
-                (total, (weight, rest, more)), grad = part(jax.tree.map(rounded, params), rest, piece)
+                near = jax.tree.map(rounded, params)
+                (total, (weight, rest, more)), grad = part(near, rest, piece)
                 totals, weights = totals + total, weights + weight
                 grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
             # The samples of a replica may all weigh nothing: a loss of 0.
