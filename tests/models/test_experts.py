@@ -169,6 +169,40 @@ def test_fitting_slots_are_as_rows_in_order(tokens, experts, per_token, form, mo
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("spread", "here", "most"),
+    # Of 16 experts those here, and how many times the rows that are theirs may be multiplied.
+    [("evenly", 16, 1.0625), ("evenly", 4, 1.0625), ("at random", 16, 1.22), ("to one", 16, 1.125)],
+)
+def test_rows_that_are_multiplied(spread, here, most):
+    """Counted as they run: in the forward pass, and twice backward, which computes it again."""
+    num, count, per_token = 2048, 16, 2
+    number = jnp.arange(num)[:, None]
+    chosen = {
+        "evenly": (number + jnp.array([0, 8])) % count,
+        "at random": jax.lax.top_k(inputs(1, (num, count)), per_token)[1],
+        "to one": jnp.concatenate([number * 0, 1 + number % (count - 1)], axis=1),
+    }[spread]
+    rows = []
+
+    @jax.custom_vjp
+    def counted(x):
+        jax.debug.callback(lambda: rows.append(x.size // x.shape[-1]))
+        return x
+
+    counted.defvjp(lambda x: (counted(x), None), lambda _, ct: (counted(ct),))
+    feed = lambda product, rows, kernels: counted(product(rows, kernels))
+    gates, kernels = jnp.ones((num, per_token)), inputs(2, (here, 4, 4))
+
+    def total(tokens, kernels):
+        return in_fitting_slots(feed, tokens, Choice(chosen, gates), kernels, count).sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(total, (0, 1)))(inputs(3, (num, 4)), kernels))
+    jax.effects_barrier()
+    theirs = int(jnp.sum(chosen < here))
+    assert 3 * theirs <= sum(rows) <= most * 3 * theirs
+
+
 def test_slots_are_at_least_one_and_at_most_one_for_each_token():
     assert [slots_for(8, 2, 4, f) for f in (0.01, 1.0, 1.1, 9.0)] == [1, 4, 5, 8]
 
