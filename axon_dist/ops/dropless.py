@@ -136,7 +136,7 @@ def in_fitting_slots(
         # Behind the last size, where a loop is, if it is not enough for all tokens.
         ways = ways[:-1] if capacities[-1] == len(tokens) else ways
         ways = [way if at == usual else _rare(way) for at, way in enumerate(ways)]
-        number = jnp.searchsorted(jnp.array(capacities), jnp.max(found.sizes))
+        number = jnp.sum(jnp.max(found.sizes) > jnp.array(capacities), dtype=jnp.int32)
         return jax.lax.switch(number, ways, *arguments)
 
     size = block_rows(share)
