@@ -40,6 +40,9 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 REMATS = frozenset({"remat", "remat2", "checkpoint"})
 """The names that `jax.checkpoint` has had."""
 
+RARE = "axon_dist_rare"
+"""The named scope in branches that hardly ever run: what counts operations passes them over."""
+
 REDUCERS = frozenset({"reduce", "reduce_window"})
 """Operations with a program of two numbers, which is given none of their operands as it is."""
 

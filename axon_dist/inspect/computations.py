@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from ..core.compat import RARE
 from .parse import Computation, Instruction, Module, ProgramLike, as_module, total_bytes
 
 _KNOWN = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)"?')
@@ -179,7 +180,7 @@ def visits(module: Module) -> Iterator[Visit]:
     """Follows loops, branches and calls from the entry of a program.
 
     Fusions and asynchronous wrappers are not entered: what they hold is scheduled where they are
-    launched. The branches of a conditional all count as executed.
+    launched. The branches of a conditional all count as executed, but for those marked as rare.
 
     Args:
         module: the parsed HLO of a compiled program.
@@ -206,8 +207,20 @@ def _descend(module: Module, visit: Visit) -> Iterator[Visit]:
             inner = visit
         else:
             continue
-        for computation in module.called(instruction):
+        for computation in usually_called(module, instruction):
             yield from _descend(module, dataclasses.replace(inner, computation=computation))
+
+
+def usually_called(module: Module, instruction: Instruction) -> list[Computation]:
+    """What an instruction calls, without the branches that this library marks as rare.
+
+    Experts have slots for what a fair choice brings the busiest; branches with more, and a loop for
+    what exceeds these, are named so. None of them holds a collective.
+    """
+    called = list(module.called(instruction))
+    if instruction.opcode != "conditional":
+        return called
+    return [c for c in called if not any(RARE in i.attributes for i in c.instructions)] or called
 
 
 def below_branches(module: Module) -> Iterator[Computation]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from ..mesh.chips import Hardware
-from .computations import trip_count, visits
+from .computations import trip_count, usually_called, visits
 from .parse import Computation, Instruction, Module, ProgramLike, as_module
 
 _DOTS = ("dot", "ragged-dot", "scaled-dot")
@@ -207,7 +207,7 @@ class CostModel:
     def instruction(self, computation: Computation, instruction: Instruction) -> Cost:
         """The cost of one instruction of a computation, with all that it calls."""
         opcode = instruction.opcode
-        called = [self.computation(callee) for callee in self._module.called(instruction)]
+        called = [self.computation(callee) for callee in usually_called(self._module, instruction)]
         if opcode == "while":
             trips = trip_count(self._module, computation, instruction)
             return _total(called).times(1 if trips is None else trips)
@@ -281,6 +281,8 @@ def _written(computation: Computation, value: Instruction) -> int:
 @dataclasses.dataclass(frozen=True)
 class Flops:
     """Matrix operations per device and step.
+
+    Branches that are marked as rare do not count (`usually_called`).
 
     Args:
         low: with every conditional on its cheapest branch.

@@ -30,7 +30,7 @@ from ..mesh.group import (
     source_target_pairs,
     spanned_axes,
 )
-from .computations import Visit, trip_count, visits
+from .computations import Visit, trip_count, usually_called, visits
 from .flops import Cost, CostModel
 from .ledger import KINDS, Collective, Exposure, Ledger, ring_bytes
 from .parse import (
@@ -277,7 +277,7 @@ class WireModel:
         seconds: Callable[[Computation], float],
     ) -> float:
         """What the computations take that an instruction calls: the longest of branches."""
-        each = [seconds(called) for called in self.module.called(instruction)]
+        each = [seconds(called) for called in usually_called(self.module, instruction)]
         if instruction.opcode == "conditional":
             return max(each)
         trips = None

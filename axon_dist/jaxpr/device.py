@@ -39,6 +39,7 @@ from .placement import (
     flops_of,
     handed,
     is_added_to,
+    is_rare,
     kind_of,
     of_spec,
     once,
@@ -431,11 +432,11 @@ class _Reader:
             own = inputs[carry[place]].buffer if place < len(carry) else -1
             if not is_added_to(own, value.buffer, reader.nodes):
                 reader.resolved(value)
-        return reader.tape(inputs, results), results
+        return dataclasses.replace(reader.tape(inputs, results), is_rare=is_rare(closed)), results
 
     def tape(self, inputs: Sequence[Sharded], outputs: Sequence[Sharded]) -> Tape:
         self.finish()
-        return Tape(self.nodes, self.sizes, *([x.buffer for x in xs] for xs in (inputs, outputs)))
+        return Tape(self.nodes, self.sizes, [x.buffer for x in inputs], [x.buffer for x in outputs])
 
     def loop(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
         """A loop: what it carries lies as it does when another turn changes nothing."""

@@ -17,9 +17,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
+from ..core.compat import RARE
 from .factors import ELEMENTWISE, Factors, Role, factors, guessed
 
 Axes: TypeAlias = frozenset[str]
@@ -227,18 +228,21 @@ class Tape:
         sizes: bytes of each buffer.
         inputs: buffers that are there before.
         outputs: buffers that are there after.
+        is_rare: whether it is a branch that hardly ever runs.
     """
 
     nodes: list[Node]
     sizes: list[int]
     inputs: list[int]
     outputs: list[int]
+    is_rare: bool = False
 
     @property
     def flops(self) -> float:
-        """Operations of all products; of branches the dearest."""
+        """Operations of all products; of branches the dearest that is not rare."""
         return sum(
-            node.flops + node.trips * max((body.flops for body in node.bodies), default=0.0)
+            node.flops
+            + node.trips * max((b.flops for b in node.bodies if not b.is_rare), default=0.0)
             for node in self.nodes
         )
 
@@ -249,6 +253,11 @@ class Tape:
             for body in node.bodies:
                 found += body.sends(times * node.trips)
         return found
+
+
+def is_rare(branch: ClosedJaxpr) -> bool:
+    """Whether a branch of a conditional was traced in the scope of those that hardly ever run."""
+    return any(RARE in str(equation.source_info.name_stack) for equation in branch.jaxpr.eqns)
 
 
 def kind_of(name: str) -> str:

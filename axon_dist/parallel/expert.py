@@ -21,7 +21,8 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..core.weighted import per_sample
 from ..nn import Axes, Layout, manual_axes
-from ..ops.routing import Choice, block_total, in_blocks, in_order, in_slots, slots_for
+from ..ops.dropless import in_fitting_slots
+from ..ops.routing import Choice, in_order, in_slots, slots_for
 from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides
 from .plan import check_pattern
@@ -414,9 +415,8 @@ class SplitExperts:
         none = (choice.gates[0, 0] * 0).astype("float32")
         if self.capacity is None and not self._lacks_groups:
             return in_order(feed, tokens, choice, kernels, first), none
-        # All tokens at each of few experts may be fewer rows than what could come to them.
-        if self.capacity is None and block_total(choice.experts.size, own) < own * len(tokens):
-            return in_blocks(feed, tokens, choice, kernels, first), none
+        if self.capacity is None:
+            return in_fitting_slots(feed, tokens, choice, kernels, own * size, first), none
         slots = self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
         return in_slots(feed, tokens, choice, kernels, own, slots, first)
 

@@ -10,7 +10,8 @@ from axon_dist import Strategy, World, build_train_step, compose, ddp, zero
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
 from axon_dist.models import ExpertConfig, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
-from axon_dist.parallel import context_parallel, expert, expert_parallel, fsdp, tensor_parallel
+from axon_dist.ops import dropless
+from axon_dist.parallel import context_parallel, expert_parallel, fsdp, tensor_parallel
 from axon_dist.parallel.expert import SplitExperts
 
 from .mixtures import EXPERTS, OPTIMIZERS, SIZES
@@ -140,17 +141,19 @@ def world_of(mesh):
     return World.emulate(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")), mesh)
 
 
-@pytest.fixture
-def as_on_gpus(monkeypatch):
+@pytest.fixture(params=["slots", "loop"])
+def as_on_gpus(request, monkeypatch):
     """Experts take the way that they take where groups of rows have no product of their own."""
     monkeypatch.setattr(SplitExperts, "_lacks_groups", True)
-    # Rows of so few tokens would rather be slots.
-    monkeypatch.setattr(expert, "block_total", lambda num_rows, num_groups: 0)
+    if request.param == "loop":
+        # The busiest expert always has more than half of an even share.
+        monkeypatch.setattr(dropless, "LOADS", (0.5,))
+        monkeypatch.setattr(dropless, "TILE", 1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ROWS)
-def test_equals_one_device_block_by_block(name, as_on_gpus):
+def test_equals_one_device_in_fitting_slots(name, as_on_gpus):
     test_equals_one_device(name)
 
 

@@ -3,9 +3,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from axon_dist.core.compat import RARE
 from axon_dist.inspect import flops
 from axon_dist.inspect.flops import CostModel
 from axon_dist.inspect.parse import as_module
+from axon_dist.jaxpr.device import tape_of
+from axon_dist.jaxpr.placement import whole
 
 
 def compiled_flops(function, *args):
@@ -32,6 +35,21 @@ def test_loops_count_every_iteration():
         return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=9)[0]
 
     assert compiled_flops(body, jnp.ones((4, 8)), jnp.ones((8, 8))).high == 9 * 2 * 4 * 8 * 8
+
+
+def test_rare_branches_do_not_count():
+    def rare(h, w):
+        with jax.named_scope(RARE):
+            return lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: jnp.sin(h @ w @ w), h)
+
+    def body(flag, x, w):
+        return lax.cond(flag, rare, lambda h, w: h @ w, x, w)
+
+    arrays = jnp.array(True), jnp.ones((4, 8)), jnp.ones((8, 8))
+    found = compiled_flops(body, *arrays)
+    assert (found.low, found.high, found.unknown_trip) == (512, 512, False)
+    traced = jax.make_jaxpr(body)(*arrays)
+    assert tape_of(traced, [whole(x.ndim) for x in arrays], {}, "cpu").flops == 512
 
 
 def test_branches_give_bounds():

@@ -10,7 +10,9 @@ from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.models import ExpertConfig, Experts, Transformer, TransformerConfig, num_params
-from axon_dist.ops.routing import Choice, in_blocks, in_order, in_slots, slots_for
+from axon_dist.ops import dropless
+from axon_dist.ops.dropless import in_fitting_slots
+from axon_dist.ops.routing import Choice, in_order, in_slots, slots_for
 
 SIZES = {"width": 8, "ffn_width": 12, "num_heads": 2, "num_kv_heads": 2, "num_layers": 1}
 
@@ -127,7 +129,7 @@ def test_experts_from_a_number_on_add_what_is_theirs():
     choice = Choice(jax.lax.top_k(inputs(2, (6, 4)), 2)[1], jnp.full((6, 2), 0.5))
     feed = lambda product, rows, kernels: jnp.cos(product(rows, kernels))
     halves = [in_order(feed, tokens, choice, kernels[i : i + 2], i) for i in (0, 2)]
-    blocks = [in_blocks(feed, tokens, choice, kernels[i : i + 2], i) for i in (0, 2)]
+    blocks = [in_fitting_slots(feed, tokens, choice, kernels[i : i + 2], 4, i) for i in (0, 2)]
     slots = [in_slots(feed, tokens, choice, kernels[i : i + 2], 2, 6, i)[0] for i in (0, 2)]
     whole = in_order(feed, tokens, choice, kernels)
     np.testing.assert_allclose(sum(halves), whole, atol=1e-6)
@@ -135,12 +137,15 @@ def test_experts_from_a_number_on_add_what_is_theirs():
     np.testing.assert_allclose(sum(slots), whole, atol=1e-6)
 
 
-@pytest.mark.sample("40-4-2")
+@pytest.mark.sample("loop-40-4-2")
 @pytest.mark.parametrize(
     ("tokens", "experts", "per_token"), [(1, 4, 1), (40, 4, 2), (70, 3, 1), (33, 8, 8)]
 )
-def test_blocks_are_as_rows_in_order(tokens, experts, per_token):
+@pytest.mark.parametrize("form", ["slots", "loop"])
+def test_fitting_slots_are_as_rows_in_order(tokens, experts, per_token, form, monkeypatch):
     """Groups of no row, of less than a block, of several; values, and gradients by everything."""
+    if form == "loop":
+        monkeypatch.setattr(dropless, "LOADS", (0.5,))
     x, gates, up, down = (
         inputs(seed, shape)
         for seed, shape in enumerate(
@@ -151,16 +156,51 @@ def test_blocks_are_as_rows_in_order(tokens, experts, per_token):
     liked = inputs(4, (tokens, experts)) + 3 * jnp.arange(experts)
     chosen = jax.lax.top_k(liked, per_token)[1]
     feed = lambda product, rows, kernels: product(jnp.tanh(product(rows, kernels[0])), kernels[1])
+    fitting = functools.partial(in_fitting_slots, num_experts=experts)
 
     def total(how, x, gates, *kernels):
         return jnp.sum(jnp.sin(how(feed, x, Choice(chosen, gates), kernels)))
 
     results = [
         jax.jit(jax.value_and_grad(functools.partial(total, how), (0, 1, 2, 3)))(x, gates, up, down)
-        for how in (in_blocks, in_order)
+        for how in (fitting, in_order)
     ]
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("spread", "here", "most"),
+    # Of 16 experts those here, and how many times the rows that are theirs may be multiplied.
+    [("evenly", 16, 1.0625), ("evenly", 4, 1.0625), ("at random", 16, 1.22), ("to one", 16, 1.125)],
+)
+def test_rows_that_are_multiplied(spread, here, most):
+    """Counted as they run: in the forward pass, and twice backward, which computes it again."""
+    num, count, per_token = 2048, 16, 2
+    number = jnp.arange(num)[:, None]
+    chosen = {
+        "evenly": (number + jnp.array([0, 8])) % count,
+        "at random": jax.lax.top_k(inputs(1, (num, count)), per_token)[1],
+        "to one": jnp.concatenate([number * 0, 1 + number % (count - 1)], axis=1),
+    }[spread]
+    rows = []
+
+    @jax.custom_vjp
+    def counted(x):
+        jax.debug.callback(lambda: rows.append(x.size // x.shape[-1]))
+        return x
+
+    counted.defvjp(lambda x: (counted(x), None), lambda _, ct: (counted(ct),))
+    feed = lambda product, rows, kernels: counted(product(rows, kernels))
+    gates, kernels = jnp.ones((num, per_token)), inputs(2, (here, 4, 4))
+
+    def total(tokens, kernels):
+        return in_fitting_slots(feed, tokens, Choice(chosen, gates), kernels, count).sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(total, (0, 1)))(inputs(3, (num, 4)), kernels))
+    jax.effects_barrier()
+    theirs = int(jnp.sum(chosen < here))
+    assert 3 * theirs <= sum(rows) <= most * 3 * theirs
 
 
 def test_slots_are_at_least_one_and_at_most_one_for_each_token():

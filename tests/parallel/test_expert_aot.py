@@ -24,7 +24,8 @@ from axon_dist.models import (
     next_token_loss,
     num_params,
 )
-from axon_dist.ops.routing import block_total, slots_for
+from axon_dist.ops.dropless import slot_sizes, usual_size
+from axon_dist.ops.routing import slots_for
 from axon_dist.parallel import expert_parallel, fsdp
 
 pytestmark = [
@@ -46,6 +47,11 @@ CONFIG = TransformerConfig(
 def test_experts_cost_what_the_tokens_do_that_go_to_them():
     """Of four times as many experts, of which as many are chosen: router and filling are more."""
 
+    def slots(count):
+        share = LENGTH * PER_TOKEN / count
+        sizes = slot_sizes(LENGTH, share)
+        return count * sizes[usual_size(sizes, share)]
+
     def operations(count):
         experts = dataclasses.replace(CONFIG.experts, count=count)
         config = dataclasses.replace(CONFIG, experts=experts)
@@ -57,12 +63,9 @@ def test_experts_cost_what_the_tokens_do_that_go_to_them():
         tokens = jax.ShapeDtypeStruct((world.size, LENGTH + 1), jnp.int32)
         return flops(step.lower({"tokens": tokens}).compile()).high
 
-    # Two operations for each number of a matrix, forward and twice backward.
-    rows = LENGTH * PER_TOKEN
-    experts, router = 3 * 2 * 3 * WIDTH * HIDDEN, 3 * 2 * WIDTH
-    more = LAYERS * (
-        experts * (block_total(rows, 32) - block_total(rows, 8)) + router * LENGTH * (32 - 8)
-    )
+    # Two operations for each number of a matrix, forward, again and twice backward.
+    experts, router = 4 * 2 * 3 * WIDTH * HIDDEN, 3 * 2 * WIDTH
+    more = LAYERS * (experts * (slots(32) - slots(8)) + router * LENGTH * (32 - 8))
     assert operations(32) - operations(8) == pytest.approx(more, rel=0.1)
 
 
