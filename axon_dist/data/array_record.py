@@ -1,20 +1,17 @@
-"""ArrayRecord files, of JSON or of `tf.train.Example`, which is what TensorFlow Datasets writes.
-
-An Example is a protobuf of maps from names to lists of one kind, read here without TensorFlow:
-
-    Example {1: Features}    Features {1: (1: name, 2: Feature) of each}
-    Feature {1: BytesList | 2: FloatList | 3: Int64List}    each list {1: values}
-"""
+"""ArrayRecord files, of JSON or of `tf.train.Example`, which is what TensorFlow Datasets writes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from ..core.errors import ConfigError
 from ..core.files import kind_at
@@ -62,7 +59,7 @@ class ArrayRecordSource(DocumentSource):
                 continue
             try:
                 yield where, example_of(record)
-            except (ValueError, IndexError) as error:
+            except DecodeError as error:
                 raise ConfigError(
                     f"{where} is neither JSON nor a tf.train.Example ({error}): write it anew"
                 ) from error
@@ -81,6 +78,38 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
+_BYTES, _FLOAT, _INT, _TEXT, _ONE, _MANY = 12, 2, 3, 9, 1, 3
+_MESSAGES: Mapping[str, Mapping[int, tuple[int | str, int]]] = MappingProxyType(
+    {
+        "BytesList": {1: (_BYTES, _MANY)},
+        "FloatList": {1: (_FLOAT, _MANY)},
+        "Int64List": {1: (_INT, _MANY)},
+        "Feature": {1: ("BytesList", _ONE), 2: ("FloatList", _ONE), 3: ("Int64List", _ONE)},
+        "Entry": {1: (_TEXT, _ONE), 2: ("Feature", _ONE)},
+        "Features": {1: ("Entry", _MANY)},
+        "Example": {1: ("Features", _ONE)},
+    }
+)
+"""The fields of messages by number: their type in a descriptor, or a message, and how many."""
+
+
+@functools.cache
+def _example() -> Any:
+    """The class of an Example; TensorFlow's own would need TensorFlow."""
+    file = descriptor_pb2.FileDescriptorProto(name="axon_dist.proto", package="axon_dist")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for number, (kind, label) in fields.items():
+            field = message.field.add(name=f"f{number}", number=number, label=label)  # type: ignore[arg-type]
+            if isinstance(kind, int):
+                field.type = kind  # type: ignore[assignment]
+            else:
+                field.type, field.type_name = 11, f".axon_dist.{kind}"  # type: ignore[assignment]
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("axon_dist.Example"))
+
+
 def example_of(data: bytes) -> dict[str, Any]:
     """Reads a `tf.train.Example`: its fields as bytes, float or int, or as lists of them.
 
@@ -88,65 +117,14 @@ def example_of(data: bytes) -> dict[str, Any]:
         data: serialized.
 
     Raises:
-        ValueError: when it is something else.
+        DecodeError: when it is something else.
 
     Example:
         >>> example_of(bytes.fromhex("0a120a100a0161120b0a090a0768656c6c6f2121"))
         {'a': b'hello!!'}
     """
     found: dict[str, Any] = {}
-    for _, features in _fields(data):
-        for _, entry in _fields(features):
-            parts = dict(_fields(entry))
-            [(kind, values)] = _fields(parts[2])
-            listed = [x for _, value in _fields(values) for x in _values(kind, value)]
-            found[parts[1].decode()] = listed[0] if len(listed) == 1 else listed
+    for entry in _example().FromString(data).f1.f1:
+        listed = [x for _, values in entry.f2.ListFields() for x in values.f1]
+        found[entry.f1] = listed[0] if len(listed) == 1 else listed
     return found
-
-
-def _values(kind: int, value: Any) -> list[Any]:
-    if kind == 1:
-        return [value]
-    if kind == 2:
-        return np.frombuffer(value, "<f4").tolist()
-    whole = [value] if isinstance(value, int) else _packed(value)
-    return [x - 2**64 if x >= 2**63 else x for x in whole]
-
-
-def _packed(data: bytes) -> list[int]:
-    found, place = [], 0
-    while place < len(data):
-        value, place = _varint(data, place)
-        found.append(value)
-    return found
-
-
-def _fields(data: Any) -> list[tuple[int, Any]]:
-    """The fields of a message by their numbers: bytes, or an int where it is a varint."""
-    if isinstance(data, int):
-        raise ValueError("a number where a message should be")
-    found, place = [], 0
-    while place < len(data):
-        key, place = _varint(data, place)
-        number, wire = divmod(key, 8)
-        if wire == 0:
-            value, place = _varint(data, place)
-        elif wire in (2, 5):
-            size, place = _varint(data, place) if wire == 2 else (4, place)
-            value, place = data[place : place + size], place + size
-            if len(value) < size:
-                raise ValueError("it ends too early")
-        else:
-            raise ValueError(f"a field of wire type {wire}")
-        found.append((number, value))
-    return found
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        value |= (data[place] & 0x7F) << shift
-        place += 1
-        if data[place - 1] < 0x80:
-            return value, place
-    raise ValueError("a number of more than 64 bits")

@@ -44,71 +44,54 @@ class DatasetsSource(DocumentSource):
         for part in parts_of(path):
             update(part)
         spans: list[Span] = []
-        first = count = 0
-        with _Stream(path) as stream:
-            start = stream.file.tell()
-            while (batch := stream.next()) is not None:
-                count += batch.num_rows
-                if (place := stream.file.tell()) - start >= PART:
-                    spans.append((start, place, count, first))
-                    start, first, count = place, first + count, 0
-            return [*spans, (start, stream.file.tell(), count, first)]
+        first = count = start = place = 0
+        for batch, place in _batches(path):
+            count += batch.num_rows
+            if place - start >= PART:
+                spans.append((start, place, count, first))
+                start, first, count = place, first + count, 0
+        return [*spans, (start, place, count, first)]
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Reads the columns that are asked for of a run of batches."""
         start, stop, _, first = span
-        with _Stream(path) as stream:
-            check_columns(path, self.columns, stream.schema.names)
-            stream.file.seek(start)
-            while stream.file.tell() < stop and (batch := stream.next()) is not None:
-                yield from rows_of(batch, self.columns, batch.num_rows, first, path)
-                first += batch.num_rows
+        for batch, place in _batches(path, start):
+            if place > stop:
+                return
+            check_columns(path, self.columns, batch.schema.names)
+            yield from rows_of(batch, self.columns, batch.num_rows, first, path)
+            first += batch.num_rows
 
 
-class _Stream:
-    """A file with a stream of Arrow, as `datasets` writes it; what it is not is refused."""
+def _arrow(path: Path) -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs pyarrow, which is not installed: {install_command('parquet')}"
+        ) from error
 
-    def __init__(self, path: Path):
-        self._path = path
-        try:
-            self._arrow: Any = importlib.import_module("pyarrow")
-        except ImportError as error:
-            raise ConfigError(
-                f"{path} needs pyarrow, which is not installed: {install_command('parquet')}"
-            ) from error
 
-    def __enter__(self) -> _Stream:
-        if (kind := kind_at(self._path)) != "a file":
-            raise ConfigError(f"{self._path} is {kind}, and must be a file; correct data.files")
-        self.file: Any = self._arrow.OSFile(str(self._path))
-        self.schema: Any = self._tried(self._arrow.ipc.read_schema, self.file)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def next(self) -> Any:
-        """The next batch of rows; None at the end."""
-        try:
-            message = self._arrow.ipc.read_message(self.file)
-        except EOFError:
-            return None
-        except Exception as error:
-            raise self._error(error) from error
-        return self._tried(self._arrow.ipc.read_record_batch, message, self.schema)
-
-    def _tried(self, read: Callable[..., Any], *given: Any) -> Any:
-        try:
-            return read(*given)
-        except Exception as error:  # whatever bytes that lie make of a reader in C++
-            self.file.close()
-            raise self._error(error) from error
-
-    def _error(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"{self._path} is no stream of Arrow that pyarrow reads ({error}): save the data set "
+def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
+    """The batches of a stream of Arrow, as `datasets` writes it, each with the place behind it."""
+    arrow = _arrow(path)
+    try:
+        if (kind := kind_at(path)) != "a file":
+            raise OSError(f"it is {kind}")
+        with arrow.OSFile(str(path)) as file:
+            schema = arrow.ipc.read_schema(file)
+            file.seek(max(start, file.tell()))
+            while file.tell() < file.size():
+                message = arrow.ipc.read_message(file)
+                batch = arrow.ipc.read_record_batch(message, schema)
+                yield batch, file.tell()
+    except EOFError:
+        return  # the mark at the end of a stream
+    except Exception as error:  # whatever bytes that lie make of a reader in C++
+        raise ConfigError(
+            f"{path} is no stream of Arrow that pyarrow reads ({error}): save the data set "
             "anew with save_to_disk, or take it out of data.files"
-        )
+        ) from error
 
 
 def _files_of(text: str) -> Sequence[TextFile]:
@@ -147,6 +130,6 @@ def _files_of(text: str) -> Sequence[TextFile]:
 
 def _num_rows(file: TextFile) -> int:
     """Of a file that `datasets` wrote and has mapped; only what tells of batches is read."""
-    arrow: Any = importlib.import_module("pyarrow")
+    arrow = _arrow(file.path)
     with arrow.memory_map(str(file.path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
         return sum(batch.num_rows for batch in stream)
