@@ -45,7 +45,7 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
     graphdef, params, buffers = nnx.split(case.make(), nnx.Param, ...)
     counts = {k for k, _ in nnx.to_flat_state(nnx.filter_state(buffers, nnx.RngCount))}
     params, buffers = nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
-    opt_state = optimizer.init(params)
+    opt_state, update = jax.jit(optimizer.init)(params), compiled_update(optimizer)
 
     def total_of(params, buffers, batch, index):
         model = nnx.merge(graphdef, params, buffers, copy=True)
@@ -56,37 +56,47 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
         buffers = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
         return loss.total, (loss.weight, extra, buffers)
 
-    gradient = jax.jit(jax.value_and_grad(total_of, has_aux=True), static_argnums=3)
+    gradient = jax.jit(jax.value_and_grad(total_of, has_aux=True))
     all_metrics, all_grads = [], []
     for step in range(num_steps):
         pieces = {name: split(leaf, accumulate) for name, leaf in case.batch(step).items()}
         totals, weights, extras = [], [], []
-        grads, first = jax.tree.map(jnp.zeros_like, params), buffers
+        grads, first = jax.tree.map(np.zeros_like, params), buffers
         for index in range(accumulate):
             piece = {name: leaf[index] for name, leaf in pieces.items()}
             given = {**nnx.traversals.flatten_mapping(buffers)}
             given |= {k: v for k, v in nnx.traversals.flatten_mapping(first).items() if k in counts}
             given = nnx.traversals.unflatten_mapping(given)
             (total, (weight, extra, buffers)), grad = gradient(params, given, piece, index)
-            grads = jax.tree.map(jnp.add, grads, grad)
+            grads = jax.tree.map(np.add, grads, grad)
             totals.append(float(total)), weights.append(float(weight)), extras.append(extra)
         total_weight = sum(weights)
-        grads = jax.tree.map(lambda g, weight=total_weight: g / weight, grads)
+        grads = jax.tree.map(lambda g, w=total_weight: np.asarray(g / w, g.dtype), grads)
         all_grads.append(grads)
         grad_norm = norm_of(grads)
         if clip_norm is not None:
             factor = min(1.0, clip_norm / (grad_norm + 1e-6))
             grads = jax.tree.map(lambda g, factor=factor: g * factor, grads)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = update(grads, opt_state, params)
         metrics = {name: weighted_mean([e[name] for e in extras], weights) for name in extras[0]}
         metrics |= {"loss": sum(totals) / total_weight, "grad_norm": grad_norm}
         all_metrics.append(metrics | {"param_norm": norm_of(params)})
     return Trace(all_metrics, all_grads, params, buffers)
 
 
+def compiled_update(optimizer):
+    """An update of optax as one program: its operations one by one would each be compiled."""
+
+    @jax.jit
+    def update(grads, opt_state, params):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return update
+
+
 @contextlib.contextmanager
-def drawn_as_whole(index: int, count: int):
+def drawn_as_whole(index: int | jax.Array, count: int):
     """Masks of dropout are rows of those of the whole batch, of which one part of `count` is here.
 
     What is drawn for all samples at once, with a first dim of 1, is drawn as it is.
@@ -97,7 +107,7 @@ def drawn_as_whole(index: int, count: int):
         if count == 1 or not shape or shape[0] == 1:
             return usual(key, p, shape, **options)
         whole = usual(key, p, (count * shape[0], *shape[1:]), **options)
-        return whole[index * shape[0] : (index + 1) * shape[0]]
+        return jax.lax.dynamic_slice_in_dim(whole, index * shape[0], shape[0])
 
     with mock.patch.object(jax.random, "bernoulli", rows):
         yield
@@ -145,18 +155,21 @@ def assert_close(actual, expected, tolerance: float, what: str) -> None:
         )
 
 
-def assert_trained_alike(step, case, want: Trace, gradients_of: int = 0) -> None:
-    """Takes every step of the reference, and compares gradients once, metrics always, and the end.
+def assert_trained_alike(step, case, want: Trace, gradients_of: tuple[int, ...] = ()) -> None:
+    """Takes every step of the reference, and compares metrics always, and the end.
+
+    Gradients are a second program to compile: the default run compares them in one row of a
+    table, and the norm of what a step applies, which `METRICS` has, in all.
 
     Args:
         step: a built step that reports `METRICS`.
         case: what the reference was trained on.
         want: what the reference did.
-        gradients_of: the number of the step before which gradients are compared.
+        gradients_of: the numbers of the steps before which gradients are compared.
     """
     state = step.init()
     for number, metrics_of in enumerate(want.metrics):
-        if number == gradients_of:
+        if number in gradients_of:
             grads, metrics = step.gradients(state, case.batch(number))
             grads = step.storage.to_model(grads)
             assert_close(grads, want.grads[number], 2e-5, f"gradient of step {number}")

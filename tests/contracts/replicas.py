@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from axon_dist.core.weighted import Weighted
 
-from .reference import Trace, norm_of, weighted_mean
+from .reference import Trace, compiled_update, norm_of, weighted_mean
 
 
 def simulate(case, optimizer, outer, every, replicas, num_steps, accumulate=1, fragments=None):
@@ -26,6 +25,7 @@ def simulate(case, optimizer, outer, every, replicas, num_steps, accumulate=1, f
     params, buffers = nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
     fragments = fragments or [(0, lambda path: True)]
     gradient = jax.jit(jax.value_and_grad(_total_of(graphdef, case.loss_fn), has_aux=True))
+    update, meet = compiled_update(optimizer), compiled_update(outer)
     own = [(params, optimizer.init(params), _of_replica(buffers, r)) for r in range(replicas)]
     common, outer_states = params, [outer.init(params) for _ in fragments]
     trace = []
@@ -33,23 +33,22 @@ def simulate(case, optimizer, outer, every, replicas, num_steps, accumulate=1, f
         reported = []
         for r in range(replicas):
             pieces = _share(case.batch(number), r, replicas, accumulate)
-            own[r], metrics = _step(gradient, optimizer, own[r], pieces)
+            own[r], metrics = _step(gradient, update, own[r], pieces)
             reported.append(metrics)
         trace.append({n: float(np.mean([m[n] for m in reported])) for n in reported[0]})
         for index, (at, within) in enumerate(fragments):
             if (number + 1) % every != at:
                 continue
-            went = [jax.tree.map(jnp.subtract, common, params) for params, _, _ in own]
+            went = [jax.tree.map(np.subtract, common, params) for params, _, _ in own]
             mean = jax.tree.map(lambda *x: sum(x) / replicas, *went)
-            updates, outer_states[index] = outer.update(mean, outer_states[index], common)
-            met = optax.apply_updates(common, updates)
+            met, outer_states[index] = meet(mean, outer_states[index], common)
             pick = lambda path, new, old, within=within: new if within(path) else old
             common = jax.tree_util.tree_map_with_path(pick, met, common)
             own = [
                 (jax.tree_util.tree_map_with_path(pick, met, params), *rest)
                 for params, *rest in own
             ]
-    rows = jax.tree.map(lambda *x: jnp.stack(x), *(params for params, _, _ in own))
+    rows = jax.tree.map(lambda *x: np.stack(x), *(params for params, _, _ in own))
     return Trace(trace, [], rows, {"common": common, "own": [b for _, _, b in own]})
 
 
@@ -79,17 +78,16 @@ def _share(batch, r, replicas, accumulate):
     return [{name: x[k] for name, x in leaves.items()} for k in range(accumulate)]
 
 
-def _step(gradient, optimizer, state, pieces):
+def _step(gradient, update, state, pieces):
     params, opt_state, buffers = state
     totals, weights, extras = [], [], []
-    grads = jax.tree.map(jnp.zeros_like, params)
+    grads = jax.tree.map(np.zeros_like, params)
     for piece in pieces:
         (total, (weight, extra, buffers)), grad = gradient(params, buffers, piece)
-        grads = jax.tree.map(jnp.add, grads, grad)
+        grads = jax.tree.map(np.add, grads, grad)
         totals.append(float(total)), weights.append(float(weight)), extras.append(extra)
     grads = jax.tree.map(lambda g: g / sum(weights), grads)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
+    params, opt_state = update(grads, opt_state, params)
     metrics = {name: weighted_mean([e[name] for e in extras], weights) for name in extras[0]}
     metrics |= {"loss": sum(totals) / sum(weights), "grad_norm": norm_of(grads)}
     return (params, opt_state, buffers), metrics | {"param_norm": norm_of(params)}

@@ -87,8 +87,7 @@ def expected(scan, accumulate):
         muon_weight_dimension_numbers=hidden_matrices(lambda: Tower(scan)),
         **OPTIONS,
     )
-    jitted = optax.GradientTransformation(optimizer.init, jax.jit(optimizer.update))
-    return train(case_of(scan), jitted, STEPS, accumulate)
+    return train(case_of(scan), optimizer, STEPS, accumulate)
 
 
 def case_of(scan):

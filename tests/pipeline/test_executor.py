@@ -77,7 +77,7 @@ def wanted(num_stages):
         loss = last(rest, data, wire)
         return loss.total, loss
 
-    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True), static_argnums=3)
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
     kernels, rest = array(4, num_stages, WIDTH, WIDTH), rest_of()
     runs = [gradient(kernels, rest, batch_of(), index) for index in range(COUNT)]
     grads = jax.tree.map(lambda *g: sum(g), *[grads for grads, _ in runs])

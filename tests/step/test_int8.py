@@ -27,6 +27,7 @@ from axon_dist.ops.int8 import Int8Form, int8_form
 from axon_dist.step import PortableForm
 from axon_dist.step.parts import trainable_filter
 from axon_dist.weights import load_weights, save_weights
+from tests.one_device import trained
 
 WIDTH, DEPTH = 32, 3
 
@@ -118,14 +119,7 @@ def rounded(make):
 def on_one_device(make=Net):
     wrt = trainable_filter(SOME)
     model = rounded(make)
-    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=wrt)
-    differentiate = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))
-    losses = []
-    for batch in BATCHES:
-        loss, grads = differentiate(model, batch)
-        optimizer.update(model, grads)
-        losses.append(float(loss))
-    return losses, model
+    return trained(model, optax.sgd(0.5), loss_fn, BATCHES, wrt), model
 
 
 def build(strategy, world, make=Net, **options):

@@ -10,6 +10,7 @@ from flax import nnx
 from axon_dist import Shared, Weighted, build_train_step, compose, ddp, fsdp, pipelined
 from axon_dist.core.errors import ConfigError
 from axon_dist.step.batch import apart
+from tests.one_device import trained
 
 CLASSES = 4
 RANDOM = np.random.default_rng(0)
@@ -47,15 +48,12 @@ def batch_of(count=16):
 
 
 def on_one_device(count=16):
-    model, losses = Net(), []
+    model = Net()
     batch = {name: leaf[:count] for name, leaf in ROWS.items()}
     batch |= {"classes": {"weights": jnp.asarray(WEIGHTS)}, "sharpness": jnp.float32(2)}
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    for _ in range(2):
-        loss, grads = nnx.value_and_grad(lambda m: loss_fn(m, batch).mean)(model)
-        optimizer.update(model, grads)
-        losses.append(float(loss))
-    return losses, model, float(loss_fn(model, batch).mean)
+    mean = lambda model, batch: loss_fn(model, batch).mean
+    losses = trained(model, optax.sgd(0.1), mean, [batch] * 2)
+    return losses, model, float(nnx.jit(mean)(model, batch))
 
 
 @pytest.mark.sample("pipeline")

@@ -1,7 +1,5 @@
 """Losses that are told the number of the step, in every view."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ from flax import nnx
 
 from axon_dist import Reduction, Weighted, build_train_step, compose, ddp, fsdp, pipelined
 from axon_dist.step.options import is_told_step
+from tests.one_device import trained
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
 
@@ -32,14 +31,8 @@ def loss_fn(model, batch, step):
 
 
 def on_one_device(steps):
-    model, losses = Net(), []
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    for step in range(steps):
-        told = functools.partial(loss_fn, step=jnp.int32(step))
-        (loss, _), grads = nnx.value_and_grad(told, has_aux=True)(model, BATCH)
-        optimizer.update(model, grads)
-        losses.append(float(loss))
-    return losses, model
+    model, told = Net(), lambda model, step: loss_fn(model, BATCH, step)[0]
+    return trained(model, optax.sgd(0.1), told, map(jnp.int32, range(steps))), model
 
 
 @pytest.mark.sample("microbatches")

@@ -26,6 +26,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.inspect import collectives
 from axon_dist.step import PortableForm
 from axon_dist.step.parts import trainable_filter
+from tests.one_device import trained
 
 WIDTH, DEPTH, RANK = 32, 4, 2
 SOME = ("blocks/.*/up/(kernel|bias)", "head")
@@ -59,8 +60,8 @@ def make():
     model = lora(Net(nnx.Rngs(0)), RANK, "blocks", rngs=nnx.Rngs(1))
     for number, (_, variable) in enumerate(nnx.iter_graph(model)):
         if isinstance(variable, nnx.LoRAParam):
-            key = jax.random.fold_in(jax.random.key(2), number)
-            variable[...] = 0.2 * jax.random.normal(key, variable.shape)
+            wave = jnp.sin((1 + number) * jnp.arange(variable.size, dtype=jnp.float32))
+            variable[...] = 0.3 * wave.reshape(variable.shape)
     return model
 
 
@@ -90,15 +91,20 @@ def on_one_device(trainable, narrow=False, decay=0.5, optimizer=None):
     """Plain Flax and optax: losses, the model, and the model of the averaged parameters."""
     wrt = trainable_filter(trainable)
     model = as_bf16(make(), wrt) if narrow else make()
-    optimizer = nnx.Optimizer(model, optimizer or optax.sgd(0.1), wrt=wrt)
-    differentiate = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))
-    ema = jax.tree.map(jnp.array, nnx.state(model, wrt))
-    losses = []
-    for batch in BATCHES:
-        loss, grads = differentiate(model, batch)
-        optimizer.update(model, grads)
-        ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, nnx.state(model, wrt))
-        losses.append(float(loss))
+    numbers = lambda: jax.tree.map(np.array, nnx.state(model, wrt))
+    ema = numbers()
+
+    def batches():
+        """Between steps, the average takes in what the step before has made."""
+        nonlocal ema
+        for number, batch in enumerate(BATCHES):
+            if number:
+                ema = average(ema)
+            yield batch
+
+    average = lambda ema: jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, numbers())
+    losses = trained(model, optimizer or optax.sgd(0.1), loss_fn, batches(), wrt)
+    ema = average(ema)
     averaged = nnx.clone(model)
     nnx.update(averaged, ema)
     return losses, model, averaged
@@ -341,10 +347,8 @@ def test_other_variables_are_divided_as_parameters_are(make_world):
     world = make_world("fsdp=4")
     step = build_train_step(Reading, optax.sgd(0.01), loss_fn, fsdp(**SMALL), world)
     model, state = Reading(), step.init()
-    optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
-    for batch in BATCHES:
-        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
-        optimizer.update(model, grads)
+    losses = trained(model, optax.sgd(0.01), loss_fn, BATCHES)
+    for batch, loss in zip(BATCHES, losses, strict=True):
         state, metrics = step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert state.buffers["table"].sharding.spec == jax.P("fsdp")
@@ -400,13 +404,12 @@ def test_a_pipeline_trains_some_blocks_and_freezes_others(widths, make_world):
 
     chosen, clipped = "blocks/[02]/", optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
     wrt, model = trainable_filter(chosen), net()
-    optimizer = nnx.Optimizer(model, clipped, wrt=wrt)
+    trained(model, clipped, loss_fn, BATCHES[:2], wrt)
     step = build_train_step(
         net, clipped, loss_fn, pipelined(2, 4), make_world("pp=2"), trainable=chosen,
         batch=BATCHES[0],
     )  # fmt: skip
     state = step.init()
     for batch in BATCHES[:2]:
-        optimizer.update(model, nnx.grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model, batch))
         state, _ = step(state, batch)
     assert_same(step.merge(state), model)
