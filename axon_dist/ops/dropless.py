@@ -8,7 +8,7 @@ each is written once. Beyond 2 R a loop takes an expert's rows in blocks of R/8,
     y[t] = x[t] W[e],    dx[t] = dy[t] W[e]^T,    dW[e] += x[t]^T dy[t]
 
 with the sum for one expert in the loop's carry. What is multiplied is at most 17/16 of the rows
-where tokens are spread evenly, the busiest expert's load times that up to 2, and 9/8 beyond.
+where tokens are spread evenly, 4/3 of the busiest expert's load up to 2, and 9/8 beyond.
 
 Source: Gale et al., MegaBlocks, arXiv:2211.15841, on experts that drop no token.
 """
