@@ -1,9 +1,12 @@
 """A run goes on from copies in memory; copies that nobody keeps are refused."""
 
+import functools
+from unittest import mock
+
 import numpy as np
 import pytest
 
-from axon_dist.app import train
+from axon_dist.app import runs, train
 from axon_dist.app.resume import check_copies
 from axon_dist.app.runs import build_run, compiling_ahead, world_of_first
 from axon_dist.config import RunConfig
@@ -93,3 +96,22 @@ def test_nothing_is_compiled_ahead_where_nothing_can_be_lost(config, monkeypatch
     assert np.array_equal(
         world_of_first(run.config, run.world, 1).mesh.devices, run.world.mesh.devices
     )
+
+
+def test_what_is_compiled_ahead_is_for_the_most_processes_that_can_go_on(monkeypatch):
+    def step_for(can, config, count):
+        if count not in can:
+            raise ConfigError(f"{count} do not divide")
+        return steps[count], ""
+
+    steps, told, world = mock.MagicMock(), [], mock.Mock(num_processes=8)
+    monkeypatch.setattr(runs, "world_of_first", lambda config, world, count: count)
+    monkeypatch.setattr(runs, "abstract_batch", lambda config: None)
+    for can in ({7}, {4, 2}, set()):
+        monkeypatch.setattr(runs, "step_for", functools.partial(step_for, can))
+        runs._compile_ahead(RunConfig(), world, told.append)
+    assert [call.args for call in steps.__getitem__.call_args_list] == [(7,), (4,)]
+    assert told == [
+        "4 processes would go on if one were lost, not more: 7 do not divide",
+        "no fewer processes could go on if one were lost: 7 do not divide",
+    ]
