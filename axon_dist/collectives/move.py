@@ -59,6 +59,7 @@ def broadcast_from(x: PyTree, group: ProcessGroup, *, src: int) -> PyTree:
     return each_leaf(_broadcast, x, group, src=src)
 
 
+@checked(group=GROUP)
 def all_gather(x: PyTree, group: ProcessGroup, tiled: bool = False, *, dim: int = 0) -> PyTree:
     """Gives every rank of the group the values of all, in group order.
 

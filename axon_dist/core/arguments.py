@@ -152,23 +152,24 @@ def explain_calls(room: dict[str, Any]) -> None:
         if name.startswith("_") or not getattr(thing, "__module__", "").startswith("axon_dist."):
             continue
         if inspect.isfunction(thing) and not hasattr(thing, "__wrapped__"):
-            room[name] = _explained(thing, name)
+            room[name] = _explained(thing, name, of_record=False)
             room[name].__module__ = room["__name__"]
         elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, BaseException)):
             _explain_methods(thing)
 
 
 def _explain_methods(cls: type) -> None:
+    first = "__post_init__" if dataclasses.is_dataclass(cls) else "__init__"
     for name, method in list(vars(cls).items()):
         function = method.__func__ if isinstance(method, classmethod) else method
-        is_method = not name.startswith("_") or name in ("__init__", "__post_init__")
-        if is_method and inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
+        is_public = not name.startswith("_") or name == first
+        if is_public and inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
             who = cls.__name__ if name.startswith("_") else f"{cls.__name__}.{name}"
-            run = _explained(function, who)
+            run = _explained(function, who, dataclasses.is_dataclass(cls))
             setattr(cls, name, classmethod(run) if function is not method else run)
 
 
-def _explained(function: Callable[_P, _R], who: str) -> Callable[_P, _R]:
+def _explained(function: Callable[_P, _R], who: str, of_record: bool) -> Callable[_P, _R]:
     compare = _comparison(function, who, {}, has_failed=True)
 
     @functools.wraps(function)
@@ -178,7 +179,7 @@ def _explained(function: Callable[_P, _R], who: str) -> Callable[_P, _R]:
         except AxonDistError:
             raise
         except Exception:
-            if function.__name__ == "__post_init__":
+            if of_record and args and not isinstance(args[0], type):
                 check_fields(args[0])
             compare(args, kwargs)
             raise
@@ -256,7 +257,7 @@ def kind_of(hint: Any) -> ArgumentKind | None:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return MAPPING
     if isinstance(origin, type) and issubclass(Iterator, origin):
-        return None
+        return ITERABLE
     if isinstance(origin, type) and issubclass(origin, Iterable):
         each = kind_of(terms[0]) if len(terms) == 1 or terms[1:] == (...,) else None
         return TEXTS if each is TEXT else (each or _ANYTHING).several()
@@ -316,6 +317,9 @@ REAL = ArgumentKind("a number", lambda x: isinstance(x, numbers.Real) and not is
 TEXT = ArgumentKind("a text", lambda x: isinstance(x, str))
 TEXTS = dataclasses.replace(TEXT.several(), advice="a list of texts")
 FUNCTION = ArgumentKind("a function", callable)
+ITERABLE = ArgumentKind(
+    "a list or another iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str)
+)
 MAPPING = ArgumentKind("a mapping, such as a dict", lambda x: isinstance(x, Mapping))
 ARRAY = ArgumentKind("an array of numbers", _is_array)
 NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.several().holds(x))
@@ -328,7 +332,7 @@ _PLAIN: MappingProxyType[type, ArgumentKind] = MappingProxyType(
         float: ArgumentKind("a number", _is_scalar),
         bool: ArgumentKind("True or False", lambda x: type(x).__name__ in ("bool", "bool_")),
         str: TEXT,
-        Path: ArgumentKind("a path", lambda x: isinstance(x, (str, os.PathLike))),
+        Path: ArgumentKind("a pathlib.Path", lambda x: isinstance(x, os.PathLike)),
         NoneType: ArgumentKind("None", lambda x: x is None),
     }
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -164,6 +164,7 @@ LocalBatch = dict[str, np.ndarray]
 `{"x": uint8 [B / P, H, W, C], "y": int32 [B / P]}` of images."""
 
 
+@runtime_checkable
 class Samples(Protocol):
     """What a loader hands out, sample by sample.
 

@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
+from ..core.arguments import check_fields
 from ..core.errors import LaunchError, did_you_mean
 
 DEFAULT_HOST = "localhost"
@@ -49,6 +50,7 @@ class LaunchSpec:
     source: str = "default"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self.validate()
 
     def validate(self) -> None:

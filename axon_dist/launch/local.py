@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ..core.arguments import check_fields
 from ..core.errors import LaunchError
 from .child import Child, Reaper, lasting, start_child
 from .distributed import MOST_DEVICES
@@ -134,6 +135,7 @@ class LaunchPlan:
     log_dir: Path = Path("runs/launch")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self.validate()
 
     def validate(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from types import MappingProxyType
 
+from ..core.arguments import checked
 from ..core.errors import ConfigError, did_you_mean
 from ..mesh.chips import HARDWARE
 
@@ -20,6 +21,7 @@ LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 """By what the learning rate grows, given by what the batch grows."""
 
 
+@checked()
 def effective_batch(local: int, dp: int, accum: int = 1) -> int:
     """Samples of a step: those of a microbatch, times ranks, times microbatches.
 
@@ -41,6 +43,7 @@ def effective_batch(local: int, dp: int, accum: int = 1) -> int:
     return local * dp * accum
 
 
+@checked()
 def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> float:
     """The learning rate for another batch.
 
@@ -71,6 +74,7 @@ def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> 
     return base * LR_RULES[rule](batch / base_batch)
 
 
+@checked()
 def scaling_efficiency(t1: float, tn: float, n: int) -> float:
     """How much of n-fold speed n devices reach, from measured times of the same work: `t1/(n tn)`.
 
@@ -107,6 +111,7 @@ class Direction(StrEnum):
     TENSOR = "tensor"
 
 
+@checked()
 def decide(
     fits: bool, sequential: bool = False, interconnect: float = HARDWARE["h100"].link
 ) -> Direction:

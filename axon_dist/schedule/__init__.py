@@ -1,7 +1,7 @@
 """Pipeline schedules as tables: build, validate, simulate, draw.
 
 A `Schedule` says what every device does in every tick; what runs it lives in `pipeline`. This room
-is plain Python: it imports the standard library and `core.errors`, no jax.
+is plain Python: of `core` it imports `errors` and `arguments`, which need no jax.
 Start reading in `table.py`, then `one_f_one_b.py`.
 """
 

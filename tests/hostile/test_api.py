@@ -3,6 +3,10 @@
 Every row is refused before anything is compiled.
 """
 
+import importlib
+import inspect
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +15,7 @@ import pytest
 from flax import nnx
 
 import axon_dist
-from axon_dist import World
+from axon_dist import World, collectives
 from axon_dist.core.errors import AxonDistError
 from axon_dist.loop import LoopOptions, Trainer
 from axon_dist.schedule import Costs, build_schedule
@@ -136,6 +140,22 @@ CALLS = {
     "trainable": lambda odd: build(trainable=odd),
     "scaler": lambda odd: build(scaler=odd or 0),
     "ema": lambda odd: build(ema=odd or -1),
+    # Where Python, numpy or JAX would fail: the argument is named all the same.
+    "rank_table": lambda odd: axon_dist.mesh.rank_table(odd),
+    "reduce_buckets plan": lambda odd: collectives.reduce_buckets([STACKED], odd, list),
+    "explain policy": lambda odd: axon_dist.sharding.explain(odd, [STACKED], WORLD.mesh),
+    "shard_count spec": lambda odd: axon_dist.sharding.shard_count(odd, WORLD.mesh),
+    "GradScaler.update": lambda odd: axon_dist.GradScaler().update(odd, jnp.array(True)),
+    "estimate": lambda odd: axon_dist.parallel.estimate(odd, [STACKED], WORLD.mesh),
+    "scale_lr": lambda odd: axon_dist.planner.scale_lr(0.1, odd, 32),
+    "Action.parse": lambda odd: axon_dist.schedule.Action.parse(odd),
+    "table order": lambda odd: axon_dist.schedule.order_to_table("mine", odd, [0, 1], 2),
+    "Timeouts": lambda odd: axon_dist.mesh.Timeouts(launch=odd),
+    "address": lambda odd: axon_dist.mesh.LaunchSpec(coordinator_address=odd),
+    "Loader": lambda odd: axon_dist.data.Loader(odd, global_batch=2),
+    "windows": lambda odd: axon_dist.models.TransformerConfig(windows=odd).validate(),
+    "rope_scaling": lambda odd: axon_dist.models.TransformerConfig(rope_scaling=odd).validate(),
+    "all_finite": lambda odd: axon_dist.precision.all_finite({"w": odd or "none"}),
 }
 """Calls that none of `ODD` is right for, but these."""
 RIGHT = {
@@ -144,6 +164,11 @@ RIGHT = {
     ("Costs", "float"),
     ("GradScaler", "float"),
     ("expert capacity", "float"),
+    ("scale_lr", "float"),
+    ("Timeouts", "float"),
+    ("address", "None"),
+    ("rope_scaling", "None"),
+    *(("all_finite", name) for name in ("float", "list", "NaN")),
 }
 
 
@@ -160,6 +185,14 @@ def test_odd_arguments_are_told(call):
     odd = {name: value for name, value in ODD.items() if (call, name) not in RIGHT}
     told = {name: error_of(lambda value=value: CALLS[call](value)) for name, value in odd.items()}
     assert [row for row in told.items() if not 15 < len(row[1]) < 1500] == []
+
+
+def test_every_public_function_compares():
+    names = pathlib.Path(__file__).parents[1] / "repo" / "public_names.txt"
+    for room, name in map(str.split, names.read_text().splitlines()):
+        thing = getattr(importlib.import_module(room), name)
+        if inspect.isfunction(thing) and name not in axon_dist.parallel.GATHERS:
+            assert hasattr(thing, "__wrapped__"), f"{room} {name}"
 
 
 @pytest.mark.parametrize(
