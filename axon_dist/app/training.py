@@ -274,7 +274,9 @@ def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
 
 
 def _print_line(console: Console, line: str) -> None:
-    console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+    # In a log a line stays one line; on a screen it breaks between words.
+    wrap = not console.is_terminal
+    console.print(printable(line), soft_wrap=wrap, highlight=False, markup=False)
 
 
 def _print_closing(

@@ -29,7 +29,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     The exit code is 1 if no backend starts, or a gradient is wrong.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if arguments.numerics:
         # Before anything starts the backend, whose devices are counted then.
         World.emulate(EMULATED)

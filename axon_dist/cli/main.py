@@ -21,6 +21,7 @@ from axon_dist import __version__
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 from axon_dist.core.words import printable
 
+from .values import fitted
 from .verbs import VERBS
 
 _USER_ERROR = 2
@@ -101,7 +102,7 @@ def one_line(message: object) -> str:
 def _say(text: str) -> None:
     """Writes to the standard error, if that can be written to."""
     with contextlib.suppress(OSError):
-        print(f"axon: {text}", file=sys.stderr, flush=True)
+        print(fitted(f"axon: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def _silence(stream: TextIO) -> None:

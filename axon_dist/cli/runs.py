@@ -39,7 +39,7 @@ from axon_dist.launch import INTERRUPTED
 from axon_dist.mesh import process_index
 from axon_dist.planner import parse_bytes
 
-from .values import check_output, notice, write_output
+from .values import check_output, fitted, notice, write_output
 
 
 class LastingConsole(Console):
@@ -71,7 +71,7 @@ def _given(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
 
 
 def _print(line: str) -> None:
-    Console().print(line, soft_wrap=True, highlight=False, markup=False)
+    Console().print(fitted(line, sys.stdout), soft_wrap=True, highlight=False, markup=False)
 
 
 def _write_json(arguments: argparse.Namespace, plain: object) -> None:
@@ -96,7 +96,9 @@ def _dry_run(config: RunConfig, resume: str | None) -> int:
         )
     lines = dry_run(config).lines()
     if process_index() == 0:
-        LastingConsole(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
+        soft_wrap = not sys.stdout.isatty()
+        console = LastingConsole(soft_wrap=soft_wrap, highlight=False, markup=False)
+        console.print("\n".join(lines))
     return 0
 
 
@@ -165,7 +167,7 @@ def list_keys(arguments: argparse.Namespace) -> int:
     """Prints the sections and keys."""
     sections = describe(arguments.section, parts=arguments.full)
     text = to_markdown(sections) if arguments.markdown else to_text(sections) + "\n"
-    sys.stdout.write(text)
+    sys.stdout.write(text if arguments.markdown else fitted(text, sys.stdout))
     return 0
 
 

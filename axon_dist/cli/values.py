@@ -6,8 +6,11 @@ import argparse
 import math
 import os
 import re
+import shutil
 import sys
+import textwrap
 from pathlib import Path
+from typing import TextIO
 
 from ..core.errors import ConfigError
 from ..core.files import as_path, kind_at
@@ -70,9 +73,22 @@ def check_output(option: str, path: str | Path | None) -> None:
         raise ConfigError(f"{option} {path}: this cannot be written; name another file")
 
 
+def fitted(text: str, file: TextIO) -> str:
+    """A text for a file: on a screen lines break between words, and keep their indentation."""
+    if not file.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines: list[str] = []
+    for line in text.split("\n"):
+        wrapper.subsequent_indent = line[: len(line) - len(line.lstrip())]
+        lines += wrapper.wrap(line) or [""]
+    return "\n".join(lines)
+
+
 def notice(text: str) -> None:
     """Says something of a result that is not the result, on the standard error."""
-    print(f"axon: {printable(text)}", file=sys.stderr, flush=True)
+    print(fitted(f"axon: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def write_output(option: str, path: Path, text: str) -> None:
