@@ -1,5 +1,6 @@
 """Eight emulated devices, a shared compilation cache, and no silent promotion."""
 
+import gc
 import math
 import os
 import pathlib
@@ -95,6 +96,12 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = items[::every]
+
+
+def pytest_collection_finish():
+    """What ten thousand tests are made of stays, so the garbage collector need not visit it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,16 +31,13 @@ def other(tmp_path):
         process.kill()
 
 
-def test_one_run_at_a_time(other, tmp_path):
+def test_one_run_at_a_time_and_the_lock_of_a_killed_run_is_none(other, tmp_path):
     with (
         pytest.raises(ConfigError, match=rf"run_dir: '.*' is in use by process {other.pid} on \S+, "
                       r"since 2\d\d\d-.*; wait for its end, stop it, or name another folder"),
         locked(tmp_path, "run_dir", print),
     ):  # fmt: skip
         raise AssertionError
-
-
-def test_the_lock_of_a_killed_run_is_none(other, tmp_path):
     other.kill()
     other.wait()
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == other.pid

@@ -20,10 +20,11 @@ from axon_dist.step import TrainStep
 
 @pytest.fixture
 def config(tiny, tmp_path):
-    """Six steps with dropout and a schedule, saved after each; overrides by dotted key."""
+    """Six steps of two devices with dropout and a schedule, saved after each; overrides by key."""
 
     def make(folder, **overrides):
         data = tiny | {"run_dir": str(tmp_path / folder)}
+        data |= {"mesh": "dp=2", "devices": {"emulate": 2}}
         data["model"] = tiny["model"] | {"dropout": 0.1}
         data["optimizer"] = tiny["optimizer"] | {"schedule": {"name": "cosine", "warmup_steps": 1}}
         data["train"] = tiny["train"] | {"log_every": 1}

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.errors import JaxRuntimeError
 from rich.console import Console
 
-from axon_dist.app import create_directory, train
+from axon_dist.app import config_plans, create_directory, train
 from axon_dist.app.runs import build_loader, build_run
 from axon_dist.app.training import advice
 from axon_dist.checkpoint import read_manifest
@@ -313,7 +313,9 @@ def test_another_error_of_a_device_is_left_alone(tiny):
         train(RunConfig.from_dict(tiny))
 
 
-def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip):
+def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
+    monkeypatch.setattr(config_plans, "MOST", 1)
+    monkeypatch.setattr(config_plans, "FEW", 0)
     tiny |= {"mesh": "dp=2", "devices": {"emulate": 2}}
     plans = advice(build_run(RunConfig.from_dict(tiny)))
     assert re.match(r"axon plan would take ddp on mesh dp=2, .* GB on a emulated", plans[0])

@@ -98,7 +98,7 @@ def test_a_convolutional_model_is_planned(capsys, few):
     assert "ddp" in text
 
 
-def test_what_does_not_fit_is_exit_code_1(capsys):
+def test_what_does_not_fit_is_exit_code_1(capsys, few):
     text = out_of(capsys, "--params", "350M", "--devices", "2", "--memory", "1GB", code=1)
     assert "comes nearest" in " ".join(text.split())
     assert "are the train state" in " ".join(text.split())

@@ -42,7 +42,8 @@ def test_a_difference_is_exit_code_1(path, capsys, monkeypatch):
     wrong = lambda x, *rest: 1.001 * reduce_by(x, *rest)
     reduce_by = gather.reduce_by
     monkeypatch.setattr(gather, "reduce_by", wrong)
-    assert main(["verify", path, "--steps", "2", "train.global_batch=16"]) == 1
+    two = ["mesh=dp=2", "devices.emulate=2", "train.global_batch=16"]
+    assert main(["verify", path, "--steps", "2", *two]) == 1
     text = capsys.readouterr().out
     assert "NOT equal within" in text
     # Clipped to length 1, the parameters would be right.

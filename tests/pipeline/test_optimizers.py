@@ -301,13 +301,18 @@ def test_a_step_equals_one_device(make_world):
     model = Net(MODELS["rows"])
     graph, state = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(state)
-    opt_state = optimizer.init(params)
+    opt_state = jax.jit(optimizer.init)(params)
+
+    @jax.jit
+    def alone(params, opt_state):
+        grads = jax.grad(lambda p: loss_fn(nnx.merge(graph, p), batch()))(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     step = build_train_step(model, optimizer, loss_fn, pipelined(2, 2), make_world("pp=2"))
     stored = step.init()
     for _ in range(NUM_STEPS):
-        grads = jax.grad(lambda p: loss_fn(nnx.merge(graph, p), batch()))(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = alone(params, opt_state)
         stored, _ = step(stored, batch())
     assert_equal(step.storage.to_model(stored.params), params)
 

@@ -14,7 +14,16 @@ def devices(world, count=4):
     return list(world.mesh.devices.flat[:count])
 
 
+@pytest.mark.uncached
+def test_products_and_convolutions_are_right(world):
+    names = ["dot", "conv", "conv_depthwise"]
+    found = check_numerics(devices(world), names)
+    assert {finding.sentinel for finding in found} == set(names)
+    assert [finding for finding in found if not finding.is_right] == []
+
+
 # Loaded from a warm cache this step has hung once.
+@pytest.mark.full
 @pytest.mark.uncached
 def test_the_core_table(world):
     found = check_numerics(devices(world))

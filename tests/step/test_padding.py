@@ -66,7 +66,7 @@ def test_equals_one_device_without_padding(name, samples):
     state = step.init()
     grads, metrics = step.gradients(state, batch)
     objective = lambda model: (lambda loss, extra: (loss.mean, extra))(*loss_fn(model, batch))
-    (loss, extra), want = nnx.value_and_grad(objective, has_aux=True)(make())
+    (loss, extra), want = nnx.jit(nnx.value_and_grad(objective, has_aux=True))(make())
     want = jax.tree.leaves(nnx.to_pure_dict(want))
     for got, expected in zip(jax.tree.leaves(step.storage.to_model(grads)), want, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)

@@ -177,7 +177,7 @@ def test_is_the_loss_of_one_device_or_refused(name, how, count):
         found = loss_fn(model, batch)
         return found.total / found.weight if isinstance(found, Weighted) else found
 
-    want, gradient = nnx.value_and_grad(mean)(model)
+    want, gradient = nnx.jit(nnx.value_and_grad(mean))(model)
     world = World.emulate(math.prod(int(part[-1]) for part in axes.split(",")), axes)
 
     def build():

@@ -132,7 +132,8 @@ def test_a_state_of_numpy_arrays(world):
 def test_optimizers_that_look_at_the_loss(world):
     step = build(world, optimizer=optax.polyak_sgd(max_learning_rate=0.1))
     optimizer, (graph, params) = optax.polyak_sgd(max_learning_rate=0.1), nnx.split(make_mlp())
-    loss, grads = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch_of()))(params)
+    of_params = lambda p: loss_fn(nnx.merge(graph, p), batch_of())
+    loss, grads = jax.jit(jax.value_and_grad(of_params))(params)
     updates, _ = optimizer.update(grads, optimizer.init(params), params, value=loss)
     want = jax.tree.leaves(optax.apply_updates(params, updates))
     state, _ = step(step.init(), batch_of())
