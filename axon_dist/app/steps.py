@@ -16,9 +16,8 @@ from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
-from axon_dist.core.tree import bytes_per_device
 from axon_dist.core.typing import Batch, LossFn, OptionValue
-from axon_dist.inspect import memory
+from axon_dist.inspect import bytes_per_device, memory
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, is_on_paper, self_test
 from axon_dist.nn import ActivationCheckpointing

@@ -37,6 +37,7 @@ from .loss_traces import Traces, scalars
 from .objective import evaluate
 from .parts import ModelParts
 from .spec import StepSpec
+from .view import batch_spec
 
 
 class Padding:
@@ -258,11 +259,6 @@ class BatchLayout:
 
 def _lying(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
-def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
-    """Where a batch lies: samples over the batch axes, microbatches in front of them."""
-    return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
 
 
 def apart(batch: Batch) -> tuple[Batch, PyTree]:

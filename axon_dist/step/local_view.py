@@ -28,7 +28,6 @@ from ..jaxpr.pieces import read_once, read_outside_units
 from ..jaxpr.randomness import without_rank
 from ..jaxpr.units import is_inside
 from ..sharding import Policy, spec_axes, specs
-from .batch import batch_spec
 from .gather import (
     Held,
     all_gather_by,
@@ -53,6 +52,7 @@ from .objective import (
 from .spec import StepSpec
 from .view import (
     MakeGather,
+    batch_spec,
     buffer_partition,
     has_statistics,
     own_buffers,

@@ -18,13 +18,15 @@ from ..core.tree import joined, leaves_with_paths, num_params, parted
 from ..core.typing import Array, Metrics, Path, PyTree
 from ..parallel import SlowPlan, Strategy
 from ..sharding import Copies, optimizer_shardings, shardings, specs
-from .batch import Placed, batch_spec
+from .batch import Placed
 from .objective import GradientResult
+from .parts import Source
 from .separable import Separation
 from .spec import StepSpec
 from .state import FLAG, TrainState
 from .state_form import StateForm
 from .update import one_step, unscaled_gradients, wide_copy
+from .view import batch_spec
 
 ROWS = ("params", "opt_state", "buffers", "scaler")
 """What of a state has a row for each replica."""
@@ -363,3 +365,13 @@ class ReplicaForm(StateForm):
         rows = first_rows(one, self.spec.mesh.shape[self.outer.plan.axis])
         outer, meeting = self.outer.first(one.params)
         return dataclasses.replace(rows, outer=outer, meeting=meeting)
+
+
+def form_of(spec: StepSpec, source: Source) -> StateForm:
+    """The form of the states of a step, of one replica or of several.
+
+    Args:
+        spec: what the step is made of.
+        source: where the first values of its model come from.
+    """
+    return (StateForm if spec.strategy.slow is None else ReplicaForm)(spec, source)

@@ -22,7 +22,7 @@ from ..mesh import agree, digest, is_on_paper
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
 from .global_view import evaluation, means
-from .pipeline_view import jit_of
+from .guards import jit_of
 from .replicas import separation_of, shared_metrics
 from .separable import Separation
 from .spec import StepSpec

@@ -280,6 +280,11 @@ def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
             variable.set_value(wide(value))
 
 
+def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
+    """Where a batch lies: samples over the batch axes, microbatches in front of them."""
+    return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
+
+
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
     """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
     if reduction.sync_buffers:

@@ -11,7 +11,7 @@ from axon_dist.core.errors import UnsupportedError
 from axon_dist.jaxpr.rewrite import Rewriting
 from axon_dist.parallel import tensor_parallel
 from axon_dist.step import view
-from axon_dist.step.pipeline_view import check_branches
+from axon_dist.step.guards import check_branches
 
 TEXT = """\
 HloModule example

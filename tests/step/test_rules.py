@@ -33,7 +33,7 @@ from axon_dist.parallel import (
 )
 from axon_dist.sharding import LargestDim
 from axon_dist.step import RULES
-from axon_dist.step.pipeline_view import DeadlockGuard
+from axon_dist.step.guards import DeadlockGuard
 from axon_dist.step.rules import REPLICA_RULES
 
 

@@ -1,0 +1,111 @@
+"""What keeps a compiled pipeline from waiting forever: the deadlock guard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ..core.errors import UnsupportedError
+from ..core.tree import shape_key
+from ..core.typing import Function, PyTree
+from ..inspect.computations import below_branches
+from ..inspect.parse import ProgramLike, as_module, origin
+from ..inspect.transfers import collective_kind
+from ..jaxpr.walk import in_branches
+from .spec import StepSpec
+
+
+class DeadlockGuard:
+    """A jitted function whose compiled program is looked through before it runs for the first time.
+
+    The stages of a pipeline take different branches. Sums and gathers over the ranks of one stage
+    are safe there, but a permutation waits for all devices, also those that never come: it would
+    stop the process without a word. Nobody writes one into a stage on purpose: it comes from
+    layers that hand values round a ring, or from the compiler, when it shifts an array whose
+    shifted dim it has split.
+
+    Args:
+        jitted: the function; its second argument is the one whose shapes change between calls.
+    """
+
+    def __init__(self, jitted: Any):
+        self._jitted = jitted
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, state: PyTree, *others: Any) -> Any:
+        """Runs the function.
+
+        Raises:
+            UnsupportedError: when a branch of the compiled program has a permutation.
+        """
+        key = shape_key(others)
+        if key not in self._compiled:
+            compiled = self.lower(state, *others).compile()
+            check_branches(compiled)
+            self._compiled[key] = compiled
+        return self._compiled[key](state, *others)
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the function.
+
+        Raises:
+            UnsupportedError: when a branch of the traced program has a permutation.
+        """
+        traced = self._jitted.trace(*args)
+        found = (e for e in in_branches(traced.jaxpr.jaxpr) if e.primitive.name == "ppermute")
+        _refuse({f"ppermute over {equation.params['axis_name']}" for equation in found})
+        return traced
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the function.
+
+        Raises:
+            UnsupportedError: as `trace`.
+        """
+        return self.trace(*args).lower()
+
+
+def jit_of(spec: StepSpec) -> Function:
+    """`jax.jit`, guarded where the compiler partitions code that only one stage's devices run."""
+    if spec.strategy.pipeline is None:
+        return jax.jit
+    by_hand = {spec.strategy.pipeline.axis, *spec.strategy.batch_axes}
+    left = [axis for axis, size in spec.mesh.shape.items() if size > 1 and axis not in by_hand]
+    return (lambda *args, **to: DeadlockGuard(jax.jit(*args, **to))) if left else jax.jit
+
+
+def check_branches(program: ProgramLike) -> None:
+    """Looks for permutations in the branches of a compiled program.
+
+    Args:
+        program: a `jax.stages.Compiled`, its text, or a `Module`.
+
+    Raises:
+        UnsupportedError: naming the operations that they come from.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> check_branches(jax.jit(jnp.sin).lower(1.0).compile())
+    """
+    module = as_module(program)
+    _refuse(
+        {
+            origin(instruction.attributes, module.sources)[0] or instruction.name
+            for computation in below_branches(module)
+            for instruction in computation.instructions
+            if collective_kind(instruction) == "collective-permute"
+        }
+    )
+
+
+def _refuse(permutes: set[str]) -> None:
+    found = sorted(permutes)
+    if found:
+        raise UnsupportedError(
+            "stages of this pipeline would permute values between devices in a branch that the "
+            f"other stages do not take, and wait for them forever: {', '.join(found[:4])}. A call "
+            "of jax.lax.ppermute does so, and the compiler where a model shifts or slices an array "
+            "along a dim that a strategy splits, such as the positions under sequence=True. Leave "
+            "that strategy out, or compute such a slice before the model, in the batch"
+        )
