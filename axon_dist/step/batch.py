@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, DivisibilityError, DTypeError, UnsupportedError
 from ..core.tree import (
     check_32_bits,
+    is_key,
     joined,
     leaves_with_paths,
     parted,
@@ -47,7 +48,7 @@ class Padding:
     is repeated, so that no value is of a kind that the model never meets, and the weight of what is
     repeated is 0 in one leaf of the batch. A loss that sums `weight * loss` and returns
     `Weighted(that, sum of weight)` then has the value and the gradient of the samples that were
-    given. Dropout draws as if the fillings were samples.
+    given. Where something is drawn, fillings come last, and samples draw what one device draws.
 
     Args:
         weight: the name of the leaf, of shape [B, ...]. Where the batch lacks it, it is made of
@@ -90,7 +91,10 @@ class Padding:
         ones = jax.ShapeDtypeStruct((rows,), jnp.float32) if is_abstract else None
         filled = {self._weight: np.ones(rows, np.float32) if ones is None else ones, **batch}
         if rows % multiple:
-            sources, is_own = spread(rows, rows + -rows % multiple, num_microbatches)
+            # What is drawn for a sample follows from its place: it keeps the one that it had.
+            draws = any(map(is_key, jax.tree.leaves((self._spec.parts.arguments[1], shared))))
+            parts = 1 if draws else num_microbatches
+            sources, is_own = spread(rows, rows + -rows % multiple, parts)
             filled = {
                 name: jax.tree.map(
                     lambda x, n=name: _fill(x, sources, is_own if n == self._weight else None), part

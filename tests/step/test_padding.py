@@ -78,6 +78,20 @@ def test_equals_one_device_without_padding(name, samples):
     assert np.isfinite(float(metrics["worst"]))
 
 
+def test_samples_draw_as_on_one_device():
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.mlp, self.dropout = make(), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.mlp(self.dropout(x))
+
+    step, batch = build("accumulated", Noisy), batch_of(13)
+    want, _ = loss_fn(Noisy(), batch)
+    _, metrics = step(step.init(), batch)
+    assert float(metrics["loss"]) == pytest.approx(float(want.mean), rel=1e-5)
+
+
 def test_own_weights_stay_and_fillings_weigh_nothing():
     step = build("data")
     placed = step.place(batch_of(6, weight=np.arange(6, dtype=np.float32))).arrays
