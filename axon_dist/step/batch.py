@@ -1,9 +1,7 @@
 """Batches on their way to the devices: filled up, cut into microbatches, laid over batch axes.
 
-That samples which fill a batch up drop out of all that a loss gives is read from its program. A
-number counts no filling if it is a sum over the samples to which each gives something of its own,
-as `Traces.use` finds it, and what a sample of weight 0 gives is 0, as `alike` finds it of the
-program whose weights are all zero.
+That samples which fill a batch up drop out of a loss is read from its program: each number is a sum
+of what samples give (`Traces.use`), and one of weight 0 gives 0 (`alike`).
 """
 
 from __future__ import annotations
@@ -44,11 +42,10 @@ from .spec import StepSpec
 class Padding:
     """Fills batches up, after a look at whether the loss really leaves the fillings out.
 
-    The samples are spread evenly over the microbatches, 5 over 4 as 2, 1, 1 and 1. The last of each
-    is repeated, so that no value is of a kind that the model never meets, and the weight of what is
-    repeated is 0 in one leaf of the batch. A loss that sums `weight * loss` and returns
-    `Weighted(that, sum of weight)` then has the value and the gradient of the samples that were
-    given. Where something is drawn, fillings come last, and samples draw what one device draws.
+    The samples are spread evenly over the microbatches, 5 over 4 as 2, 1, 1 and 1; where something
+    is drawn, fillings come last, so that samples draw what one device draws. The last sample is
+    repeated, with weight 0 in one leaf. A loss that sums `weight * loss` and returns
+    `Weighted(that, sum of weight)` then has the value and the gradient of the samples given.
 
     Args:
         weight: the name of the leaf, of shape [B, ...]. Where the batch lacks it, it is made of
@@ -91,9 +88,8 @@ class Padding:
         ones = jax.ShapeDtypeStruct((rows,), jnp.float32) if is_abstract else None
         filled = {self._weight: np.ones(rows, np.float32) if ones is None else ones, **batch}
         if rows % multiple:
-            # What is drawn for a sample follows from its place: it keeps the one that it had.
-            draws = any(map(is_key, jax.tree.leaves((self._spec.parts.arguments[1], shared))))
-            parts = 1 if draws else num_microbatches
+            keys = map(is_key, jax.tree.leaves((self._spec.parts.arguments[1], shared)))
+            parts = 1 if any(keys) else num_microbatches
             sources, is_own = spread(rows, rows + -rows % multiple, parts)
             filled = {
                 name: jax.tree.map(
