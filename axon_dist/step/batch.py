@@ -1,9 +1,7 @@
 """Batches on their way to the devices: filled up, cut into microbatches, laid over batch axes.
 
-That samples which fill a batch up drop out of all that a loss gives is read from its program. A
-number counts no filling if it is a sum over the samples to which each gives something of its own,
-as `Traces.use` finds it, and what a sample of weight 0 gives is 0, as `alike` finds it of the
-program whose weights are all zero.
+That samples which fill a batch up drop out of a loss is read from its program: each number is a sum
+of what samples give (`Traces.use`), and one of weight 0 gives 0 (`alike`).
 """
 
 from __future__ import annotations
@@ -43,11 +41,9 @@ from .view import batch_spec
 class Padding:
     """Fills batches up, after a look at whether the loss really leaves the fillings out.
 
-    The samples are spread evenly over the microbatches, 5 over 4 as 2, 1, 1 and 1. The last of each
-    is repeated, so that no value is of a kind that the model never meets, and the weight of what is
-    repeated is 0 in one leaf of the batch. A loss that sums `weight * loss` and returns
-    `Weighted(that, sum of weight)` then has the value and the gradient of the samples that were
-    given. Dropout draws as if the fillings were samples.
+    The last sample is repeated behind the others, with weight 0 in one leaf, so that each sample
+    keeps its place, and draws what one device draws for it. A loss that sums `weight * loss` and returns
+    `Weighted(that, sum of weight)` then has the value and the gradient of the samples given.
 
     Args:
         weight: the name of the leaf, of shape [B, ...]. Where the batch lacks it, it is made of

@@ -269,14 +269,7 @@ class Separator:
 
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
         """What the loss is to the samples, of a part and of the whole as they run."""
-        try:
-            use = self._traces(self._is_apart(ranks)).use(batch, sizes)
-        except AxonDistError:
-            raise
-        except Exception as error:  # Whatever the user's loss does with fewer samples.
-            if self._microbatches == 1:
-                raise
-            raise UnsupportedError(self._too_small(sizes[1], str(error))) from error
+        use = self._traces(self._is_apart(ranks)).use(batch, sizes)
         if use.failure and ranks == 1:
             raise UnsupportedError(self._too_small(sizes[0], use.failure))
         return use

@@ -78,6 +78,20 @@ def test_equals_one_device_without_padding(name, samples):
     assert np.isfinite(float(metrics["worst"]))
 
 
+def test_samples_draw_as_on_one_device():
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.mlp, self.dropout = make(), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.mlp(self.dropout(x))
+
+    step, batch = build("accumulated", Noisy), batch_of(13)
+    want, _ = loss_fn(Noisy(), batch)
+    _, metrics = step(step.init(), batch)
+    assert float(metrics["loss"]) == pytest.approx(float(want.mean), rel=1e-5)
+
+
 def test_own_weights_stay_and_fillings_weigh_nothing():
     step = build("data")
     placed = step.place(batch_of(6, weight=np.arange(6, dtype=np.float32))).arrays
@@ -99,22 +113,6 @@ def test_samples_keep_their_places(samples, count):
     assert weight.tolist() == [1] * samples + [0] * (len(weight) - samples)
     x = np.asarray(placed["x"]).reshape(-1, 8)
     np.testing.assert_array_equal(x[:samples], batch["x"])
-
-
-class WithDropout(nnx.Module):
-    def __init__(self):
-        self.mlp, self.drop = make(), nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=1))
-
-    def __call__(self, x):
-        return self.mlp(self.drop(x))
-
-
-def test_dropout_is_that_of_one_device():
-    """A sample that moved to another row would have that row's random numbers."""
-    step, batch = build("accumulated", model=WithDropout()), batch_of(13)
-    _, metrics = step.gradients(step.init(), batch)
-    want = loss_fn(WithDropout(), batch)[0].mean
-    assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_tokens_count_by_the_weight_of_their_sample():

@@ -202,6 +202,8 @@ def test_a_loss_that_wants_the_whole_batch_is_not_cut(strategy):
         UnsupportedError, match=r"cannot be computed of a microbatch, which has 16 s"
     ):
         split_in(2, fixed, strategy=strategy).separation(case.batch(0))
+    with pytest.raises(ZeroDivisionError):  # The user's own, whatever the samples.
+        split_in(2, lambda m, b: 1 / 0, strategy=strategy).separation(case.batch(0))
     wrong = lambda m, b: m(b["x"]) @ b["nothing"]
     with pytest.raises(ConfigError, match=r"looks up .nothing."):
         split_in(1, wrong, strategy=ddp(bucket_capacity=64)).separation(case.batch(0))
