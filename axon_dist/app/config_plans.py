@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
-from axon_dist.core.words import plural
 from axon_dist.inspect import Report
 from axon_dist.mesh import World, paper_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
@@ -394,7 +393,7 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
     plan: ReadPlan | None = None
     one, config, step = split.arrangement, split.config, split.step
     for tried in range(TRIES):
-        number, remat = plural(one.num_microbatches, "microbatch"), ", remat" * one.remat
+        number, remat = f"K={one.num_microbatches}", ", remat" * one.remat
         also = f", {search.changed}" if search.changed else ""
         search.tell(one.name, f"traced on {one.mesh} with {number}{remat}{also}")
         try:

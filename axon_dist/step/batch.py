@@ -42,8 +42,8 @@ class Padding:
     """Fills batches up, after a look at whether the loss really leaves the fillings out.
 
     The last sample is repeated behind the others, with weight 0 in one leaf, so that each sample
-    keeps its place, and draws what one device draws for it. A loss that sums `weight * loss` and returns
-    `Weighted(that, sum of weight)` then has the value and the gradient of the samples given.
+    keeps its place, and draws what one device draws for it. A loss that sums `weight * loss` and
+    returns `Weighted(that, sum of weight)` has the value and the gradient of the samples given.
 
     Args:
         weight: the name of the leaf, of shape [B, ...]. Where the batch lacks it, it is made of
