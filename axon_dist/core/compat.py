@@ -449,3 +449,12 @@ async def _after_all(coroutine: Coroutine[Any, Any, Any]) -> Any:
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(rest, timeout=60)
         raise
+
+
+def is_computed(value: object) -> bool:
+    """Whether a value that is traced is the result of one operation.
+
+    An argument is none, nor what a program of its own hands on, as `jax.checkpoint` does.
+    """
+    parent = getattr(getattr(value, "primal", value), "parent", None)
+    return parent is not None and not any(inner_programs(parent))

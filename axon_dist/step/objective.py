@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path
-from ..core.typing import Array, Batch, Function, LossFn, PyTree
+from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted, is_one
 from ..ops.precision import wide
 from .options import LOSS_SCALE, METRICS
@@ -94,6 +95,7 @@ def evaluate(
     model = parts.merge(params, buffers)
     if prepare is not None:
         prepare(model)
+    before = _parameters(model)
     told = {"step": buffers[STEP]} if STEP in buffers else {}
     batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
     returned = _called(loss_fn, model, batch, told)
@@ -129,7 +131,35 @@ def evaluate(
             )
         for part in (value.total, value.weight) if isinstance(value, Weighted) else (value,):
             _check_scalar(f"metric {name!r}", part)
+    _check_parameters(before, model)
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
+
+
+def _parameters(model: nnx.Module) -> dict[Path, Array]:
+    return dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+
+
+def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
+    """Raises where the forward pass has changed a parameter, other than to normalise it.
+
+    What `nnx.SpectralNorm` and `nnx.WeightNorm` write into a layer is of one pass: as in their
+    papers (arXiv:1802.05957, arXiv:1602.07868) the weight before it is the one that is trained.
+    """
+    norms = (nnx.SpectralNorm, nnx.WeightNorm)
+    normed = tuple(
+        "/".join(map(str, path))
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, norms)
+    )
+    for path, new in _parameters(model).items():
+        is_changed = new is not before.get(path, new) and is_computed(new)
+        if is_changed and not path.startswith(normed):
+            raise UnsupportedError(
+                f"the forward pass changes the parameter {path!r}, which a step leaves to the "
+                "optimizer, so that the change would be lost. Make it a variable that is no "
+                "parameter, which a step hands on: with class Average(nnx.Variable), write "
+                "layer.kernel = Average(layer.kernel[...])"
+            )
 
 
 def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, told: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from axon_dist import (
     Reduction,
+    World,
     build_train_step,
     compose,
     ddp,
@@ -22,7 +23,7 @@ from axon_dist import (
     tensor_parallel,
     zero,
 )
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
 from axon_dist.step import PortableForm
 from axon_dist.step.parts import trainable_filter
@@ -413,3 +414,36 @@ def test_a_pipeline_trains_some_blocks_and_freezes_others(widths, make_world):
     for batch in BATCHES[:2]:
         state, _ = step(state, batch)
     assert_same(step.merge(state), model)
+
+
+class Average(nnx.Variable):
+    """What the loss itself changes."""
+
+
+class Student(nnx.Module):
+    def __init__(self, kind):
+        self.student = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.WeightNorm(nnx.Linear(4, 4, rngs=nnx.Rngs(1)), rngs=nnx.Rngs(2))
+        self.teacher = kind(nnx.initializers.ones(jax.random.key(3), (4, 4)))
+
+
+def follow(model, batch):
+    """The teacher is a mean of the student's weights over the steps."""
+    target = jax.lax.stop_gradient(batch["x"] @ model.teacher[...])
+    # Checkpoints and norms hand parameters on as other arrays, and change none for good.
+    hidden = nnx.remat(lambda layer, x: layer(x))(model.student, batch["x"])
+    loss = jnp.mean((model.norm(hidden) - target) ** 2)
+    kernel = jax.lax.stop_gradient(model.student.kernel[...])
+    model.teacher[...] = 0.9 * model.teacher[...] + 0.1 * kernel
+    return loss
+
+
+def test_a_parameter_that_the_loss_changes_is_refused_and_a_variable_is_kept():
+    world, batch = World.emulate(2, "dp=2"), {"x": np.ones((4, 4), np.float32)}
+    with pytest.raises(UnsupportedError, match=r"changes the parameter 'teacher'.*Average\("):
+        build_train_step(Student(nnx.Param), optax.sgd(0.1), follow, ddp(), world, batch=batch)
+    step = build_train_step(Student(Average), optax.sgd(0.1), follow, ddp(), world, batch=batch)
+    state = step.init()
+    kernel = np.asarray(step.merge(state).student.kernel[...])
+    after = step.merge(step(state, batch)[0])
+    np.testing.assert_allclose(after.teacher[...], 0.9 + 0.1 * kernel, rtol=1e-6)
