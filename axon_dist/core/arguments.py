@@ -153,7 +153,6 @@ def explain_calls(room: dict[str, Any]) -> None:
             continue
         if inspect.isfunction(thing) and not hasattr(thing, "__wrapped__"):
             room[name] = _explained(thing, name, of_record=False)
-            room[name].__module__ = room["__name__"]
         elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, BaseException)):
             _explain_methods(thing)
 
