@@ -406,8 +406,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.house", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the pins of the ratchets")
     parser.add_argument("--names", action="store_true", help="list what is counted")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON alone")
     options = parser.parse_args()
     figures = {**static_figures(), **run_figures()}
+    if options.json:
+        print(json.dumps(figures))
+        return
     table = Table("what", "figure")
     for name, figure in figures.items():
         table.add_row(name, str(figure))

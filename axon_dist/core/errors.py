@@ -6,6 +6,8 @@ import dataclasses
 import difflib
 import enum
 import pathlib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -209,3 +211,11 @@ def check_all(rules: tuple[Requirement[T], ...], subject: T) -> None:
     """Raises what the first requirement says that does not hold, if there is one."""
     for rule in rules:
         rule.check(subject)
+
+
+def warn(message: str) -> None:
+    """Warns, at the line of the first caller that is neither of this package nor of JAX."""
+    frame, level, inside = sys._getframe(1), 2, ("axon_dist.", "jax.")
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.compat import eval_jaxpr
-from ..core.errors import AxonDistError, UnsupportedError
+from ..core.errors import AxonDistError, UnsupportedError, warn
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..jaxpr.randomness import (
@@ -107,10 +106,9 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
     except UnsupportedError as error:
         if ranks > 1:
             raise
-        warnings.warn(
+        warn(
             f"each of {count} microbatches draws random numbers of its own, which are not those "
-            f"that one device draws for the whole batch: {error}",
-            stacklevel=2,
+            f"that one device draws for the whole batch: {error}"
         )
         rows, counts = None, frozenset[Path]()
     else:

@@ -309,8 +309,6 @@ class StepOptions:
                 "such as 0.999, or None not to average"
             )
         self._check_deterministic()
-        told = "arguments of the model's call by name, such as {'deterministic': True}"
-        check_kind("eval_kwargs", self.eval_kwargs, Mapping, told)
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping, Set
 from functools import cached_property
 from types import MappingProxyType
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World, is_on_paper, option_names, relative_of
@@ -138,11 +137,6 @@ def compiler_options(
 
 
 def _check_values(given: Mapping[str, OptionValue | None]) -> None:
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            f"compiler_options is {given!r}; it must be a mapping of names to values, such as "
-            "{'xla_gpu_enable_latency_hiding_scheduler': True}"
-        )
     known = option_names()
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, OptionValue | None):
@@ -178,10 +172,9 @@ def _accepted(
             refused += unknown
             kept = {name: value for name, value in kept.items() if name not in unknown}
     if refused:
-        warnings.warn(
+        warn(
             f"the compiler of these {world.backend} devices does not know {', '.join(refused)}, "
-            "which the table of chips has for them; steps are compiled without, and may be slower",
-            stacklevel=2,
+            "which the table of chips has for them; steps are compiled without, and may be slower"
         )
     return kept
 

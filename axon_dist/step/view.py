@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from ..core.errors import StrategyConflictError
+from ..core.errors import StrategyConflictError, warn
 from ..core.tree import is_key, paths_of
 from ..core.typing import Array, Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
@@ -365,12 +364,11 @@ def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
 
 def warn_of_parts(path: Path, num_microbatches: int) -> None:
     """Warns of statistics, by their path, of one microbatch and not of the whole batch."""
-    warnings.warn(
+    warn(
         f"BatchNorm at {path!r} takes its statistics of each of {num_microbatches} "
         "microbatches, and one device would take them of the whole batch: losses and weights "
         "differ from one device's. Use one microbatch, a normalisation of each sample such as "
-        "nnx.LayerNorm, or freeze the statistics with use_running_average=True",
-        stacklevel=4,
+        "nnx.LayerNorm, or freeze the statistics with use_running_average=True"
     )
 
 

@@ -160,7 +160,7 @@ def test_options_change_no_number(world, chip):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["xla"], r"compiler_options is \['xla'\]; it must be a mapping of names to values"),
+        (["xla"], r"compiler_options=\['xla'\], a list; give a mapping"),
         ({"xla_cpu_x": [1]}, r"compiler_options has 'xla_cpu_x': \[1\]; names must be strings"),
         ({7: True}, "compiler_options has 7: True; names must be strings"),
         (
