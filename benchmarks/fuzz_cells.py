@@ -284,8 +284,8 @@ STATEFUL = frozenset(
 )  # fmt: skip
 """Models of which a whole batch and its microbatches are two runs."""
 
-RANDOM = frozenset(("dropout", "keys of samples"))
-"""Models that draw the bits of the whole batch, however it is cut into microbatches."""
+AS_WHOLE = frozenset(("dropout", "keys of samples", "running mean"))
+"""Models that draw and average as for the whole batch, however it is cut into microbatches."""
 
 MODELS: MappingProxyType[str, Model] = MappingProxyType(
     {
@@ -478,7 +478,7 @@ class Cell:
     def is_whole(self) -> bool:
         """Whether one device runs the whole batch: what a filled-up one has to equal as well."""
         is_padded = "pad='weight'" in self.options
-        return is_padded or LOSSES[self.loss][0] == "whole" or self.model in RANDOM
+        return is_padded or LOSSES[self.loss][0] == "whole" or self.model in AS_WHOLE
 
     @property
     def is_low(self) -> bool:
