@@ -15,7 +15,10 @@ from axon_dist.mesh import World
 
 # Tests compile much and run little: code that is made a third faster and runs slower is worth it.
 # What partitioning, fusion and memory come to is decided before this stage. XLA_FLAGS= undoes it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# One piece of code a program, where XLA makes 32: each has costs of its own, and two cores no use.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
 
 # A test that the clock of a busy machine can fail says nothing of the code.
 # The default run tries 25 examples of a property, --hypothesis-profile=thorough 400.

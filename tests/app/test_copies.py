@@ -37,6 +37,7 @@ def losses(done):
     return [loss for _, loss in done.result.train_curve]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_its_copies_and_reads_no_checkpoint(config, tmp_path, monkeypatch):
     memory = tmp_path / "memory"
     memory.mkdir()

@@ -146,6 +146,7 @@ def test_texts_are_those_of_one_device(run, overrides):
     assert drawn == generate_text(run, prompts, 5, seed=3, top_p=0.9, one_device=True)
 
 
+@pytest.mark.full
 def test_the_command_goes_on_with_prompts(run, tmp_path, capsys):
     arguments = ["generate", str(run), "--prompt", "the quick", "--prompt", "\x1bfox", "--tokens"]
     file = tmp_path / "texts.json"

@@ -111,6 +111,15 @@ def test_texts_are_drawn_in_the_precision_of_the_run(tiny):
     np.testing.assert_allclose(np.asarray(logits, np.float32), want, rtol=0.1, atol=0.02)
 
 
+@pytest.mark.sample(
+    "changes0-ConfigError-lora.rnk: there is no such key. Did you mean 'rank'",
+    "changes1-ConfigError-the path 'attn', which finds none",
+    "changes2-ConfigError-weights.file: there is no such key. .*'files'",
+    "changes3-ConfigError-weights.files names no file",
+    "changes4-ConfigError-no format 'hf-lama'.",
+    "changes5-ConfigError-trainable='nrm' finds nothing in the model",
+    "changes6-ConfigError-frozen dtype is 'int7'; it must be",
+)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -26,6 +26,7 @@ def same(module, other):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
+@pytest.mark.full
 @pytest.mark.sample("ddp")
 @pytest.mark.parametrize(
     "change",
@@ -73,6 +74,7 @@ def test_statistics_of_ranks_are_averaged_and_dtypes_stay(tmp_path):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 1.5), statistics, buffers)
 
 
+@pytest.mark.full
 def test_what_is_not_there_is_named(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"there is no run in 'runs/none', for it has no config"):
         load_model("runs/none")

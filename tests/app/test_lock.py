@@ -31,6 +31,7 @@ def other(tmp_path):
         process.kill()
 
 
+@pytest.mark.full
 def test_one_run_at_a_time_and_the_lock_of_a_killed_run_is_none(other, tmp_path):
     with (
         pytest.raises(ConfigError, match=rf"run_dir: '.*' is in use by process {other.pid} on \S+, "

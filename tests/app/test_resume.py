@@ -120,6 +120,7 @@ def test_on_another_mesh_it_is_the_same_run_within_rounding(config, other):
     assert resumed.result.num_steps == 6
 
 
+@pytest.mark.full
 def test_auto_falls_back_to_the_newest_good_checkpoint_and_says_so(config):
     whole = train(config("run"))
     good = bits(whole.result.state)
@@ -136,6 +137,7 @@ def test_auto_falls_back_to_the_newest_good_checkpoint_and_says_so(config):
     assert bits(resumed.result.state) == good
 
 
+@pytest.mark.full
 def test_a_finished_run_has_nothing_left(config):
     whole = train(config("run"))
     summary = whole.directory.summary.read_text()
@@ -189,6 +191,7 @@ def test_auto_finds_the_newest_folder_of_a_run_without_one_of_its_own(
     assert resumed.result.num_steps == 3
 
 
+@pytest.mark.full
 def test_what_cannot_be_resumed(config, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint in '.*none'; name a checkpoint"):
         train(config("run"), resume=str(tmp_path / "none"))
@@ -207,6 +210,7 @@ def test_what_cannot_be_resumed(config, tmp_path):
             train(config("d"), resume=str(manifest))
 
 
+@pytest.mark.full
 def test_checkpoints_of_two_runs_do_not_mix(config, tmp_path):
     shared = {
         "checkpoint__dir": str(tmp_path / "shared"),
@@ -219,6 +223,7 @@ def test_checkpoints_of_two_runs_do_not_mix(config, tmp_path):
         train(config("two", **shared))
 
 
+@pytest.mark.full
 @pytest.mark.sample("sharded-False")
 @pytest.mark.parametrize(("kind", "background"), [("full", True), ("sharded", False)])
 def test_every_kind_of_saving(config, kind, background):
@@ -237,6 +242,7 @@ def test_best_needs_validations(config):
         config("run", checkpoint__best=1, checkpoint__every=2)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkeypatch):
     from axon_dist.checkpoint import stores as store
 
@@ -259,6 +265,7 @@ def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkey
     assert train(config("run"), resume="auto").result.num_steps == 6
 
 
+@pytest.mark.full
 def test_what_refuses_to_go_on_changes_nothing(config, tmp_path):
     done = train(config("run", train__steps=2))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -36,6 +36,7 @@ def plain_console():
     return Console(file=io.StringIO(), width=100)
 
 
+@pytest.mark.full
 def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
     console = plain_console()
     done = train(RunConfig.from_dict(tiny), console)
@@ -84,6 +85,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
         assert words in text
 
 
+@pytest.mark.full
 def test_the_written_config_makes_the_same_run(tiny, tmp_path, capsys):
     """Nor does a run without a console print."""
     first = train(RunConfig.from_dict(tiny))
@@ -239,6 +241,7 @@ def every_kind_of_text(folder):
     yield {"kind": "mixture", "sequence_length": 32, "sources": sources, "weights": [2, 1]}
 
 
+@pytest.mark.full
 def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
     """Records which fields a run reads, apart from checking and writing the config itself."""
     schema = [cls for cls in {*sections(), *variants()} if not inspect.isabstract(cls)]

@@ -71,6 +71,7 @@ def test_a_run_goes_on_with_another_number_of_steps(result, folder):
     assert (more.result.first_step, more.result.num_steps) == (4, 6)
 
 
+@pytest.mark.full
 def test_what_is_read_tells_meetings_from_steps(folder):
     found = examine(RunConfig.from_dict(config_of(folder)))
     assert found.report.collectives.by_link().keys() == {"fast"}

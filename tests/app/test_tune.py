@@ -15,6 +15,7 @@ TRIED = (
 )
 
 
+@pytest.mark.full
 def test_rows_are_sorted_and_what_fails_says_why(tiny):
     found = tune(RunConfig.from_dict(tiny), rounds=2, calls=1, tried=TRIED)
     rows: tuple[Any, ...] = found.rows

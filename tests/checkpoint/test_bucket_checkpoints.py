@@ -25,6 +25,7 @@ def folder(store, request):
     return f"{request.param}://bucket/runs/one"
 
 
+@pytest.mark.sample("s3")
 def test_it_comes_back_bit_for_bit_on_another_mesh(folder, values, place, bits):
     on_eight = place(values, World.emulate(8))
     save_checkpoint(f"{folder}/step", on_eight, meta={"seen": 7})
@@ -33,6 +34,7 @@ def test_it_comes_back_bit_for_bit_on_another_mesh(folder, values, place, bits):
     assert read_manifest(f"{folder}/step").meta == {"seen": 7}
 
 
+@pytest.mark.sample("gs")
 def test_a_store_that_fails_half_the_time_changes_no_bit(folder, server, values, place, bits):
     server.faults = 0.4
     save_checkpoint(f"{folder}/step", place(values, World.emulate(4)))

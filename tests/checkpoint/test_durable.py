@@ -46,6 +46,7 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch, kind)
     assert load_checkpoint(tmp_path / "step_00000002", state)["w"].tolist() == list(range(8))
 
 
+@pytest.mark.full
 def test_a_power_cut_loses_no_save_that_had_ended(tmp_path):
     rows = measure_power_cuts(tmp_path, 8, random.Random(0))
     assert rows == [("power cut, sharded", 8, 8), ("power cut, full", 8, 8)]

@@ -75,6 +75,7 @@ def test_a_save_in_the_background_returns_before_it_is_written(tmp_path, monkeyp
     np.testing.assert_array_equal(manager.restore_newest(state(0)).state["w"], state(1)["w"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("saves", [10, pytest.param(200, marks=pytest.mark.full)])
 def test_many_saves_leave_nothing_in_memory(saves, tmp_path):
     """A leak of TensorStore left 24 objects a save, and 10 blocks of memory a leaf beside them."""

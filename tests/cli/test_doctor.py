@@ -32,6 +32,7 @@ def test_says_whether_the_chip_is_known(capsys, chip, monkeypatch):
     assert machine.devices()["chip"].startswith("emulated: steps are compiled")
 
 
+@pytest.mark.full
 def test_a_backend_that_does_not_start_is_told_and_exit_code_1():
     done = subprocess.run(
         [sys.executable, "-m", "axon_dist.cli", "doctor"],

@@ -20,6 +20,7 @@ def out_of(capsys, *arguments, code=0):
     return out
 
 
+@pytest.mark.full
 def test_a_size_on_some_devices(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(config_plans, "MOST", 3)
@@ -66,6 +67,7 @@ def test_what_trains_to_other_numbers_is_apart(capsys, few, monkeypatch):
     assert "precision" not in yaml.safe_load(own.split("Lines of a config:\n")[1])
 
 
+@pytest.mark.full
 def test_replicas_of_a_config_stay_and_keep_their_options(capsys, few):
     config = str(CONFIGS / "diloco.yaml")
     text = out_of(capsys, config, "model.num_layers=2", "--target", "h100:2x4")
@@ -91,6 +93,7 @@ def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
     assert float(state) + float(temp) == pytest.approx(float(peak), abs=0.02)
 
 
+@pytest.mark.full
 def test_a_convolutional_model_is_planned(capsys, few):
     config = str(CONFIGS / "recipes" / "resnet50_ddp8.yaml")
     text = out_of(capsys, config, "model.preset=tiny", "data.image_size=16", "--target", "h100:8")
@@ -98,6 +101,7 @@ def test_a_convolutional_model_is_planned(capsys, few):
     assert "ddp" in text
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_exit_code_1(capsys, few):
     text = out_of(capsys, "--params", "350M", "--devices", "2", "--memory", "1GB", code=1)
     assert "comes nearest" in " ".join(text.split())
@@ -135,6 +139,7 @@ def test_mistakes(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_names_are_those_of_configs_and_the_order_is_said(capsys, monkeypatch):
     monkeypatch.setattr(config_plans, "MOST", 2)
     given = ["model.num_layers=2", "train.global_batch=16", "--target", "h100:8"]

@@ -38,6 +38,7 @@ def test_here_takes_two_tiny_steps_on_the_devices_that_there_are(path, capsys, m
     assert "blocks/2" not in text
 
 
+@pytest.mark.full
 def test_a_difference_is_exit_code_1(path, capsys, monkeypatch):
     wrong = lambda x, *rest: 1.001 * reduce_by(x, *rest)
     reduce_by = gather.reduce_by

@@ -41,6 +41,7 @@ def test_the_run_is_what_one_device_trains(tiny):
         params = optax.apply_updates(params, updates)
 
 
+@pytest.mark.full
 def test_seeds_change_weights_and_order(tiny):
     first, second = (build_run(RunConfig.from_dict(tiny | {"seed": seed})) for seed in (0, 1))
     assert not np.array_equal(next(first.loader)["tokens"], next(second.loader)["tokens"])

@@ -49,6 +49,7 @@ def samples_at(done, step):
     return read_manifest(done / "checkpoints" / f"step_{step:08}").meta["data"]["samples_seen"]
 
 
+@pytest.mark.full
 def test_a_run_that_stops_can_go_on_where_it_was(config, tmp_path):
     with pytest.raises(NonfiniteError, match=r"step 4: the loss is nan; the state is that of st"):
         train(config("stop"))

@@ -280,6 +280,7 @@ FULL = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "schedule", "mesh", "others", "optimizer", "backward"), and_full(ALWAYS, FULL)
 )
@@ -326,6 +327,11 @@ def test_a_rank_keeps_what_it_alone_calls(model, schedule, num_own, num_shared):
     assert (len(stages.blocks), len(stages.shared)) == (num_own, num_shared)
 
 
+@pytest.mark.sample(
+    "reversed-'inner/0', a block of stage 0.*behind blocks of stage 1.*batch=\\\\.\\\\.\\\\.",
+    "penalty-'blocks/\\\\d', a block of stage 0.*batch=\\\\.\\\\.\\\\.",
+    "refined-'blocks/0', a block of stage 0.*batch=\\\\.\\\\.\\\\.",
+)
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -352,6 +358,7 @@ def test_too_few_calls_raise():
         build("recurrent", "interleaved_1f1b", "pp=4", chunks=4)
 
 
+@pytest.mark.full
 def test_boundaries_of_calls_count_depths():
     step = build("tied", "1f1b", "pp=2", boundaries=(0, 6, 8))
     stages = stages_of(step)

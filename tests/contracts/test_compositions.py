@@ -163,6 +163,7 @@ def test_state_is_split_over_the_ranks_of_positions(name):
         assert arguments < 1.2 * held / ways
 
 
+@pytest.mark.full
 def test_too_few_heads_advise_what_works():
     build = lambda *parts: equals_one_device(
         decoder(num_heads=2), compose(*parts, context_parallel("ulysses"), by_plan()), mesh, 2
@@ -264,6 +265,7 @@ class AnnotatedNet(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
+@pytest.mark.full
 def test_equal_claims_of_metadata_and_plan_are_one():
     case = Case(AnnotatedNet, mean_square, regression_batch)
     with nnx.use_eager_sharding(False):
@@ -323,6 +325,7 @@ COMPLEX = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.sample("pipeline")
 @pytest.mark.parametrize("name", part(COMPLEX, ["full_shard by hand", "pipeline"]))
 def test_complex_parameters(name):
@@ -366,6 +369,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", part(CONVOLUTIONS, ["hybrid"]))
 def test_convolutions_on_meshes_with_two_axes(name):
     """XLA multiplies the gradients of grouped kernels by the size of the other axis."""

@@ -206,6 +206,7 @@ def test_equals_one_device_full(row):
 OUT_OF_ORDER = Schedule.from_csv("0F1,0F0,,0B1,0B0\n,1F1+1B1,1F0+1B0,,\n", "turned")
 
 
+@pytest.mark.full
 def test_a_bias_that_goes_from_microbatch_to_microbatch_needs_their_order():
     case, pipe = MODELS["mixture"], pipelined(2, 2, OUT_OF_ORDER)
     step = built(case, pipe, "pp=2")

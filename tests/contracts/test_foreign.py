@@ -129,6 +129,7 @@ ROWS = {
 }
 
 
+@pytest.mark.full
 def test_a_bridged_stack_needs_one_block_at_a_time():
     """Bytes beside arguments: two gathered blocks and their gradients, not all eight."""
     width, depth = 128, 8
@@ -173,6 +174,7 @@ class Prime(nnx.Module):
         return self.table.attend(x + self.down(nnx.gelu(self.up(x))))
 
 
+@pytest.mark.full
 def test_a_vocabulary_that_does_not_divide_stays_whole():
     case = Case(Prime, likely, token_batch)
     plan = suggest_plan(Prime, jnp.zeros((2, 8), jnp.int32))

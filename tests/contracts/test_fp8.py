@@ -43,6 +43,7 @@ def expected(scan, accumulate, products=True):
     return train(case, optax.sgd(0.05, momentum=0.9), STEPS, accumulate)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", part(ROWS, ["pp x fsdp"]))
 def test_fp8_equals_one_device(name):
     make, mesh, accumulate, scan = ROWS[name]

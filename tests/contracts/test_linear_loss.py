@@ -144,6 +144,7 @@ def world_of(mesh: str) -> World:
     return World.emulate(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")), mesh)
 
 
+@pytest.mark.sample("own, pp x tp")
 @pytest.mark.parametrize("row", part(TABLE, ALWAYS))
 def test_equals_the_loss_of_all_logits(row):
     name, strategy = row.split(", ", 1)

@@ -61,6 +61,7 @@ def expected(scan):
     return train(case_of(scan, lambda n: batch_of(seen[n])), optimizer, STEPS - 1, 2)
 
 
+@pytest.mark.full
 @pytest.mark.sample("fsdp")
 @pytest.mark.parametrize("name", part(ROWS, ["fsdp", "pp x fsdp"]))
 def test_a_watched_optimizer_of_groups_equals_one_device_without_the_spike(name):

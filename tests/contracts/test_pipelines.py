@@ -338,6 +338,12 @@ def check(row: Row, has_gradients: bool = True) -> None:
     assert_trained_alike(step, case, want, (NUM_STEPS - 1,) * has_gradients)
 
 
+@pytest.mark.sample(
+    "interleaved_1f1b-pp=2-m4-mlp--recompute",
+    "1f1b-pp=1-m1-mlp--recompute",
+    "zero_bubble_v-pp=2-m4-mlp--residuals",
+    "dual_pipe_v-pp=2-m8-mlp--recompute",
+)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_one_device(row):
     check(row, has_gradients=row is ROWS[0])
@@ -369,6 +375,7 @@ def tokens(samples: int):
     return {"tokens": jax.ShapeDtypeStruct((samples, 9), jnp.int32)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "size"),
     [
@@ -397,6 +404,7 @@ def test_memory_does_not_grow_with_microbatches(schedule, size):
     assert temp[1] <= 1.02 * temp[0]
 
 
+@pytest.mark.full
 def test_parameters_and_moments_live_on_their_stages_devices_alone():
     case = MODELS["decoder4"]
     step = build(case.make(), case.loss_fn, pipelined(4, 4), "pp=4")
@@ -419,6 +427,7 @@ def test_parameters_and_moments_live_on_their_stages_devices_alone():
         )
 
 
+@pytest.mark.full
 def test_merge_gives_the_model_back_exactly():
     case = MODELS["mlp"]
     step = build(case.make(), case.loss_fn, pipelined(2, 4))
@@ -428,6 +437,7 @@ def test_merge_gives_the_model_back_exactly():
     np.testing.assert_allclose(merged(x), case.make()(x), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_evaluate_equals_the_model():
     case = MODELS["untied"]
     step = build(case.make(), case.loss_fn, pipelined(2, 4))
@@ -436,6 +446,7 @@ def test_evaluate_equals_the_model():
     assert float(got) == pytest.approx(float(loss.total / loss.weight), rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_table_of_ones_own_runs(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(one_f_one_b(2, 4).to_csv())
@@ -675,6 +686,7 @@ def test_modules_for_a_table_with_chunks_of_unequal_number():
         Pipeline.from_modules([])
 
 
+@pytest.mark.full
 def test_pipeline_from_modules():
     stages = [PipelineStage(nnx.Linear(16, 4, rngs=nnx.Rngs(1)), 1, device_rank=1)]
     stages.append(PipelineStage(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), 0))

@@ -98,6 +98,7 @@ def world_of(mesh):
     return World.emulate(math.prod(int(part.split("=")[1]) for part in mesh.split(",")), mesh)
 
 
+@pytest.mark.sample("fsdp-nodes=2,fsdp=2-mlp-1-sgd-nesterov-1")
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_replicas_one_after_the_other(row):
     check(row)
@@ -137,6 +138,7 @@ def check(row):
         assert_close(row_of, own, 1e-5, f"buffer of replica {number}")
 
 
+@pytest.mark.full
 def test_fragments_meet_at_steps_of_their_own():
     case, world = CASES["mlp"], world_of("nodes=2,fsdp=2")
     outer = lambda: OUTER["nesterov"]()
@@ -156,6 +158,7 @@ def test_fragments_meet_at_steps_of_their_own():
     assert_close(state.outer, want.buffers["common"], 1e-5, "outer parameter")
 
 
+@pytest.mark.sample("local_sgd")
 @pytest.mark.parametrize(
     "slow",
     [lambda: diloco("nodes", every=1, outer=optax.sgd(1.0)), lambda: local_sgd("nodes", every=1)],

@@ -108,6 +108,7 @@ def by_hand(make, loss_fn, batch, steps, rate=0.1):
     return losses, nnx.to_pure_dict(params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", part(ROWS, ["fsdp accumulate remat"]))
 @pytest.mark.parametrize("kind", part(KINDS, ["nnx.remat"]))
 def test_stacked_blocks_train_as_on_one_device(kind, row):
@@ -144,6 +145,7 @@ def test_stages_of_a_stack_draw_what_stages_of_a_list_draw():
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.sample("nnx.remat")
 @pytest.mark.parametrize("kind", ["dropout", "nnx.remat"])
 def test_stages_of_a_stack_are_one_program(kind, monkeypatch):
@@ -178,6 +180,7 @@ def bytes_layer_by_layer(scan, remat):
     return found.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 def test_a_stack_is_gathered_and_recomputed_layer_by_layer():
     assert bytes_layer_by_layer(True, REMAT) < 0.5 * bytes_layer_by_layer(True, None)
 

@@ -132,6 +132,7 @@ def test_an_image_is_cut_to_its_middle_and_resized():
     assert decode("it", encoded(7), (4, 4, 1)).shape == (4, 4, 1)
 
 
+@pytest.mark.sample("0")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_run_goes_on_where_it_stood_on_any_number_of_processes(tmp_path, num_workers):
     images = load_images(folder(folders(tmp_path)), 3, 3)

@@ -14,6 +14,7 @@ def as_files(names):
     return [TextFile(name, Path(f"/somewhere/{i}.txt")) for i, name in enumerate(names)]
 
 
+@pytest.mark.full
 @given(NAMES, st.randoms(), st.floats(0.01, 0.99))
 def test_the_side_of_a_file_depends_on_its_name_alone(names, random, fraction):
     sides = split_files(as_files(names), fraction)

@@ -31,6 +31,7 @@ def test_processes_divide_a_batch_in_order(rows, num_processes):
     np.testing.assert_array_equal(np.concatenate(parts), batch)
 
 
+@pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2**32 - 1), st.integers(0, 5))
 def test_every_epoch_holds_every_sample_once(num_samples, seed, epoch):

@@ -312,6 +312,7 @@ def mixture(texts, chats, bins):
     return Mixture([part.open(30) for part in parts], [5, 3, 2])
 
 
+@pytest.mark.full
 def test_a_mixture_has_its_shares_in_every_stretch(mixture):
     order = mixture.order(0)
     which = np.array([np.searchsorted(mixture._starts, order[g], "right") - 1 for g in range(2000)])

@@ -31,6 +31,7 @@ def test_many_random_programs_are_equal_or_refused(tmp_path):
     assert main(given) == 0
 
 
+@pytest.mark.full
 def test_what_is_wrong_is_seen_and_written_out(tmp_path, monkeypatch, capsys):
     cell = Cell(LAYOUTS[0], "blocks", "mean", "sgd", 1, (), False)
     broken = cell.source.replace("optax.sgd(0.05)", "optax.sgd(next(RATES))")

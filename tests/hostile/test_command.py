@@ -814,6 +814,7 @@ def run(*arguments, **options):
     return subprocess.run(command, env=env, capture_output=True, timeout=120, **options)
 
 
+@pytest.mark.full
 @pytest.mark.sample("name")
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -831,6 +832,7 @@ def test_real_commands(arguments, words, tmp_path):
     assert not pathlib.Path(tmp_path, "run").exists()
 
 
+@pytest.mark.full
 def test_a_full_standard_output_is_one_line_too(tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
     command = [sys.executable, "-m", "axon_dist.cli", "schedule", "1f1b", "--stages", "2",
@@ -874,6 +876,7 @@ OF_A_RUN = [
 ]
 
 
+@pytest.mark.full
 def test_odd_arguments_beside_a_run(capsys, trained):
     for arguments in OF_A_RUN:
         capsys.readouterr()

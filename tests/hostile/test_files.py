@@ -59,6 +59,14 @@ def test_a_token_below_0(tmp_path):
         TokenSource(files=(str(tmp_path / "a.npy"),)).open(16)
 
 
+@pytest.mark.sample(
+    "{{ 1 / 0 }}-ZeroDivisionError",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}-RecursionError",
+    "{{ 'a' * 10**10 }}-MemoryError: more than the memory",
+    "{{ 'a'|center(9999999999) }}-MemoryError",
+    "{{ '%9999999999d' % 1 }}-ValueError|MemoryError",
+    "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}-more than",
+)
 @pytest.mark.parametrize(
     ("source", "words"),
     [

@@ -30,6 +30,7 @@ def test_batched_products():
     )
 
 
+@pytest.mark.full
 def test_loops_count_every_iteration():
     def body(x, w):
         return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=9)[0]

@@ -80,7 +80,7 @@ X = jnp.linspace(-1, 1, 5 * WIDTH).reshape(5, WIDTH)
 NOTHING = ActivationCheckpointing().remat
 
 
-@pytest.mark.sample("1-lengths0", "3-lengths2", "8-lengths3")
+@pytest.mark.sample("1-lengths0")
 @pytest.mark.parametrize(
     ("group", "lengths"), [(1, [8]), (2, [4]), (3, [2, 2]), (8, [1]), (12, [8])]
 )
@@ -93,6 +93,7 @@ def test_groups_compute_the_same(group, lengths):
     assert lengths[0] in [e.params.get("length", lengths[0]) for e in outer]
 
 
+@pytest.mark.sample("False-expected1")
 @pytest.mark.parametrize(("prefetch", "expected"), [(True, [False, True]), (False, [True, True])])
 def test_what_runs_once_keeps_its_barrier(prefetch, expected):
     barriers = []
@@ -112,6 +113,7 @@ def test_what_runs_once_keeps_its_barrier(prefetch, expected):
     assert_same(rolled, plain, params, rest, X)
 
 
+@pytest.mark.full
 @pytest.mark.sample("None-5-lengths1", "policy-4-lengths0")
 @pytest.mark.parametrize(("blocks", "lengths"), [(4, []), (5, [5])])
 @pytest.mark.parametrize("remat", [None, NOTHING])
@@ -122,6 +124,7 @@ def test_a_short_chain_is_written_out(blocks, lengths, remat):
     assert scans(rolled, params, rest, X) == lengths
 
 
+@pytest.mark.full
 def test_a_group_is_an_iteration_of_a_loop():
     plain, rolled, params, rest = functions(Net(nnx.Rngs(0), 4), 2, NOTHING, unroll=4)
     assert_same(rolled, plain, params, rest, X)
@@ -136,6 +139,7 @@ class Turns(Block):
         return jax.lax.scan(turn, x, None, 2)[0]
 
 
+@pytest.mark.full
 def test_units_that_loop_are_a_loop_unless_asked():
     model = Net(nnx.Rngs(0), 3)
     model.blocks = nnx.List([Turns(nnx.Rngs(index)) for index in range(3)])
@@ -160,6 +164,7 @@ def test_dropout_state_is_threaded_through_the_scan():
     assert scans(rolled, params, rest, X) == [4]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tap", [0, 3, 7])
 def test_values_used_from_between_layers_come_out(tap):
     plain, rolled, params, rest = functions(Net(nnx.Rngs(0), tap=tap))
@@ -193,6 +198,7 @@ def unequal(remat=None, group=1):
     return run, scan_over_layers(run, group, remat), params
 
 
+@pytest.mark.full
 def test_what_lies_between_two_units_is_not_a_chain():
     """A unit must feed the next one directly: here a tanh lies between."""
     run, rolled, params = unequal()
@@ -200,6 +206,7 @@ def test_what_lies_between_two_units_is_not_a_chain():
     np.testing.assert_allclose(rolled(params, X), run(params, X, False), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_units_outside_chains_are_recomputed_alone():
     _, kept, params = unequal()
     run, rolled, _ = unequal(NOTHING, group=2)

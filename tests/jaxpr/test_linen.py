@@ -122,6 +122,7 @@ def computing(model, mark):
     return compute, params
 
 
+@pytest.mark.full
 @pytest.mark.sample("setup", "compact remat", "lent")
 @pytest.mark.parametrize("name", MODELS)
 def test_marked_models_compute_the_same_bits_and_state(name):

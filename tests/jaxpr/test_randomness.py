@@ -44,6 +44,16 @@ DRAWS = {
 CASES = [(name, "threefry2x32") for name in DRAWS] + [("rows", "rbg"), ("split", "rbg")]
 
 
+@pytest.mark.sample(
+    "rows-threefry2x32",
+    "inner dim-threefry2x32",
+    "bernoulli-threefry2x32",
+    "half-threefry2x32",
+    "folded-threefry2x32",
+    "keys of samples-threefry2x32",
+    "in a scan-threefry2x32",
+    "rows-rbg",
+)
 @pytest.mark.parametrize(("name", "impl"), CASES)
 def test_rows_of_the_global_draw(name, impl):
     draw, key = DRAWS[name], jax.random.key(3, impl=impl)

@@ -238,6 +238,7 @@ def test_convolutions_count_their_products():
     assert tape(run, images, kernel).flops == 2 * 4 * 8 * 8 * 16 * 27
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_a_reshape_to_itself_changes_nothing(shape, data):
     dim = data.draw(st.integers(0, len(shape) - 1))

@@ -45,6 +45,7 @@ def test_each_rank_has_its_log(tmp_path):
     assert len(told) == 1
 
 
+@pytest.mark.full
 def test_rank_0_is_on_the_screen_too(tmp_path):
     program = (
         "from axon_dist.mesh import LaunchPlan, launch; import sys; "
@@ -165,6 +166,7 @@ def test_wrong_plans(tmp_path, fields, words):
         launch(LaunchPlan(**{"command": ("true",), "log_dir": tmp_path} | fields), print)
 
 
+@pytest.mark.full
 def test_interrupted_ranks_are_no_failure(tmp_path):
     """They end one after the other, each with its state saved, and nothing starts again."""
     said = []
@@ -177,6 +179,7 @@ def test_interrupted_ranks_are_no_failure(tmp_path):
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
+@pytest.mark.full
 def test_a_stopped_rank_does_not_keep_a_lost_run(tmp_path):
     """76 is no saved state: the other rank is killed, and the run starts again."""
     said = []
@@ -203,6 +206,7 @@ def is_running(process):
     return stat.exists() and stat.read_text().split()[2] != "Z"
 
 
+@pytest.mark.sample("9--9-")
 @pytest.mark.parametrize(
     ("number", "code", "text"),
     [(signal.SIGHUP, 75, "saved"), (signal.SIGKILL, -9, ""), (signal.SIGQUIT, -3, "")],

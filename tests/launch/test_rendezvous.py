@@ -156,6 +156,7 @@ def test_more_strangers_than_are_listened_to_are_let_go(monkeypatch):
         assert rendezvous(address, Peer.here(1, 2), 10.0) == host.result()
 
 
+@pytest.mark.full
 def test_a_byte_now_and_then_is_no_way_to_stay(monkeypatch):
     monkeypatch.setattr("axon_dist.launch.rendezvous._HELLO_SECONDS", 0.6)
     with hosted(timeout=4.0) as (address, host), knock(address) as dripping:
@@ -191,6 +192,7 @@ def test_process_0_that_drips_is_none(monkeypatch):
         thread.join(5)
 
 
+@pytest.mark.full
 def test_who_has_another_token_is_refused_and_named_to_both():
     with hosted(timeout=2.0, token="secret-one") as (address, host):
         with pytest.raises(LaunchError, match="has another AXON_RUN_TOKEN than process 1") as mine:

@@ -67,6 +67,7 @@ def test_low_precision_comes_back_as_it_came_and_stays_close():
     )
 
 
+@pytest.mark.full
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("causal", [True, False])
 def test_flash_kernel_equals_einsum_in_value_and_gradients(causal):

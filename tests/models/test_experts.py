@@ -46,6 +46,7 @@ def every_expert(model, x):
     return made + model.shared_mlp(x) if hasattr(model, "shared_mlp") else made
 
 
+@pytest.mark.full
 @pytest.mark.sample("sizes1-experts1")
 @pytest.mark.parametrize(
     ("sizes", "experts"),
@@ -67,6 +68,7 @@ def test_equals_every_token_through_every_expert(sizes, experts):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)
 
 
+@pytest.mark.full
 def test_the_bias_chooses_and_does_not_weigh():
     model, x = layer(count=4, bias_rate=0.5), inputs()
     model.bias.set_value(jnp.array([9.0, 0.0, 0.0, 9.0]))
@@ -99,6 +101,7 @@ def test_balance_and_z_terms():
     np.testing.assert_allclose(model.report[...][0], 4 * over(1).mean(), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_the_balance_term_moves_the_router():
     model, x = layer(count=4), inputs()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -118,6 +121,7 @@ def test_the_balance_term_moves_the_router():
     assert float(jnp.abs(want).max()) > 1e-3
 
 
+@pytest.mark.full
 def test_slots_leave_out_the_last_and_count_them():
     tokens = inputs(shape=(6, 3))
     choice = Choice(jnp.array([[0], [1], [0], [0], [1], [0]]), jnp.ones((6, 1)))
@@ -150,6 +154,7 @@ def test_experts_from_a_number_on_add_what_is_theirs():
         np.testing.assert_allclose(found, whole, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.sample("loop-40-4-2")
 @pytest.mark.parametrize(
     ("tokens", "experts", "per_token"), [(1, 4, 1), (40, 4, 2), (70, 3, 1), (33, 8, 8)]
@@ -182,6 +187,7 @@ def test_fitting_slots_are_as_rows_in_order(tokens, experts, per_token, form, mo
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.sample("evenly-4-1.0625", "at random-16-1.22", "to one-16-1.125")
 @pytest.mark.parametrize(
     ("spread", "here", "most"),
     # Of 16 experts those here, and how many times the rows that are theirs may be multiplied.

@@ -45,6 +45,7 @@ def plain(model, prompt, num_tokens):
 GPT2 = {"positions": "learned", "norm": "layer", "gated": False, "bias": True}
 
 
+@pytest.mark.full
 @pytest.mark.sample("fields1")
 @pytest.mark.parametrize("fields", [{}, {"scan_layers": True, "tied_head": True}, GPT2])
 def test_cached_logits_are_those_of_the_whole_sequence(fields):
@@ -63,6 +64,7 @@ def test_cached_logits_are_those_of_the_whole_sequence(fields):
             logits, cache = decode(model, tokens[:, position : position + 1], cache)
 
 
+@pytest.mark.full
 def test_greedy_tokens_are_those_of_the_plain_loop():
     model = make()
     done = generate(model, PROMPTS, 6, temperature=0)
@@ -130,6 +132,7 @@ class Plain(nnx.Module):
         return self.inner.head(x if self.causal else x + x.mean(1, keepdims=True))
 
 
+@pytest.mark.full
 def test_a_causal_model_without_a_cache_sees_everything_each_time():
     model = Plain()
     want = [plain(model, prompt, 6) for prompt in PROMPTS]

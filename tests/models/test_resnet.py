@@ -72,6 +72,7 @@ def plain_forward(model, images):
     return x.mean((1, 2)) @ weights["head"]["kernel"] + weights["head"]["bias"]
 
 
+@pytest.mark.full
 @pytest.mark.sample("bottleneck-imagenet")
 @pytest.mark.parametrize(("block", "stem"), [("basic", "small"), ("bottleneck", "imagenet")])
 def test_forward_equals_plain_numpy(block, stem):
@@ -80,6 +81,7 @@ def test_forward_equals_plain_numpy(block, stem):
     np.testing.assert_allclose(forward(model, IMAGES), want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_evaluation_takes_the_running_statistics():
     model = make()
     before = np.asarray(model.stem.norm.mean[...])
@@ -92,6 +94,7 @@ def test_evaluation_takes_the_running_statistics():
     np.testing.assert_array_equal(model.stem.norm.mean[...], after)
 
 
+@pytest.mark.full
 def test_every_parameter_has_a_gradient():
     batch = {"x": IMAGES, "y": np.array([1, 2, 3, 4], np.int32)}
     grads, _ = nnx.jit(nnx.grad(classification_loss, has_aux=True))(make(), batch)

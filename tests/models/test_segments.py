@@ -84,6 +84,7 @@ def test_packed_documents_are_documents(form, changes, monkeypatch):
         np.testing.assert_allclose(got, want, atol=2e-5 * max(np.abs(want).max(), 1e-3))
 
 
+@pytest.mark.full
 def test_cudnn_is_given_segments_as_a_bias(monkeypatch):
     """The very call, with another implementation of it: the kernel needs a GPU."""
     seen = []

@@ -73,6 +73,7 @@ def spread_out(model):
     return model
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_forward_equals_plain_numpy(tied_head):
     model = spread_out(make(tied_head=tied_head))
@@ -118,6 +119,7 @@ def loss_and_grads(model):
     return loss, nnx.to_pure_dict(grads)
 
 
+@pytest.mark.full
 def test_scanned_layers_are_the_same_model():
     listed, scanned = make(dropout=0.3), make(dropout=0.3, scan_layers=True)
     (loss, grads), (scanned_loss, scanned_grads) = map(loss_and_grads, (listed, scanned))

@@ -56,6 +56,7 @@ def test_bytes_and_the_floats_that_they_mean_are_the_same_image():
     np.testing.assert_array_equal(model(IMAGES), model(IMAGES.astype(np.float32) / 127.5 - 1))
 
 
+@pytest.mark.full
 def test_every_parameter_has_a_gradient():
     model = ViT(SMALL, rngs=nnx.Rngs(0))
     batch = {"x": IMAGES, "y": np.array([1, 2, 3], np.int32)}

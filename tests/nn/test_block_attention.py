@@ -35,6 +35,7 @@ def arrays(length=128, heads=2, kv_heads=1, size=8, segmented=False):
     return Queries(queries.query, segments, cotangent, log_weight, delta, out), keys
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("causal", "segmented"), [(True, False), (False, True)])
 def test_the_kernel_for_tpus(causal, segmented):
     queries, keys = arrays(segmented=segmented)
@@ -46,6 +47,7 @@ def test_the_kernel_for_tpus(causal, segmented):
             assert ours.dtype == jnp.float32
 
 
+@pytest.mark.full
 def test_tiles_are_parts_of_one_softmax(monkeypatch):
     queries, keys = arrays(length=12, segmented=True)
     whole = PLAIN.forward(queries, keys, True), PLAIN.backward(queries, keys, True)
@@ -99,6 +101,7 @@ def test_what_stands_for_the_result_has_its_delta(scale):
     assert jnp.abs(stands).max() <= jnp.abs(queries.out).max() * queries.out.shape[-1]
 
 
+@pytest.mark.full
 def test_a_query_that_sees_no_key_of_a_block_takes_nothing_from_it():
     queries, keys = arrays(length=8)
     apart = Keys(keys.key, keys.value, jnp.full((1, 8), 7))

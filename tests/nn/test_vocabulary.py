@@ -26,6 +26,7 @@ def same_numbers_in_any_order():
 TOKENS = RNG.integers(0, 24, size=(4, 6)).astype(np.int32)
 
 
+@pytest.mark.full
 @pytest.mark.sample("8")
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_lookup_equals_indexing(make_world, size):

@@ -43,6 +43,7 @@ ARGUMENTS = {
 TRIED = ("decayed", "by function")
 
 
+@pytest.mark.full
 @pytest.mark.sample("by function")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in TRIED else pytest.mark.full) for n in ARGUMENTS]

@@ -37,6 +37,7 @@ def gradients(model, strategy, world, batch=BATCH, loss_fn=next_token_loss):
     return step.gradients(step.init(), batch)
 
 
+@pytest.mark.full
 @pytest.mark.sample("ring-fsdp=2,cp=2,tp=2-changes2")
 @pytest.mark.parametrize(
     ("mode", "mesh", "changes"),
@@ -72,6 +73,7 @@ class Encoder(nnx.Module):
         return self.attention(self.inner(x), mask=mask)
 
 
+@pytest.mark.full
 @pytest.mark.sample("ulysses")
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_attention_of_flax(mode):

@@ -125,6 +125,7 @@ def test_hybrid_splits_within_the_last_axis(make_world):
         assert share(tree) == pytest.approx(1 / 4, rel=0.02)
 
 
+@pytest.mark.full
 def test_moments_stay_split_and_parameters_whole_from_step_to_step(world):
     step, state = built(zero(1, min_elements=8), world)
     for number in range(2):

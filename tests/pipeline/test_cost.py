@@ -103,6 +103,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sample("zero_bubble_h1-4-8-recompute")
 @pytest.mark.parametrize(("name", "size", "count", "backward"), CASES)
 def test_nothing_is_computed_but_the_model_and_its_recomputation(name, size, count, backward):
@@ -134,7 +135,7 @@ def test_every_rank_computes_its_part_of_the_head_and_no_stage_more():
     assert whole["B"][1].high == stage.high + output + head
 
 
-@pytest.mark.sample("1f1b-recompute-True", "zero_bubble_h1-recompute-False")
+@pytest.mark.sample("zero_bubble_h1-recompute-False")
 @pytest.mark.parametrize(
     ("name", "backward", "split"),
     [
@@ -181,6 +182,7 @@ def _fused(module, instruction):
     return found if found == {"copy"} else set()
 
 
+@pytest.mark.full
 def test_the_halves_of_a_backward_pass_cost_the_whole():
     whole, halves = (lanes(build(name, 4, 8)[1]) for name in ("1f1b", "zero_bubble_h1"))
     forward = whole["F"][1].low

@@ -12,6 +12,7 @@ from axon_dist.pipeline import buffers_over_time
 from .chains import BLOCKS, buffers_of, chain_loss, microbatch, params_of, traced, unit
 
 
+@pytest.mark.full
 def test_inputs_and_outputs_are_told_apart():
     params, buffers, batch = params_of(), buffers_of(), microbatch(0)
     trace, data = traced(chain_loss, params, buffers, batch)

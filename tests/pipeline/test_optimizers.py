@@ -219,6 +219,7 @@ OVER_LAYERS = ("clip agc", "prodigy", "by place")
 """Recipes that sum or shift along the dim that counts layers."""
 
 
+@pytest.mark.sample("by place")
 @pytest.mark.parametrize("name", OVER_LAYERS)
 def test_what_works_along_the_stacked_layers_is_refused(name, make_world):
     with pytest.raises(UnsupportedError, match=r"'grads/blocks/0/\w+/kernel', and the operation"):
@@ -244,6 +245,7 @@ def check_on(name, model, strategy, world):
     jax.tree.map(np.testing.assert_array_equal, again, params_rows)
 
 
+@pytest.mark.full
 @pytest.mark.sample("clip adamw-vectors")
 @pytest.mark.parametrize(("name", "model"), list(cases(*DEFAULT)))
 def test_equals_one_device(name, model, make_world):
@@ -267,6 +269,7 @@ def test_equals_one_device_where_another_axis_splits_the_state(name, model, make
     check_on(name, model, strategy, make_world("pp=2,dp=2"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["clip lamb", pytest.param("adafactor", marks=pytest.mark.full)])
 def test_branches_of_ranks_move_nothing(name, make_world):
     """Ranks of unequal stages take different branches, in which a permutation would hang."""
@@ -277,6 +280,7 @@ def test_branches_of_ranks_move_nothing(name, make_world):
     assert np.isfinite(float(metrics["loss"]))
 
 
+@pytest.mark.full
 def test_the_state_of_blocks_lies_on_their_stages_ranks(make_world):
     world = make_world("pp=2,dp=2")
     strategy = compose(pipelined(2, 2), zero(1, min_elements=8))
@@ -317,6 +321,7 @@ def test_a_step_equals_one_device(make_world):
     assert_equal(step.storage.to_model(stored.params), params)
 
 
+@pytest.mark.full
 @pytest.mark.sample("dict-pipeline", "State-ddp")
 @pytest.mark.parametrize("strategy", [ddp(), pipelined(2, 2)], ids=["ddp", "pipeline"])
 @pytest.mark.parametrize("form", [nnx.to_pure_dict, lambda state: state], ids=["dict", "State"])
@@ -364,6 +369,7 @@ def test_what_needs_whole_blocks_of_several_stages_is_refused(model, make_world)
         )
 
 
+@pytest.mark.full
 def test_equal_blocks_are_updated_once_and_a_norm_is_one_reduction(make_world):
     """One program for all ranks, and no more communication than the norm of what is stored."""
     parts, _ = take_apart(Net(MODELS["rows"]))

@@ -71,6 +71,7 @@ def close(one, other):
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * scale)
 
 
+@pytest.mark.sample("heads", "merged_heads", "in_calls", "recomputed")
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_values_and_gradients_are_the_same(function):
     x, w = normal(0, 2, 3, 8), normal(1, 8, 6)

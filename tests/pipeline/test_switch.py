@@ -62,6 +62,15 @@ LOSSES = {
 }
 
 
+@pytest.mark.sample(
+    "chain-two_ranks",
+    "chain-v",
+    "chain-loop",
+    "busy-v",
+    "busy-loop",
+    "narrowing-v",
+    "narrowing-loop",
+)
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", LOSSES)
 def test_stages_one_after_another_are_the_loss(name, placed):

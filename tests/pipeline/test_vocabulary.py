@@ -48,6 +48,7 @@ def shapes(program):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_no_rank_has_anything_of_the_vocabulary_whole(tied):
     make = functools.partial(model, tied_head=tied)
@@ -106,6 +107,7 @@ def guided(model, batch):
     return next_token_loss(model, batch).mean + jnp.mean(model.token_embedding(found))
 
 
+@pytest.mark.full
 def test_a_bias_is_split_with_its_kernel():
     found = shapes(compiled(lambda: Twice(nnx.Rngs(0)), with_bias))
     assert (TOKENS // SIZE,) in found
@@ -185,6 +187,7 @@ def test_a_table_with_it_needs_no_option():
 V_ALONE = "0F0,,0V0,,0B0\n,1F0,1V0,1B0,"
 
 
+@pytest.mark.full
 def test_a_table_with_v_alone_has_no_part_of_a_tied_embedding():
     table, tied = Schedule.from_csv(V_ALONE), functools.partial(model, tied_head=True)
     with pytest.raises(UnsupportedError, match=r"is the embedding too, .* V, and no E and G"):

@@ -20,6 +20,7 @@ H100 = hardware("h100")
 WORK = Workload(num_params=10**9, num_layers=32, flops=1e15, global_batch=64, has_attention=True)
 
 
+@pytest.mark.full
 def test_every_candidate_uses_all_devices_and_divides_the_batch():
     for devices in (1, 2, 8, 16):
         found = list(candidates(WORK, devices, H100))
@@ -42,6 +43,7 @@ def test_hybrid_sharding_is_tried_between_nodes():
     assert {(a.dp, a.fsdp) for a in tried} == {(2, 8)}
 
 
+@pytest.mark.full
 def test_experts_are_split_where_there_are_some():
     mixture = dataclasses.replace(WORK, num_experts=8)
     found = list(candidates(mixture, 16, H100))

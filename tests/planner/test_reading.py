@@ -50,6 +50,7 @@ def read(world, names, platform, **options):
     return step, read_program(program, arguments, count, dict(world.mesh.shape), platform)
 
 
+@pytest.mark.sample("full_shard")
 @pytest.mark.parametrize("name", ["ddp", "full_shard"])
 def test_a_reading_is_near_the_compiled_step(name):
     world = World.emulate(8)
@@ -96,6 +97,7 @@ def test_a_slow_axis_makes_a_step_longer():
     assert fast.exposed == max(0.0, fast.communication - fast.compute)
 
 
+@pytest.mark.sample("<lambda>-2-False")
 @pytest.mark.parametrize(
     ("model", "num_layers", "has_attention"),
     [

@@ -44,6 +44,7 @@ def chosen(usable, peak=lambda step: None):
     return recompute_least(step_of, read, peak, usable).strategy.remat
 
 
+@pytest.mark.full
 def test_every_row_keeps_less_and_none_multiplies_less():
     readings = [reading_of(remat) for remat in LADDER.values()]
     peaks, flops = [one.peak for one in readings], [one.flops for one in readings]
@@ -81,6 +82,7 @@ TINY = {
 }
 
 
+@pytest.mark.full
 def test_a_config_says_auto_and_is_told_what_it_got():
     config = RunConfig.from_dict(TINY)
     assert RunConfig.from_dict(config.to_dict()).remat == "auto"
@@ -91,6 +93,7 @@ def test_a_config_says_auto_and_is_told_what_it_got():
     assert remat_line(dataclasses.replace(config, remat=None), step) is None
 
 
+@pytest.mark.full
 def test_where_a_strategy_says_what_is_recomputed_auto_is_refused():
     piped = {"pipeline": {"num_microbatches": 2}, "ddp": {}}
     config = RunConfig.from_dict({**TINY, "mesh": "pp=2,dp=4", "parallel": piped})

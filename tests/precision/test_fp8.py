@@ -61,6 +61,7 @@ class Doubling:
         return gradient[:8] + gradient[8:]
 
 
+@pytest.mark.full
 def test_a_product_gathers_its_weight_and_hands_the_gradient_on():
     x, w = (jax.random.normal(jax.random.key(n), (16, 16))[: 16 - n * 8] for n in range(2))
     apart = lambda x, w: Fp8Dot((), Doubling())(x, w, LAST_FIRST)
@@ -86,6 +87,7 @@ def products_of(jaxpr):
     return [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
 
 
+@pytest.mark.full
 def test_several_dims_are_multiplied_as_one():
     rng = np.random.default_rng(1)
     x, w = rng.normal(size=(3, 5, 4, 8)), rng.normal(size=(4, 8, 2, 8))
@@ -149,6 +151,7 @@ def test_what_is_not_finite_stays_so(bad):
     assert np.isnan(float(found.values[0]))
 
 
+@pytest.mark.full
 def test_the_scale_is_that_of_all_ranks():
     """Small values of one rank lose digits beside the large ones of another, as on one device."""
     world = World.emulate(4, "dp=4")
@@ -244,6 +247,7 @@ def split_by_features():
     return compose(fsdp(min_elements=8), tensor_parallel({"wide": "column", "narrow": "row"}))
 
 
+@pytest.mark.sample("fsdp")
 @pytest.mark.parametrize(
     ("make", "mesh", "tp"),
     [(lambda: fsdp(min_elements=8), "fsdp=8", 1), (split_by_features, "fsdp=4,tp=2", 2)],
@@ -268,6 +272,7 @@ def test_what_computes_in_fp8_travels_as_a_byte(make, mesh, tp):
     assert reduced == pytest.approx(4 * (wide + narrow) * ring, rel=0.01)
 
 
+@pytest.mark.full
 def test_weights_that_travel_as_bytes_change_no_bit():
     """The largest element of the parts is that of the whole, so they are rounded alike."""
     x = jax.random.normal(jax.random.key(0), (16, WIDTH))
@@ -300,6 +305,7 @@ def test_weights_that_units_do_not_gather_cannot_travel_in_fp8(strategy, mesh, o
         built(strategy, mesh, **options)
 
 
+@pytest.mark.full
 def test_one_device_needs_no_gather_for_it():
     batch = {"x": jnp.ones((4, WIDTH))}
     step = built(fsdp(min_elements=8), world=World.emulate(1, "fsdp=1"))

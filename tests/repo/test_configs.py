@@ -86,6 +86,7 @@ def test_recipe_equals_one_device(path):
     assert found.passed, f"{found.worst} is beyond {found.tolerance}"
 
 
+@pytest.mark.full
 def test_a_wrong_gradient_is_noticed(monkeypatch):
     """A step whose gradients are one percent too long is not equal to one device."""
     config = small(FOLDER / "quickstart.yaml", "model.num_layers=1", "train.clip_norm=null")

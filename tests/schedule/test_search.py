@@ -80,6 +80,7 @@ def test_a_slow_last_stage_changes_what_is_best():
         search(4, 8, Costs(stage_weights=(1.0,) * 7))
 
 
+@pytest.mark.full
 def test_less_memory_is_slower_and_too_little_is_refused():
     costs = Costs(f=1, i=1.2, w=0.8)
     spans = [search(4, 8, costs, memory).makespan for memory in (inf, 4, 3, 2)]

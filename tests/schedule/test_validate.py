@@ -76,6 +76,7 @@ def test_random_valid_tables_are_accepted(seed, random_table):
     validate(random_table(seed))
 
 
+@pytest.mark.full
 @settings(max_examples=800, deadline=None)
 @given(seed=SEEDS)
 def test_the_validator_agrees_with_brute_force_on_mutants(

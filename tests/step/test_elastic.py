@@ -92,6 +92,7 @@ def alone(optimizer):
     return bits_of(build("dp=1", ddp(), OPTIMIZERS[optimizer]()), map(batch_of, range(3)))[:2]
 
 
+@pytest.mark.sample("adamw-fsdp=2")
 @pytest.mark.parametrize(
     ("optimizer", "mesh"),
     [
@@ -108,6 +109,7 @@ def test_bits_are_those_of_one_rank(optimizer, mesh):
     assert bits_of(step, map(batch_of, range(3)))[:2] == alone(optimizer)
 
 
+@pytest.mark.full
 def test_it_trains_as_one_device_does():
     """The numbers are those of a plain step, but for the order of sums."""
     names = ("loss", "grad_norm")

@@ -89,6 +89,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sample("left out-train", "by position-deterministic", "by position-train")
 @pytest.mark.parametrize("module", [Deterministic(), Training()], ids=["deterministic", "train"])
 @pytest.mark.parametrize("call", CALLS)
 def test_bridged_models_are_told_by_their_own_argument(module, call):
@@ -99,6 +100,7 @@ def test_bridged_models_are_told_by_their_own_argument(module, call):
     assert got == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 def test_layers_that_were_told_otherwise_rest():
     make = bridged(Fixed(), mutable=["batch_stats"])
     loss_fn = lambda m, b: jnp.mean((m(b["x"], mutable=["batch_stats"]) - 1) ** 2)
@@ -113,6 +115,7 @@ def test_layers_that_were_told_otherwise_rest():
     assert float(metrics["loss"]) != pytest.approx(got, rel=1e-3)
 
 
+@pytest.mark.full
 def test_a_name_of_ones_own_is_told():
     make = bridged(Own())
     silent, step, state = evaluated(build(make, eval_kwargs={"noisy": False}))
@@ -142,6 +145,7 @@ class Plain(nnx.Module):
         return self.drop(self.layer(x), deterministic=deterministic)
 
 
+@pytest.mark.full
 def test_modules_that_are_told_in_the_loss():
     loud = lambda m, b: jnp.mean((m(b["x"], deterministic=False) - 1) ** 2)
     quiet = float(squares(_eval(Plain()), {"x": X}))

@@ -38,6 +38,7 @@ REDUCERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", REDUCERS)
 def test_a_reducer_is_no_called_program(make_world, name):
     make = lambda: Reduces(REDUCERS[name])
@@ -59,6 +60,7 @@ class Tokens(nnx.Module):
         return self.table.attend(x + self.down(jnp.tanh(self.up(x))), **self.given)
 
 
+@pytest.mark.full
 def test_a_table_is_called_with_arguments_of_its_own(make_world):
     tokens = {"x": np.arange(24).reshape(4, 6) % 16}
     make = lambda: Tokens(out_sharding=None)

@@ -171,6 +171,7 @@ def test_blocks_are_gathered_forward_and_again_backward(world, reduction):
     assert sum(row.total_bytes for row in written) == sum(row.total_bytes for row in gathered)
 
 
+@pytest.mark.full
 def test_memory_grows_by_shards_and_activations_not_by_gathered_blocks(world):
     """Eight more blocks cost less than one of them whole, shards and gradients included."""
     few, many = (memory(compiled(world, n)).peak for n in (4, 12))

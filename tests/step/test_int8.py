@@ -193,6 +193,7 @@ CELLS = [pytest.param(row, id=name) for name, row in ROWS.items()] + [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sample("ddp, no buckets")
 @pytest.mark.parametrize("row", CELLS)
 def test_equals_the_rounded_model_on_one_device(row, make_world):
@@ -212,6 +213,7 @@ def test_half_precision_reads_what_the_rounded_model_reads(make_world):
     jax.tree.map(np.testing.assert_array_equal, states[0][0].params, states[1][0].params)
 
 
+@pytest.mark.full
 def test_weights_of_files_and_checkpoints_are_taken_up(make_world, tmp_path):
     save_weights(Net(), tmp_path / "w.safetensors")
     step = build(fsdp(**SMALL), make_world("fsdp=2"), lambda: Net(nnx.Rngs(1)))
@@ -246,6 +248,7 @@ def test_weights_that_share_a_scale_lie_along_the_inputs(path, shape, stacked, d
     assert (form and form.dim) == dim
 
 
+@pytest.mark.sample("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_column_of_zeros_stays_one_and_others_are_off_by_half_a_scale(dtype):
     weight = jax.random.normal(jax.random.key(0), (32, 8)).at[:, 3].set(0).astype(dtype)

@@ -130,7 +130,7 @@ def build(make, strategy, loss=loss_fn, **options):
     )
 
 
-@pytest.mark.sample("Branchin-zero1-loss_fn-None", "Listed-ddp-loss_fn-Activati")
+@pytest.mark.sample("Branchin-zero1-loss_fn-None")
 @pytest.mark.parametrize(
     ("make", "name", "loss", "remat"),
     [

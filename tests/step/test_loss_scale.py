@@ -65,6 +65,7 @@ FULL = ("ddp", "accumulated")
 CELLS = [pytest.param(n, marks=[pytest.mark.full] if n in FULL else []) for n in ROWS]
 
 
+@pytest.mark.full
 @pytest.mark.sample("fsdp")
 @pytest.mark.parametrize("name", CELLS)
 def test_the_first_scale_holds_wherever_it_holds_on_one_device(name, make_world):

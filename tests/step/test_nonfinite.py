@@ -94,7 +94,7 @@ def without_it():
     return params_of(step, state)
 
 
-@pytest.mark.sample("accumulated", "pipeline")
+@pytest.mark.sample("pipeline")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_poisoned_batch_is_skipped_on_all_devices(name, without_it):
     step = build(**STRATEGIES[name])
@@ -130,6 +130,7 @@ def test_a_gradient_alone_is_enough():
     assert all(np.isfinite(leaf).all() for leaf in params_of(step, state))
 
 
+@pytest.mark.full
 @pytest.mark.sample("inf-ddp")
 @pytest.mark.parametrize("name", ["ddp", "pipeline"])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
@@ -146,6 +147,7 @@ def test_a_loss_alone_is_enough(name, value):
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
+@pytest.mark.full
 def test_an_overflow_is_the_business_of_the_scale_until_it_cannot_fall():
     scaler = GradScaler(init_scale=2.0, min_scale=1.0)
     step = build(loss=steep, precision="fp16", scaler=scaler, policy="stop")
@@ -297,6 +299,7 @@ def test_layer_scan_back_needs_somewhere_to_go(steps):
         LoopOptions(num_steps=1, max_rollbacks=0).validate()
 
 
+@pytest.mark.full
 def test_a_step_without_a_policy_stops_too_and_saves_nothing_poisoned(steps):
     saves = Saves({3: np.nan})
     with pytest.raises(NonfiniteError, match=r"step 3: the loss is nan\. Lower the learning rate"):

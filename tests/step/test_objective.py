@@ -75,6 +75,7 @@ def dense(loss_fn):
     return jax.value_and_grad(mean)(PARAMS)
 
 
+@pytest.mark.sample("1024.0-plain", "1024.0-weighted")
 @pytest.mark.parametrize("loss_fn", [plain, weighted])
 @pytest.mark.parametrize("scale", [None, 1024.0])
 def test_means_are_the_plain_gradient(loss_fn, scale):

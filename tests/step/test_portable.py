@@ -91,6 +91,7 @@ def test_no_device_holds_all_of_a_pipelines_portable_form(make_world):
     assert kernel.sharding.shard_shape(kernel.shape) == (16, 16)
 
 
+@pytest.mark.full
 def test_without_a_pipeline_nothing_is_converted(make_world):
     step = step_of(make_world("dp=2"), ddp())
     form, state = PortableForm(step), step.init()
@@ -98,6 +99,7 @@ def test_without_a_pipeline_nothing_is_converted(make_world):
     assert form.take_up(state) is state
 
 
+@pytest.mark.full
 @pytest.mark.sample("bfloat16-rows")
 @pytest.mark.parametrize("widths", [EQUAL, UNEQUAL], ids=["rows", "vectors"])
 @pytest.mark.parametrize(

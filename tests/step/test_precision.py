@@ -114,6 +114,7 @@ def test_gradients_cross_the_wire_in_the_reduce_dtype(precision, wire):
     assert matrices == {wire}
 
 
+@pytest.mark.full
 @pytest.mark.sample("1")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_storage_dtypes_hold_from_step_to_step(accumulate):
@@ -128,6 +129,7 @@ def test_storage_dtypes_hold_from_step_to_step(accumulate):
     assert found == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.full
 def test_without_a_precision_a_model_keeps_its_own_dtypes():
     make = lambda: NormNet(nnx.Rngs(0), jnp.bfloat16)
     model = make()
@@ -175,6 +177,7 @@ def test_float16_has_a_scale_by_default():
     assert build(precision="bf16").options.scaler is None
 
 
+@pytest.mark.sample("ddp-15", "zero3-15")
 @pytest.mark.parametrize("bad", [0, 15])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(scaled, bad):
     state = scaled.init()
@@ -215,6 +218,7 @@ def test_no_host_is_asked(scaled):
     assert int(state.scaler.skipped) == 2
 
 
+@pytest.mark.full
 def test_the_scale_changes_no_gradient():
     """Scaled by a power of two and back, in float32, gradients keep their bits."""
     plain = build()
@@ -224,6 +228,7 @@ def test_the_scale_changes_no_gradient():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sample("1-1")
 @pytest.mark.parametrize(("stage", "accumulate"), [(1, 1), (2, 2)])
 def test_ranks_that_split_moments_split_parameters_and_gather_them_once(stage, accumulate):
     """Float32 masters lie with their moments, and are gathered once per step."""

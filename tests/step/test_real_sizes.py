@@ -147,18 +147,9 @@ REFUSED = {
 @pytest.mark.sample(
     "log of one is 0-accumulate-4",
     "other power-accumulate-16",
-    "other wire-buckets-16",
     "every second-buckets-4",
     "every second-both-4",
-    "interleaved-accumulate-4",
-    "halves-accumulate-16",
-    "squeezed-buckets-4",
-    "counts-buckets-4",
-    "crossed carries-buckets-16",
-    "transposed carry-accumulate-4",
     "overwritten carry-buckets-4",
-    "masked carry-buckets-4",
-    "by loops-buckets-16",
 )
 @pytest.mark.parametrize(
     ("name", "how", "count"),
@@ -201,6 +192,7 @@ def test_is_the_loss_of_one_device_or_refused(name, how, count):
     jax.tree.map(close, moved, gradient)
 
 
+@pytest.mark.full
 def test_a_batch_of_another_size_is_proven_too():
     """Before it runs; and a step without a batch says where one would have been."""
     model, every_second = Net(nnx.Rngs(0)), LOSSES["every second"]

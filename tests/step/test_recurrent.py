@@ -47,6 +47,7 @@ def build(world, name, **options):
     return build_train_step(make, optax.sgd(0.1), loss_fn, strategy, world, **options)
 
 
+@pytest.mark.full
 @pytest.mark.sample("full_shard-fsdp=4-1")
 @pytest.mark.parametrize(
     ("name", "mesh", "count"),

@@ -57,6 +57,7 @@ def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
     assert "routing.py" in found(make, next_token_loss, token_batch(0)).coupled
 
 
+@pytest.mark.full
 def test_image_models_are_separable():
     vit = dataclasses.replace(ViTConfig.preset("tiny"), image_size=16, patch_size=8, dropout=0.1)
     resnet = ResNetConfig.preset("tiny")
@@ -100,6 +101,7 @@ class LinenNorm(nn.Module):
         return nn.Dense(4)(nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x)))
 
 
+@pytest.mark.full
 def test_batch_norm_of_a_bridged_model_runs_in_global_view():
     def make():
         model = nnx.bridge.ToNNX(LinenNorm(), rngs=nnx.Rngs(0))

@@ -56,6 +56,7 @@ def on_one_device(count=16):
     return losses, model, float(nnx.jit(mean)(model, batch))
 
 
+@pytest.mark.full
 @pytest.mark.sample("pipeline")
 @pytest.mark.parametrize(
     ("axes", "strategy", "options", "count"),

@@ -95,6 +95,7 @@ def test_each_layer_of_a_list_costs_the_same(mesh, names):
     assert not grows
 
 
+@pytest.mark.full
 @pytest.mark.sample("pp=2,fsdp=2,tp=2-")
 @pytest.mark.parametrize(
     ("mesh", "names"),

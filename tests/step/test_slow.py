@@ -80,6 +80,7 @@ def test_no_byte_of_a_step_crosses_the_axis_and_a_meeting_sends_the_formula():
     assert Outer(step_of(4).spec).wire_bytes() == 4 * 3 * (16 * 8 + 16)
 
 
+@pytest.mark.full
 def test_replicas_differ_between_meetings_and_agree_after_them():
     step = step_of(2)
     state = trained(step, step.init(), [0])
@@ -95,6 +96,7 @@ def test_replicas_differ_between_meetings_and_agree_after_them():
     assert not np.allclose(moments[0], moments[1])
 
 
+@pytest.mark.full
 def test_the_model_of_a_state_is_the_one_of_the_last_meeting():
     step = step_of(2)
     state = trained(step, step.init(), [0, 1, 2])
@@ -136,6 +138,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_steps(tmp_path):
     assert bits(state.params["layers"][0]["kernel"][0]) == bits(state.outer["layers"][0]["kernel"])
 
 
+@pytest.mark.full
 @pytest.mark.sample("int8")
 @pytest.mark.parametrize("compress", ["int8", "fp8", "top_k"])
 def test_what_is_left_unsaid_is_what_the_meeting_missed(compress):
@@ -208,6 +211,7 @@ def test_what_cannot_be_is_refused_when_the_step_is_built(name):
         build_train_step(Net(), optax.adam(1e-2), loss_fn, strategy(), world, **options)
 
 
+@pytest.mark.full
 def test_what_the_refusal_of_a_pipeline_advises_works():
     world = World.emulate(4, "nodes=2,fsdp=2")
     strategy = compose(diloco("nodes", every=2), fsdp())
@@ -217,6 +221,7 @@ def test_what_the_refusal_of_a_pipeline_advises_works():
     step.check(batch())
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_each_replica():
     step = step_of(2)
     state = step.init()

@@ -110,6 +110,7 @@ def test_an_nnx_optimizer_and_a_mesh_are_told_what_to_give(world):
         build(world.mesh)
 
 
+@pytest.mark.full
 def test_a_state_that_was_used_up(world):
     step = build(world)
     state = step.init()
@@ -122,6 +123,7 @@ def test_a_state_that_was_used_up(world):
         step.merge(state)
 
 
+@pytest.mark.full
 def test_a_state_of_numpy_arrays(world):
     step = build(world)
     host = jax.tree.map(np.asarray, step.init())
@@ -129,6 +131,7 @@ def test_a_state_of_numpy_arrays(world):
     assert float(step.evaluate(host, batch_of())["loss"]) == pytest.approx(float(metrics["loss"]))
 
 
+@pytest.mark.full
 def test_optimizers_that_look_at_the_loss(world):
     step = build(world, optimizer=optax.polyak_sgd(max_learning_rate=0.1))
     optimizer, (graph, params) = optax.polyak_sgd(max_learning_rate=0.1), nnx.split(make_mlp())
@@ -234,6 +237,7 @@ def test_the_module_given_stays_usable(trained):
         np.testing.assert_array_equal(mine, fresh)
 
 
+@pytest.mark.full
 def test_metrics_stay_on_the_devices(trained):
     metrics = trained["metrics"]
     assert metrics.keys() == {"loss", "absolute", "grad_norm", "param_norm"}
@@ -263,6 +267,7 @@ def test_merge_gives_the_model_of_a_state(trained):
     assert output.shape == (16, 4)
 
 
+@pytest.mark.full
 def test_what_a_module_sows_is_not_carried(world):
     class Sowing(nnx.Module):
         def __init__(self):
@@ -280,6 +285,7 @@ def test_what_a_module_sows_is_not_carried(world):
 # Clipping, composition, wrappers
 
 
+@pytest.mark.full
 def test_the_clipped_norm_is_that_of_the_whole_gradient(make_world):
     norms = []
     for axes, strategy in (("dp=1", ddp()), ("dp=4", ddp()), ("dp=8", zero(3, min_elements=8))):
@@ -301,7 +307,7 @@ def test_wrappers_and_strategies_are_the_same(world):
 # Birth
 
 
-@pytest.mark.sample("dp=1", "dp=2,fsdp=4")
+@pytest.mark.sample("dp=2,fsdp=4")
 @pytest.mark.parametrize("axes", ["dp=1", "dp=2", "dp=4", "dp=8", "dp=2,fsdp=4", "dp=4,fsdp=2"])
 def test_arrays_are_born_with_the_same_bits_on_every_mesh(make_world, axes):
     world = make_world(axes)
@@ -318,6 +324,7 @@ def test_arrays_are_born_with_the_same_bits_on_every_mesh(make_world, axes):
     assert kernel.addressable_shards[0].data.size == kernel.size // world.size
 
 
+@pytest.mark.full
 def test_a_birth_takes_a_share_and_no_more_than_one_block(world):
     """Eight blocks of a quarter megabyte: nothing ever holds more than a share and a block.
 
@@ -347,6 +354,7 @@ def test_a_module_is_already_born(world):
         build(world, make_mlp()).lower_init()
 
 
+@pytest.mark.full
 def test_an_optimizer_that_takes_further_arguments_and_not_the_loss(world):
     """As `optax.contrib.sam` is."""
     inner = optax.sgd(0.1)
@@ -360,6 +368,7 @@ def test_an_optimizer_that_takes_further_arguments_and_not_the_loss(world):
 # Claims
 
 
+@pytest.mark.full
 def test_a_step_explains_itself_and_checks_its_state(world):
     step = build(world, strategy=zero(3, min_elements=8))
     state = step.init()
@@ -375,6 +384,7 @@ def test_a_step_explains_itself_and_checks_its_state(world):
         step.claims.check(state, whole)
 
 
+@pytest.mark.sample("opt_state-optimizer state")
 @pytest.mark.parametrize(
     ("field", "title"), [("params", "parameters"), ("opt_state", "optimizer state")]
 )
@@ -413,6 +423,7 @@ def test_flattened_moments_are_split_too(world):
 # Annotations of the model's author
 
 
+@pytest.mark.full
 def test_annotations_of_flax_are_honoured(make_world):
     class Annotated(nnx.Module):
         def __init__(self, rngs):
@@ -451,6 +462,7 @@ def weighted(model, batch):
     return total, {"largest": jnp.max(error)}
 
 
+@pytest.mark.sample("full_shard")
 @pytest.mark.parametrize(
     "strategy",
     [ddp(), ddp(broadcast_buffers=False), fsdp(axes=("dp",), min_elements=8)],
@@ -471,6 +483,7 @@ def test_evaluation_is_that_of_one_device(world, strategy):
     assert float(again["loss"]) == float(metrics["loss"])
 
 
+@pytest.mark.full
 def test_evaluation_computes_in_the_dtype_of_training(world):
     step = build(world, make, precision="bf16")
     single, half = (

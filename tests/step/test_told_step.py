@@ -35,6 +35,7 @@ def on_one_device(steps):
     return trained(model, optax.sgd(0.1), told, map(jnp.int32, range(steps))), model
 
 
+@pytest.mark.full
 @pytest.mark.sample("microbatches")
 @pytest.mark.parametrize(
     ("axes", "strategy", "options"),

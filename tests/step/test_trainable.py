@@ -153,6 +153,7 @@ CELLS = [pytest.param(row, id=name) for name, row in ROWS.items()] + [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sample("by hand")
 @pytest.mark.parametrize("row", CELLS)
 def test_equals_an_optimizer_of_the_chosen_variables_on_one_device(row, make_world):
@@ -389,12 +390,14 @@ def test_a_decay_that_is_none_is_refused(decay, world):
         build_train_step(make, optax.sgd(0.1), loss_fn, ddp(), world, ema=decay)
 
 
+@pytest.mark.full
 def test_an_average_that_is_not_kept_is_refused(make_world):
     step = build_train_step(make, optax.sgd(0.1), loss_fn, ddp(), make_world("dp=2"))
     with pytest.raises(ConfigError, match=r"the state has no moving average .* ema=0.999"):
         step.merge(step.init(), ema=True)
 
 
+@pytest.mark.full
 @pytest.mark.sample("vectors")
 @pytest.mark.parametrize("widths", [(16, 16, 16, 16), (16, 16, 8, 8)], ids=["rows", "vectors"])
 def test_a_pipeline_trains_some_blocks_and_freezes_others(widths, make_world):
@@ -438,6 +441,7 @@ def follow(model, batch):
     return loss
 
 
+@pytest.mark.full
 def test_a_parameter_that_the_loss_changes_is_refused_and_a_variable_is_kept():
     world, batch = World.emulate(2, "dp=2"), {"x": np.ones((4, 4), np.float32)}
     with pytest.raises(UnsupportedError, match=r"changes the parameter 'teacher'.*Average\("):

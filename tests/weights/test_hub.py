@@ -54,6 +54,7 @@ MESHES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.sample("hf-llama-fsdp=4 x tp=2-listed", "hf-gpt2-pp=2-stacked")
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])
 @pytest.mark.parametrize("mesh", MESHES)
@@ -87,6 +88,7 @@ def test_in_and_out_again_is_the_same_bits(family, mesh, scan_layers, make_world
         ffn_width=hub_config(tmp_path / "out").ffn_width)  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.sample("fsdp=2-strategy0")
 @pytest.mark.parametrize(
     ("axes", "strategy"), [("fsdp=2", fsdp(min_elements=1)), ("pp=2", pipelined(2, 2))]
@@ -120,6 +122,7 @@ def test_adapters_on_frozen_weights_of_a_hub(axes, strategy, make_world, tmp_pat
         step.init({"lm_head/kernel": jnp.zeros(3)})
 
 
+@pytest.mark.full
 def test_a_given_module_keeps_its_arrays_and_the_optimizer_starts_from_the_files(
     make_world, tmp_path
 ):

@@ -107,6 +107,7 @@ def test_what_does_not_fit_is_named_before_an_array_is_made(changed, fields, tex
         llama(tmp_path, changed, differ=tuple(fields), **fields)
 
 
+@pytest.mark.full
 def test_casting_is_asked_for_and_kept_arrays_are_named(tmp_path):
     model = llama(tmp_path, NARROW, cast=True)
     assert model.lm_head.kernel[...].dtype == jnp.float32

@@ -62,6 +62,7 @@ def test_all_that_differs_is_said_and_what_to_do(folder):
             load_weights(factory(config), files, "hf-llama")
 
 
+@pytest.mark.full
 def test_a_step_is_compared_too_and_what_is_to_differ_may(folder, make_world):
     config = hub_config(folder, rope_theta=10_000.0)
     step = build_train_step(
@@ -85,6 +86,7 @@ def test_what_changes_no_function_may_differ(folder):
     load_weights(factory(config), folder, "hf-llama")
 
 
+@pytest.mark.full
 def test_a_config_that_cannot_be_compared(folder):
     config = hub_config(folder)
     file = folder / "config.json"
@@ -147,6 +149,7 @@ def test_a_family_is_written_and_read_again(name, scan_layers, tmp_path):
     assert set(PARTS) | {"hf-gpt2"} == set(FORMATS)
 
 
+@pytest.mark.full
 def test_a_model_of_one_family_is_not_loaded_nor_written_as_another(tmp_path):
     plain = of_family("hf-llama", rope_scaling=None)
     for name in ("hf-mistral", "hf-gemma2", "hf-llama", "hf-qwen3"):
