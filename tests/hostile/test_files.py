@@ -33,6 +33,12 @@ LIES = {
     "offsets": ({"a": row(0.0, 8.0)}, 8, "whole numbers"),
     "dtype": ({"a": row(0, 8, dtype="F31")}, 8, "F31"),
     "list": ("[1]", 0, "cannot read"),
+    "mark": ("\ufeff{}", 0, "cannot read"),
+    "metadata": ({"__metadata__": {"a": 1}}, 0, "is no text"),
+    "metadata list": ({"__metadata__": [1]}, 0, "cannot read"),
+    "too large": ({"a": row(0, 0, [2**62, 0])}, 0, "too big"),
+    "dims": ({"a": row(0, 4, [1] * 100)}, 4, "maximum supported dimension"),
+    "late": ('{"n": 1' + "".join(f', "n{i}": 1' for i in range(99_999)) + ', "n": 1}', 0, "twice"),
 }
 
 
