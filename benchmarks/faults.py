@@ -81,9 +81,9 @@ def finish(config: Path, folder: Path) -> bool:
     return start(config, folder).wait() == 0
 
 
-def final_bits(folder: Path) -> dict[str, bytes]:
-    """Every leaf of the last checkpoint of a finished run."""
-    path = folder / "checkpoints" / f"step_{STEPS:08d}"
+def final_bits(folder: Path, steps: int = STEPS) -> dict[str, bytes]:
+    """Every leaf of the last checkpoint of a finished run of so many steps."""
+    path = folder / "checkpoints" / f"step_{steps:08d}"
     state = load_checkpoint(path, target_of_manifest(path))
     is_key = lambda x: jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
     plain = {name: jax.random.key_data(x) if is_key(x) else x for name, x in state.items()}
@@ -343,7 +343,7 @@ PARTS: dict[str, tuple[str, Callable[[Ground, int], Rows]]] = {
     "launched": (
         "kinds",
         lambda on, times: measure_launched(
-            on.folder, on.config, STEPS, times, f"{on.seed} launched", final_bits
+            on.folder, on.config, times, f"{on.seed} launched", final_bits
         ),
     ),
     "losses": (

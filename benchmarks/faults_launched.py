@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROCESSES, SILENCE_SECONDS, IN_TIME, MARK = 2, 10, 30.0, "AXON_FAULTS_MARK"
+STEPS = 120
+"""So many that every fault finds a run at work, a second run that starts beside it included."""
 KINDS: dict[str, tuple[str, ...]] = {
     "elastic": ("deterministic=elastic", "logical_shards=8"),
     "memory copies": ("checkpoint.every=10", "checkpoint.memory_every=2"),
@@ -56,7 +58,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 """What each kind of run changes in the config of `benchmarks.faults`; a new kind is a row."""
 SMALL = (
     *("model.width=16", "model.ffn_width=32", "model.max_length=16", "data.sequence_length=16"),
-    *("model.num_layers=1", "train.eval_every=0"),
+    *("model.num_layers=1", "train.eval_every=0", f"train.steps={STEPS}"),
 )
 """Of every kind: nearly all of a fault's price is the start after it."""
 
@@ -184,8 +186,8 @@ def start_twice(run: Launched, chance: random.Random) -> bool:
     return other.wait(300) == 2 and run.launcher.poll() is None
 
 
-Bits = Callable[[Path], dict[str, bytes]]
-"""Of the last checkpoint of a run."""
+Bits = Callable[[Path, int], dict[str, bytes]]
+"""Of the last checkpoint of a run of so many steps."""
 
 TWO = "two runs"
 FAULTS: dict[str, Fault] = {
@@ -249,14 +251,13 @@ def undisturbed(folder: Path, config: Path, kind: str) -> Path:
 def measure_run(
     folder: Path,
     config: Path,
-    steps: int,
     number: int,
     kind: str,
     chance: random.Random,
     bits: Bits,
 ) -> list[Cell]:
     """Every fault in one run, and what came of it."""
-    expected, cells = bits(undisturbed(folder, config, kind)), []
+    expected, cells = bits(undisturbed(folder, config, kind), STEPS), []
     disk = folder / f"hit-{kind}-{uuid.uuid4().hex[:8]}"
     with small_disk(disk) as has_disk:
         run = Launched(config, disk, KINDS[kind])
@@ -265,7 +266,7 @@ def measure_run(
         # The second run has to find the first at work, whose steps are over before it has started.
         faults.sort(key=TWO.__ne__)
         for turn, name in enumerate(faults):
-            least = max(run.step(), turn * (steps - 2) // len(faults))
+            least = max(run.step(), turn * (STEPS - 2) // len(faults))
             wanted = 0 if name == TWO else least + chance.randrange(1, 4)
             if not within(600, lambda n=wanted: run.is_at(n) or run.launcher.poll() is not None):
                 run.launcher.kill()
@@ -275,14 +276,14 @@ def measure_run(
             seconds = round(time.monotonic() - started, 1)
             cells.append(Cell(number, kind, name, wanted, seconds, in_time))
             print(f"{kind}: {name} at step {wanted}: {in_time}, {seconds} s", flush=True)
-        is_same = run.launcher.wait() == 0 and bits(run.folder) == expected
+        is_same = run.launcher.wait() == 0 and bits(run.folder, STEPS) == expected
         is_same = is_same and within(5, lambda: not marked(run.mark))
     print(f"{kind}: {'the same bits' if is_same else run.log.read_text()[-4000:]}", flush=True)
     return [dataclasses.replace(cell, is_good=cell.is_in_time and is_same) for cell in cells]
 
 
 def measure_launched(
-    folder: Path, config: Path, steps: int, runs: int, seed: str, bits: Bits
+    folder: Path, config: Path, runs: int, seed: str, bits: Bits
 ) -> list[tuple[str, int, int]]:
     """Runs of each kind in turn; rows of kind and fault, how often, and how often no harm was done.
 
@@ -294,7 +295,7 @@ def measure_launched(
         if number not in {cell.number for cell in cells}:
             kind = list(KINDS)[number % len(KINDS)]
             chance = random.Random(f"{seed} {number}")
-            found = measure_run(folder, config, steps, number, kind, chance, bits)
+            found = measure_run(folder, config, number, kind, chance, bits)
             with open(kept, "a") as file:
                 file.writelines(json.dumps(dataclasses.asdict(cell)) + "\n" for cell in found)
             cells += found

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import errno
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -138,7 +139,7 @@ class PendingSave:
         check_type(folder, type)
         arrays = _arrays_of(state)
         size = sum(array.nbytes for array in arrays.values())
-        on_main(lambda: self._make_way(meta, size))
+        name = on_main(lambda: self._make_way(meta, size))
         stored = {path: to_stored(array) for path, array in arrays.items()}
         manifest = Manifest(
             type=type,
@@ -151,7 +152,7 @@ class PendingSave:
             serial=serial,
         )
         checksums = leaf_checksums(stored)
-        write = self._run(lambda: self._begin(type, stored))
+        write = self._run(lambda: self._begin(type, stored, name))
         parts = (write, manifest, checksums, then)
         threading.Thread(target=self._finish, args=parts, name="checkpoint").start()
 
@@ -193,12 +194,15 @@ class PendingSave:
                 publish(self.folder)
             then()
 
-    def _begin(self, type: StateDictType, stored: dict[LeafPath, Array]) -> Callable[[], None]:
+    def _begin(
+        self, type: StateDictType, stored: dict[LeafPath, Array], name: str
+    ) -> Callable[[], None]:
         if isinstance(self.folder, Address):
             return bucket.begin(self.folder, stored)
-        return STORES[type].begin(staging_of(self.folder), stored)
+        return STORES[type].begin(staging_of(self.folder), stored, name)
 
-    def _make_way(self, meta: Any, size: int) -> None:
+    def _make_way(self, meta: Any, size: int) -> str:
+        """Makes room for a save, and a name for it that no other one has."""
         check_meta(meta)
         self._run(lambda: check_replaceable(self.folder))
 
@@ -214,6 +218,7 @@ class PendingSave:
                 raise OSError(f"the disk has {byte_size(free)} left for its {byte_size(size)}")
 
         self._run(clear)
+        return secrets.token_hex(8)
 
     def _run(self, action: Callable[[], _T]) -> _T:
         """Does a part of saving; whatever the disk or the store raise becomes one kind of error."""

@@ -11,6 +11,7 @@ them at once. Source: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -29,7 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from ..core.compat import end_failed_saves, stop_leaks_of_saves
+from ..core.compat import SharedStore, end_failed_saves, process_id, stop_leaks_of_saves
 from ..core.errors import CheckpointError, UnsupportedError
 from ..core.files import kind_at
 from ..core.typing import Array, JsonDict, PyTree
@@ -179,8 +180,11 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
             size = os.fstat(file.fileno()).st_size
             if length > min(size - 8, _MOST_HEADER):
                 raise ValueError(f"its header would have {length} bytes")
-            header = json.loads(file.read(length), object_pairs_hook=_with_names_once)
-        header.pop(_METADATA, None)
+            text = file.read(length).decode()
+        header = json.loads(text, object_pairs_hook=_with_names_once)
+        said = header.pop(_METADATA, None) or {}
+        if odd := [name for name, value in said.items() if not isinstance(value, str)]:
+            raise ValueError(f"its {_METADATA} has {odd[0]!r:.80}, which is no text")
         entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
         _check_filled(entries, 8 + length, size)
         return entries
@@ -207,6 +211,8 @@ def _entry(
     if dtype not in _DTYPES:
         raise ValueError(f"its dtype {dtype!r:.80} is none of {', '.join(_DTYPES)}")
     entry = TensorEntry(path, np.dtype(_DTYPES[dtype]), tuple(shape), first + begin)
+    # Raises for a shape that no array has, of whatever size.
+    np.broadcast_to(np.zeros((), entry.dtype), [max(n, 0) for n in shape])
     if min([begin, *shape], default=0) < 0 or end - begin != entry.size:
         raise ValueError(f"{dtype} of shape {shape} cannot lie at bytes {begin} to {end}")
     return entry
@@ -216,8 +222,7 @@ def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
     """A section of JSON, which would have the last of two with the same name."""
     section = dict(pairs)
     if len(section) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in section if names.count(name) > 1)
+        [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"it has {twice!r:.80} twice")
     return section
 
@@ -248,17 +253,25 @@ class OrbaxStore:
     Orbax refuses arrays without elements; there is nothing in them to store.
     """
 
-    def begin(self, folder: Path, leaves: Leaves) -> Callable[[], None]:
+    def begin(self, folder: Path, leaves: Leaves, save: str) -> Callable[[], None]:
         """Copies the shards of this process to host memory."""
         stored = {path: leaf for path, leaf in leaves.items() if leaf.size}
         stop_leaks_of_saves()
         end_failed_saves()
         # Orbax logs what it also raises, with pages of its code for every thread.
         logging.getLogger("absl").addFilter(_is_news)
-        checkpointer = ocp.StandardCheckpointer()
+        barriers = _Barriers(save)
+        options = ocp.AsyncOptions(barrier_sync_fn=barriers)
+        checkpointer = ocp.StandardCheckpointer(async_options=options)
         if stored:
-            checkpointer.save((folder / ARRAYS).absolute(), stored)
-        return checkpointer.close
+            with barriers.failing():
+                checkpointer.save((folder / ARRAYS).absolute(), stored)
+
+        def write() -> None:
+            with barriers.failing():
+                checkpointer.close()
+
+        return write
 
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
         """Reads the slices that the shards of this process need."""
@@ -281,6 +294,46 @@ class OrbaxStore:
             return checkpointer.restore(folder, args=what)
 
 
+class _Barriers:
+    """Where the processes of a save wait for each other; one that fails is not waited for.
+
+    At those of Orbax the others wait 20 minutes for a process whose disk is full.
+
+    Args:
+        save: its name, another one for every save.
+    """
+
+    def __init__(self, save: str):
+        self._prefix, self._passed, self._is_open = f"axon/save/{save}/", 0, True
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Returns when all processes are here; raises what one of them has failed by."""
+        self._is_open = False
+        store = SharedStore()
+        store.wait(f"{self._prefix}{self._passed}", timeout_ms / 1000)
+        if failed := store.items(f"{self._prefix}failed/"):
+            process, reason = min(failed.items())
+            raise OSError(f"process {process} could not write: {reason}")
+        self._passed, self._is_open = self._passed + 1, True
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Tells the other processes what this one fails by, at the barrier that comes next."""
+        try:
+            yield
+        except Exception as error:
+            if self._is_open:
+                # A process alone has no store, and nobody to tell.
+                with contextlib.suppress(Exception):
+                    SharedStore().set(f"{self._prefix}failed/{process_id()}", str(error))
+                    self(key="", timeout_ms=_PATIENCE_MS)
+            raise
+
+
+_PATIENCE_MS = 1_200_000
+"""For which Orbax waits, too."""
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     trace = record.exc_info[2] if record.exc_info else None
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
@@ -297,7 +350,7 @@ _FILE = "state.safetensors"
 class FullStore:
     """Process 0 holds all values in host memory, and writes them; every process may read them."""
 
-    def begin(self, folder: Path, leaves: Leaves) -> Callable[[], None]:
+    def begin(self, folder: Path, leaves: Leaves, save: str) -> Callable[[], None]:
         """Gathers leaf by leaf; only process 0 keeps the values.
 
         Raises:

@@ -19,6 +19,7 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
+from axon_dist.core.words import pattern_error
 from axon_dist.optim import by_path, hidden_matrices, matrices, muon
 
 from .read import Count, Fraction, Natural, NonNegative, OneOf, Positive
@@ -183,10 +184,8 @@ class Group:
     def validate(self) -> None:
         """Raises `ConfigError` for a pattern that is none, and for what is frozen and trained."""
         for path in self.paths:
-            try:
-                re.compile(path)
-            except re.error as error:
-                raise ConfigError(f"paths: {path!r} is no regular expression: {error}") from error
+            if why := pattern_error(path):
+                raise ConfigError(f"paths: {path!r} {why}")
         if not self.paths:
             raise ConfigError("paths names nothing; write a regular expression, such as head")
         if self.frozen and (self.rate != 1 or self.weight_decay is not None):

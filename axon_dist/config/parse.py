@@ -134,7 +134,10 @@ def apply_override(data: Mapping[str, object], override: str) -> JsonDict:
         raise ConfigError(
             f"cannot read {override!r:.80}; write key.path=value, as in train.steps=100"
         )
-    return _replaced(data, key.split("."), _parse(text, f"{override!r:.80}"), override)
+    keys = key.split(".")
+    if len(keys) > _DEEPEST:
+        raise ConfigError(f"cannot read {override!r:.80}: {len(keys)} keys, more than {_DEEPEST}")
+    return _replaced(data, keys, _parse(text, f"{override!r:.80}"), override)
 
 
 def _replaced(data: object, keys: Sequence[str], value: object, override: str) -> JsonDict:
@@ -220,8 +223,9 @@ def _parse(text: str, where: str) -> Any:
         ) from error
     except ConfigError:
         raise
-    except (ValueError, OverflowError, TypeError) as error:
-        # PyYAML lets through what Python says of dates that are none, and of endless numbers.
+    except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
+        # PyYAML lets through what Python says of dates that are none, of endless numbers, and of
+        # a tag such as !!bool before what is none.
         raise ConfigError(f"{where} has a value that cannot be read: {error}") from error
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.words import pattern_error
 from axon_dist.data import (
     ArrayRecordSource,
     DatasetsSource,
@@ -268,13 +269,16 @@ class Weights:
     differ: tuple[str, ...] = ()
 
     def validate(self) -> None:
-        """Checks that a file is named.
+        """Checks that a file is named, and patterns.
 
         Raises:
-            ConfigError: when none is.
+            ConfigError: when none is, or a pattern is none.
         """
         if not self.files:
             raise ConfigError("weights.files names no file: name safetensors files, or a folder")
+        for pattern in self.keep:
+            if why := pattern_error(pattern):
+                raise ConfigError(f"weights.keep: {pattern!r} {why}; correct it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,10 @@ class SharedStore:
         found = self._client.key_value_dir_get(prefix)
         return {key.removeprefix(prefix): value for key, value in found}
 
+    def wait(self, name: str, seconds: float) -> None:
+        """Returns when every process waits at the barrier of this name, which is met once."""
+        self._client.wait_at_barrier(name, int(1000 * seconds))
+
     @property
     def _client(self) -> Any:
         client = distributed.global_state.client

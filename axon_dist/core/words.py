@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -29,6 +30,29 @@ def printable(text: str) -> str:
     """
     allowed = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return "".join(allowed)
+
+
+def pattern_error(pattern: str) -> str | None:
+    """Why names cannot be searched for a regular expression, or None.
+
+    Example:
+        >>> pattern_error("blocks/.*/kernel"), pattern_error("(a+)+")
+        (None, 'repeats a group, which can take for ever where a name is nearly found')
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"is no regular expression: {error}"
+    # What is escaped, or in a class of letters, is no group.
+    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)
+    if re.search(r"\)[*+{]", plain):
+        return "repeats a group, which can take for ever where a name is nearly found"
+    if len(re.findall(r"[*+{]", plain)) > _MOST_REPEATS:
+        return f"repeats more than {_MOST_REPEATS} times, which can take for ever, too"
+    return None
+
+
+_MOST_REPEATS = 6
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:

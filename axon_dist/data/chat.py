@@ -309,8 +309,8 @@ def _template_in(path: Path) -> Rendered | None:
         raise ConfigError(f"cannot read the chat template in {str(path)!r}: {error}") from error
     source = config.get("chat_template") if path.suffix == ".json" else text
     if isinstance(source, list):
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-        source = named.get("default")
+        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
+        source = named[-1].get("template") if named else None
     if not isinstance(source, str):
         return None
     beside = path.with_name("tokenizer_config.json")

@@ -84,6 +84,8 @@ def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
             while file.tell() < file.size():
                 message = arrow.ipc.read_message(file)
                 batch = arrow.ipc.read_record_batch(message, schema)
+                # Of bytes that lie, reading a value would end the process.
+                batch.validate(full=True)
                 yield batch, file.tell()
     except EOFError:
         return  # the mark at the end of a stream

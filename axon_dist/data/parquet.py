@@ -16,6 +16,9 @@ from .store import Span
 
 def check_columns(path: Path, wanted: Sequence[str], names: Sequence[str]) -> None:
     """Raises `ConfigError` unless a table has the columns that are read."""
+    twice = next((name for name in wanted if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path} has the column {twice!r} twice; write it anew with one")
     missing = next((name for name in wanted if name not in names), None)
     if missing is not None:
         raise ConfigError(
@@ -48,6 +51,9 @@ def rows_of(
             raise ConfigError(f"{where} cannot be read ({error}): correct or remove it") from error
 
 
+_ROWS = 2**14
+
+
 @dataclasses.dataclass(frozen=True)
 class ParquetSource(DocumentSource):
     """Parquet files; options as in `DocumentSource`, whose fields are the names of columns.
@@ -73,11 +79,13 @@ class ParquetSource(DocumentSource):
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Reads the columns that are asked for of a group of rows."""
-        group, _, count, first = span
+        group, _, _, first = span
         with self._reading(path) as file:
             check_columns(path, self.columns, file.schema_arrow.names)
-            table = file.read_row_group(group, columns=list(self.columns))
-        yield from rows_of(table, self.columns, count, first, path)
+            # A group of any size, of which a few rows at a time are in memory.
+            for batch in file.iter_batches(_ROWS, [group], list(self.columns)):
+                yield from rows_of(batch, self.columns, batch.num_rows, first, path)
+                first += batch.num_rows
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[Any]:

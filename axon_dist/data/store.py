@@ -330,7 +330,8 @@ def digest_of(*texts: bytes) -> str:
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
     """Whether this process has a lock, which it loses with its life."""
-    with open(path, "ab") as file:
+    # A pipe that somebody has put in its place must not be waited for.
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -365,7 +366,7 @@ def _read_index(path: Path) -> JsonDict:
             for row in rows.values()
         )
         return rows if is_whole else {}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError):
         return {}
 
 
@@ -373,5 +374,15 @@ def _read_index(path: Path) -> JsonDict:
 def _written(path: Path) -> Iterator[Any]:
     """A file to write, which appears under its name when all of it is there."""
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        yield file
-    os.replace(file.name, path)
+        try:
+            yield file
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException as error:
+            os.unlink(file.name)
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"data.cache: {str(path)!r} cannot be written: {error.strerror}; make room, "
+                    "remove what is there, or name another folder"
+                ) from error
+            raise

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError, install_command
 from ..core.files import as_path, kind_at, read_text
@@ -93,25 +94,27 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
             "on bytes."
         )
     vocab_size = max(vocabulary.values()) + 1
-    dtype = np.min_scalar_type(vocab_size - 1)
+    encoded_by = functools.partial(_encoded, path, model)
     known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
     added = _end(model.token_to_id, end_token, path)
-    last = model.encode(known)
+    last = encoded_by(known)
     behind = [*last.ids[len(last.ids) - _num_behind(last) :], *added]
 
     def encode(content: bytes) -> np.ndarray:
-        return np.array([*model.encode(content.decode()).ids, *added], dtype)
+        return _ids(path, [*encoded_by(content.decode()).ids, *added], vocab_size)
 
     def prompt(text: str) -> np.ndarray:
-        encoded = model.encode(_whole(text))
-        return np.array(encoded.ids[: len(encoded.ids) - _num_behind(encoded)], dtype)
+        encoded = encoded_by(_whole(text))
+        ids = encoded.ids[: len(encoded.ids) - _num_behind(encoded)]
+        return _ids(path, ids, vocab_size)
 
     def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
-        encoded = model.encode(prompt + text)
+        encoded = encoded_by(prompt + text)
         # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
         # learn, and a token on the border counts as prompt.
         before = [i for i, (a, b) in enumerate(encoded.offsets) if a < b and a < len(prompt)]
-        return np.array([*encoded.ids, *added], dtype), before[-1] + 1 if before else 0
+        ids = _ids(path, [*encoded.ids, *added], vocab_size)
+        return ids, before[-1] + 1 if before else 0
 
     return Tokenizer(
         f"tokens of {Path(path).name}",
@@ -120,7 +123,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         prompt=prompt,
         decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
         answer=answer,
-        chat=functools.partial(_tokens_of_chat, model, added, dtype),
+        chat=functools.partial(_tokens_of_chat, path, model, added, vocab_size),
         end=behind[0] if behind else None,
         digest=digest_of(text.encode(), repr(end_token).encode()),
     )
@@ -143,7 +146,14 @@ def _read(path: str) -> tuple[str, Any]:
         )
     try:
         text = read_text(file, f"data.tokenizer={path!r}", most=_MOST_BYTES)
-        return text, tokenizers.Tokenizer.from_str(text)
+        model = tokenizers.Tokenizer.from_str(text)
+        # What cuts and fills the texts of a batch would do so with documents.
+        model.no_truncation()
+        model.no_padding()
+        state = model.normalizer.__getstate__() if model.normalizer else b"{}"
+        if (growth := _growth(json.loads(state))) > _MOST_GROWTH:
+            raise ValueError(f"its normalizer can make {growth} letters of one")
+        return text, model
     except ConfigError:
         raise
     except BaseException as error:
@@ -152,18 +162,53 @@ def _read(path: str) -> tuple[str, Any]:
             raise
         raise ConfigError(
             f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
-            f"{tokenizers.__version__} reads ({error}): save it with Tokenizer.save."
+            f"{tokenizers.__version__} reads ({error!s:.200}): save it with Tokenizer.save."
         ) from error
 
 
+_MOST_GROWTH = 64
+
+
+def _growth(normalizer: Any) -> int:
+    """How many letters a normalizer can make of one, where it puts texts in the place of others."""
+    parts = normalizer.get("normalizers", ())
+    own = max(1, len(normalizer.get("content", "")))
+    return own * math.prod(map(_growth, parts))
+
+
+def _encoded(path: str, model: Any, text: str, **options: bool) -> Any:
+    """A text as the library encodes it, which may fail by what is in its file."""
+    try:
+        return model.encode(text, **options)
+    except BaseException as error:
+        # A panic of the library, which is written in Rust, is no Exception.
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ConfigError(
+            f"data.tokenizer={path!r} cannot encode {text!r:.60} ({error!s:.200}): give it a "
+            "token for what it does not know, or train it on such texts"
+        ) from error
+
+
+def _ids(path: str, ids: list[int], vocab_size: int) -> np.ndarray:
+    """Ids in the smallest dtype that holds those of the vocabulary; others are refused."""
+    if (most := max(ids, default=0)) >= vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={path!r} adds the token {most}, and its vocabulary ends at "
+            f"{vocab_size - 1}; correct its post_processor"
+        )
+    return np.array(ids, np.min_scalar_type(vocab_size - 1))
+
+
 def _tokens_of_chat(
-    model: Any, added: tuple[int, ...], dtype: DTypeLike, pieces: Pieces
+    path: str, model: Any, added: tuple[int, ...], vocab_size: int, pieces: Pieces
 ) -> tuple[np.ndarray, np.ndarray]:
     # A template says itself where a special token stands.
-    encoded = model.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+    text = "".join(text for text, _ in pieces)
+    encoded = _encoded(path, model, text, add_special_tokens=False)
     letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
     is_learned = [bool(letters[a:b].all()) for a, b in encoded.offsets]
-    ids = np.array([*encoded.ids, *added], dtype)
+    ids = _ids(path, [*encoded.ids, *added], vocab_size)
     return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
 
 

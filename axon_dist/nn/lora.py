@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from ..core.checks import FLOATS, MODULE, RNGS, checked
 from ..core.errors import ConfigError
 from ..core.typing import Array, Path
+from ..core.words import pattern_error
 from ..ops.fp8 import size_of
 
 
@@ -96,13 +97,11 @@ def lora(
     layers = dict(_layers(adapted))
     paths = (paths,) if isinstance(paths, str) else paths
     for path in paths:
-        try:
-            re.compile(path)
-        except re.error as error:
+        if why := pattern_error(path):
             raise ConfigError(
-                f"lora got the path {path!r}, which is no regular expression: {error}; give one "
-                "that is found in the paths of layers, such as 'attention'"
-            ) from error
+                f"lora got the path {path!r}, which {why}; give one that is found in the paths of "
+                "layers, such as 'attention'"
+            )
         if not any(re.search(path, name) for name in layers):
             raise ConfigError(
                 f"lora got the path {path!r}, which finds none of the model's nnx.Linear and "

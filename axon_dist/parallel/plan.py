@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from ..core.checks import TEXT
 from ..core.errors import ConfigError, DivisibilityError, did_you_mean
 from ..core.typing import Path, Shape
+from ..core.words import pattern_error
 from ..nn import ParallelMode
 from ..sharding import Decision, HasShape, Policy
 
@@ -92,12 +93,8 @@ class Rule:
 def check_pattern(pattern: str, dim: int | None) -> None:
     """Raises `ConfigError` for what is no regular expression, or a dim not counted from the end."""
     TEXT.check("a rule of a plan", "pattern", pattern)
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(
-            f"{pattern!r}: this pattern is no regular expression: {error}; correct it"
-        ) from None
+    if why := pattern_error(pattern):
+        raise ConfigError(f"{pattern!r}: this pattern {why}; correct it")
     if dim is not None and dim >= 0:
         raise ConfigError(
             f"{pattern!r}: dim is {dim}; count it from the end, so that it holds for "

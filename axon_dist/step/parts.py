@@ -27,6 +27,7 @@ from ..core.tree import (
     shapes_of,
 )
 from ..core.typing import Function, Path, PyTree, Shape, Trainable
+from ..core.words import pattern_error
 from ..ops.int8 import Int8Form, as_values, int8_form, narrowed
 from ..ops.precision import MixedPrecision, cast_floating, floating_dtype
 
@@ -65,14 +66,12 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
         chosen = [trainable_filter(one) for one in trainable]
         return lambda keys, variable: any(one(keys, variable) for one in chosen)
     if isinstance(trainable, str):
-        try:
-            pattern = re.compile(trainable)
-        except re.error as error:
+        if why := pattern_error(trainable):
             raise ConfigError(
-                f"trainable={trainable!r} is no regular expression: {error}; give one that is "
-                "found in the paths of what is trained, such as 'blocks/.*/kernel'"
-            ) from None
-
+                f"trainable={trainable!r} {why}; give one that is found in the paths of what is "
+                "trained, such as 'blocks/.*/kernel'"
+            )
+        pattern = re.compile(trainable)
         return lambda keys, variable: (
             isinstance(variable, nnx.Param) and pattern.search(_path(keys)) is not None
         )

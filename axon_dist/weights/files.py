@@ -28,6 +28,7 @@ from axon_dist.core.errors import (
 )
 from axon_dist.core.files import Address, Place, as_path, as_place, kind_at, read_text, snapshot
 from axon_dist.core.typing import Shape
+from axon_dist.core.words import pattern_error
 
 from .rule import WeightRule, WeightRules, shorten
 
@@ -254,7 +255,14 @@ def list_adapters(folder: Path) -> dict[str, TensorEntry]:
                 )
         entries = list_tensors(folder / f"{ADAPTER_STEM}.safetensors")
         return {name: _scaled(name, entry, config) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
         if isinstance(error, CheckpointError | UnsupportedError):
             raise
         raise CheckpointError(
@@ -270,6 +278,8 @@ def _scaled(name: str, entry: TensorEntry, config: Mapping[str, object]) -> Tens
     alpha, rank = config["lora_alpha"], entry.shape[1]
     patterns = config.get("alpha_pattern") or {}
     for pattern, value in patterns.items():  # type: ignore[union-attr]
+        if why := pattern_error(pattern):
+            raise ValueError(f"alpha_pattern has {pattern!r:.80}, which {why}")
         if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", hit["layer"]):
             alpha = value
             break

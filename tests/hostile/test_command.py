@@ -34,6 +34,9 @@ YAML = {
     "tag of a function": "seed: !!python/object/apply:os.getcwd []",
     "tag of nobody": "seed: !mine 3",
     "binary": "name: !!binary aGVsbG8=",
+    "tag of a truth": "seed: !!bool 7",
+    "tag of a number": "seed: !!int ''",
+    "tag of a date": "name: !!timestamp x",
     "set": "name: !!set {a, b}",
     "ordered": "name: !!omap [a: 1]",
     "date": "name: 2024-01-01",
@@ -86,6 +89,7 @@ OVERRIDES = [
     "train..steps=3",
     ".train.steps=3",
     "a.b.c=",
+    "a." * 5000 + "a=1",
     "seed.a=1",
     "train.steps=\u0661\u0662",
     'train.clip_norm="\u0661\u0662"',
@@ -758,6 +762,11 @@ def test_files_that_lie(capsys, config, tmp_path, kind, name):
     refused(capsys, ["data", "check", str(config), data, *model, "--no-step"])
 
 
+def word_level(vocabulary, **parts):
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "u"}
+    return json.dumps({"version": "1.0", "model": model, **parts})
+
+
 TOKENIZERS = {
     "empty": "",
     "text": "hello",
@@ -770,6 +779,27 @@ TOKENIZERS = {
     "negative": json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": -1},
                                                        "unk_token": "a"}}),
     "version": '{"version": "99.0", "model": {}}',
+    "nothing for the rest": word_level({"zzz": 0}),
+    "token behind the last": word_level(
+        {"u": 0}, post_processor={"type": "BertProcessing", "sep": ["x", 999], "cls": ["y", 888]}
+    ),
+    "special token of nobody": word_level(
+        {"u": 0},
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        },
+    ),
+    "grows": word_level(
+        {"u": 0},
+        normalizer={
+            "type": "Sequence",
+            "normalizers": [{"type": "Replace", "pattern": {"String": "l"}, "content": "l" * 99}]
+            * 4,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Files of somebody else that are not what they say: each is one error, and none is waited for."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -11,8 +12,9 @@ import pytest
 from axon_dist.checkpoint import list_tensors
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.core.files import as_path, as_place
-from axon_dist.data import JsonlSource, TokenSource, chat
+from axon_dist.data import DatasetsSource, JsonlSource, TokenSource, chat
 from axon_dist.data.chat import find_template
+from axon_dist.weights.files import find_tensors
 
 
 def row(begin, end, shape=(2,), dtype="F32"):
@@ -33,6 +35,12 @@ LIES = {
     "offsets": ({"a": row(0.0, 8.0)}, 8, "whole numbers"),
     "dtype": ({"a": row(0, 8, dtype="F31")}, 8, "F31"),
     "list": ("[1]", 0, "cannot read"),
+    "mark": ("\ufeff{}", 0, "cannot read"),
+    "metadata": ({"__metadata__": {"a": 1}}, 0, "is no text"),
+    "metadata list": ({"__metadata__": [1]}, 0, "cannot read"),
+    "too large": ({"a": row(0, 0, [2**62, 0])}, 0, "too big"),
+    "dims": ({"a": row(0, 4, [1] * 100)}, 4, "maximum supported dimension"),
+    "late": ('{"n": 1' + "".join(f', "n{i}": 1' for i in range(99_999)) + ', "n": 1}', 0, "twice"),
 }
 
 
@@ -130,6 +138,73 @@ def test_a_list_beside_a_template(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="is a list and must be an object"):
         find_template(str(tmp_path / "t.jinja"), None)
+
+
+def test_a_template_by_a_name_that_is_none(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": []}, 3]}')
+    with pytest.raises(ConfigError, match="has no chat_template"):
+        find_template(str(tmp_path / "tokenizer_config.json"), None)
+
+
+ADAPTERS = {
+    "rank": ({}, (2, 0), "division by zero"),
+    "huge": ({"lora_alpha": 10**400}, (2, 1), "too large"),
+    "endless": ({"alpha_pattern": {"(a+)+$": 1}}, (2, 1), "repeats a group"),
+    "repeats": ({"alpha_pattern": {"a{99999999999}": 1}}, (2, 1), "no regular expression"),
+    "polynomial": ({"alpha_pattern": {".*" * 9: 1}}, (2, 1), "repeats more than"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_that_lie(tmp_path, name):
+    config, shape, words = ADAPTERS[name]
+    config = {"peft_type": "LORA", "lora_alpha": 4, **config}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    size = 4 * shape[0] * shape[1]
+    layer = "base_model.model.aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"
+    text = json.dumps({f"{layer}.lora_B.weight": row(0, size, shape)}).encode()
+    contents = struct.pack("<Q", len(text)) + text + bytes(size)
+    (tmp_path / "adapter_model.safetensors").write_bytes(contents)
+    with pytest.raises(CheckpointError, match=words):
+        find_tensors(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ['{"a": [[1e999, 1, 1, 1], 1, "x", []]}', None])
+def test_kept_tokens_that_are_damaged(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text('{"text": "hello there"}\n' * 40)
+    source = JsonlSource(files=(str(tmp_path / "a.jsonl"),), packed=True, too_long="split")
+    source.open(16)
+    for path in [*(tmp_path / ".axon_tokens").glob("*.json")]:
+        path.unlink()
+        path.mkdir() if text is None else path.write_text(text)
+    refused = pytest.raises(ConfigError, match=r"data.cache: .* cannot be written: Is a directory")
+    with refused if text is None else contextlib.nullcontext():
+        source.open(16)
+
+
+def test_a_lock_that_is_a_pipe(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "hello there"}\n' * 40)
+    source = JsonlSource(files=(str(tmp_path / "a.jsonl"),), packed=True, too_long="split")
+    source.open(16)
+    for path in [*(tmp_path / ".axon_tokens").glob("*.tokens")]:
+        path.unlink()
+        os.mkfifo(path.with_suffix(".lock"))
+    source.open(16)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_arrow_with_flipped_bytes(tmp_path, seed):
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"text": ["hello there my friend"] * 40})
+    with arrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    contents = bytearray((tmp_path / "a.arrow").read_bytes())
+    # Where the offsets of the texts lie: read unchecked, one ends the process.
+    start = contents.index(struct.pack("<3i", 0, 21, 42)) + 4 * seed + 4
+    contents[start : start + 4] = b"\xff\xff\xff\x7f"
+    (tmp_path / "a.arrow").write_bytes(contents)
+    with pytest.raises(ConfigError, match="no stream of Arrow"):
+        DatasetsSource(files=(str(tmp_path / "a.arrow"),)).open(16)
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/run", pathlib.Path("az://bucket/run")])

@@ -1,7 +1,9 @@
 """One of several processes that save together: rank, number of processes, port, folder."""
 
 import os
+import resource
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -90,7 +92,22 @@ def main(rank, num_processes, port, folder):
         (occupied / "thesis").write_text("")
     with pytest.raises(CheckpointError, match="a folder that holds 'thesis'"):
         save_checkpoint(occupied, state)
+    check_full_disk_of_one(folder / "full_disk", state, rank)
     print(f"process {rank} done", flush=True)
+
+
+def check_full_disk_of_one(path, state, rank):
+    """Process 1 cannot write a byte: the others do not wait for it, and the next save is good."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"process 1 could not write: .*File too large"):
+        save_checkpoint(path, state)
+    assert time.monotonic() - started < 60
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    save_checkpoint(path, state)
+    check(load_checkpoint(path, state))
 
 
 if __name__ == "__main__":
