@@ -5,6 +5,8 @@
     python -m benchmarks.aot --mesh fsdp=8,tp=8 --target h100:8x8 --model 8b --tensor sequence
     python -m benchmarks.aot --mesh fsdp=1,cp=8 --model 1b --length 131072
     python -m benchmarks.aot --mesh pp=8 --schedule 1f1b --accumulate 64 --model 1b
+    python -m benchmarks.aot --mesh ep=8 --experts 64,4,2048 --num-layers 8
+    python -m benchmarks.aot --length 32768 --documents
 
 The step is the whole one: the library's transformer, the strategy, AdamW, clipping by global norm,
 bfloat16 compute over float32 parameters and moments, every block rematerialised, one sequence of
@@ -36,8 +38,9 @@ from rich.table import Table
 from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step
 from axon_dist.inspect import report, target_devices
 from axon_dist.mesh.targets import prepare_environment
-from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import STRATEGIES, compose
+from axon_dist.planner import read_step
 from axon_dist.schedule import Costs, PipelineSchedule, Schedule, summarize
 
 from .aot_theory import Work, theory
@@ -71,11 +74,13 @@ def main() -> None:
         scan_layers=args.layers == "scan",
         attention=args.attention,
         max_length=args.length,
+        experts=args.experts,
         **({} if args.num_layers is None else {"num_layers": args.num_layers}),
     )
     start = time.perf_counter()
     step = build(config, args, world)
-    batch = {"tokens": jax.ShapeDtypeStruct((samples(args, world), args.length + 1), jnp.int32)}
+    tokens = jax.ShapeDtypeStruct((samples(args, world), args.length + 1), jnp.int32)
+    batch = {"tokens": tokens} | ({"segments": tokens} if args.documents else {})
     built = time.perf_counter()
     lowered = step.lower(batch)
     middle = time.perf_counter()
@@ -83,7 +88,7 @@ def main() -> None:
     end = time.perf_counter()
     seconds = {"build": built - start, "lower": middle - built, "compile": end - middle}
 
-    found = report(compiled, world.mesh)
+    found = report(compiled, world.mesh, traced_flops=read_step(step, batch).flops)
     if args.hlo:
         pathlib.Path(args.hlo).write_text(compiled.as_text())
     table = None if step.strategy.pipeline is None else step.strategy.pipeline.schedule
@@ -107,6 +112,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schedule", choices=sorted(PipelineSchedule), default="eager_1f1b")
     parser.add_argument("--mesh", help="axes, such as dp=2,fsdp=4")
     parser.add_argument("--layers", default="list", choices=["list", "scan"])
+    parser.add_argument("--experts", type=experts_of, help="E,k,width: none left out")
+    parser.add_argument("--documents", action="store_true", help="several in a row, kept apart")
     parser.add_argument("--num-layers", type=int, help="fewer than the model has")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--attention", default="auto")
@@ -120,6 +127,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json")
     parser.add_argument("--hlo")
     return parser.parse_args()
+
+
+def experts_of(text: str) -> ExpertConfig:
+    """How many experts there are, how many a token goes to, and their hidden size."""
+    count, per_token, width = map(int, text.split(","))
+    return ExpertConfig(count=count, per_token=per_token, width=width)
 
 
 def default_mesh(strategy: str, num_devices: int) -> str:
@@ -136,16 +149,18 @@ def samples(args: argparse.Namespace, world: World) -> int:
 def build(config: TransformerConfig, args: argparse.Namespace, world: World) -> Any:
     """The train step of a run: AdamW, clipping, bfloat16, remat of every block."""
     factory = lambda: Transformer(config, rngs=nnx.Rngs(0))
-    axes, is_pipeline = world.spec.shape, "pp" in world.spec.shape
+    axes = world.spec.shape
     parts = []
-    if not is_pipeline or set(axes) & {"dp", "fsdp"}:
+    if set(axes) & {"dp", "fsdp"}:
         options = {} if args.per is None else {"reduction": Reduction(per=args.per)}
         parts.append(STRATEGIES[args.strategy](factory, world, **options))
     if "tp" in axes:
         parts.append(STRATEGIES["tensor"](factory, world, **TENSOR[args.tensor]))
     if "cp" in axes:
         parts.append(STRATEGIES["context"](factory, world))
-    if is_pipeline:
+    if "ep" in axes:
+        parts.append(STRATEGIES["expert"](factory, world))
+    if "pp" in axes:
         parts.append(
             STRATEGIES["pipeline"](
                 factory, world, num_microbatches=args.accumulate, schedule=args.schedule
@@ -211,7 +226,8 @@ def summary(
         "waited_ms": ledger.waited() * 1e3,
         "wire_ms": ledger.seconds() * 1e3,
         "modelled_ms": ledger.step_seconds * 1e3,
-        "tflop": found.flops.low / 1e12,
+        "tflop": found.flops.high / 1e12,
+        "traced_tflop": (found.traced_flops or 0) / 1e12,
         "theory_mb": sum(least.values()) / 1e6,
         "theory_parts_mb": {name: value / 1e6 for name, value in least.items()},
         "attention_kernels": found.attention,

@@ -60,6 +60,21 @@ def _rows() -> dict[str, str]:
             f"--length {length}"
             for name, length in _LONG.items()
         },
+        **{
+            f"experts-{mesh.replace('=', '').replace(',', '-')}": f"--target {target} --model 1b "
+            f"--num-layers 8 --layers scan --experts 64,4,2048 --mesh {mesh}"
+            for target, mesh in (
+                ("h100:8", "fsdp=8"),
+                ("h100:8", "ep=8"),
+                ("h100:8x8", "fsdp=8,ep=8"),
+            )
+        },
+        "packed-32k": f"{small} full_shard --layers scan --length 32768 --documents",
+        **{
+            f"{chip}-{model}": f"--target {target} --model {model} --layers scan"
+            for chip, target in (("a100", "a100-80:8"), ("v4", "v4:2x2x2"))
+            for model in ("1b", "7b")
+        },
         "v5p-1b": "--target v5p:2x2x2 --model 1b --layers scan",
         "v5p-7b": "--target v5p:2x2x2 --model 7b --layers scan",
         "v5p-64-7b": "--target v5p:4x4x4 --model 7b --layers scan",
@@ -128,7 +143,9 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
     found = Table(caption="per device and step; nothing was run")
     for column in ("row", "target", "mesh", "strategy"):
         found.add_column(column)
-    for column in ("peak GiB", "wire MB", "theory", "x", "modelled ms", "waited ms", "%", "exec."):
+    for column in ("peak GiB", "wire MB", "theory", "x", "modelled ms", "waited ms", "%"):
+        found.add_column(column, justify="right")
+    for column in ("FLOPs of traced", "exec."):
         found.add_column(column, justify="right")
     found.add_column("s", justify="right")
     for name, row in rows.items():
@@ -142,6 +159,7 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
             f"{row['modelled_ms']:.1f}",
             f"{row['waited_ms']:.1f}",
             f"{row['waited_ms'] / row['modelled_ms']:.1%}" if row["modelled_ms"] else "-",
+            f"{row['tflop'] / row['traced_tflop']:.3f}",
             f"{row['executed']:.3f}" if "executed" in row else "",
             f"{sum(row[f'{part}_seconds'] for part in ('build', 'lower', 'compile')):.0f}",
         )

@@ -12,6 +12,9 @@ stream of one microbatch on a device:
 * A ring of c ranks: keys and values once, and backwards the lighter of four arrays as wide as the
   keys and three as wide as the queries, with two numbers a query and head; the residual stream is
   distributed once, there and back.
+* Experts over e ranks, without capacity: tokens are gathered, again for the backward pass, and as
+  cotangents; results and gradients of tokens scattered, each `(e-1) A`, and with each of the five
+  the numbers and gates or their gradients. All that is no expert is reduced over the axis.
 * A pipeline: forward and backward the residual stream of every microbatch, for each chunk of a
   rank.
 """
@@ -68,6 +71,20 @@ class Work:
         """Layers that a rank computes."""
         return -(-self.config.num_layers // self.size("pp"))
 
+    @property
+    def dense(self) -> int:
+        """Parameters that belong to no expert."""
+        return num_params(self.config) - self.sparse
+
+    @property
+    def sparse(self) -> int:
+        """Parameters of all experts, gated ones of three matrices."""
+        config, experts = self.config, self.config.experts
+        if experts is None:
+            return 0
+        hidden = experts.width or config.hidden_size
+        return config.num_layers * experts.count * 3 * config.width * hidden
+
 
 def theory(work: Work) -> dict[str, float]:
     """Bytes per device and step, by what they are for; what an axis of one rank would send is 0."""
@@ -75,6 +92,7 @@ def theory(work: Work) -> dict[str, float]:
         "data": _data(work),
         "tp": _tensor(work),
         "cp": _context(work),
+        "ep": _experts(work),
         "pp": _pipeline(work),
     }
     return {name: value for name, value in found.items() if value}
@@ -86,7 +104,7 @@ def _data(work: Work) -> float:
     ranks = work.size("dp", "fsdp", "cp") if not work.size("pp") > 1 else work.size("dp", "fsdp")
     ring = (ranks - 1) / ranks
     on_rank = work.size("tp", "pp")
-    params = _ITEM * num_params(config) / on_rank
+    params = _ITEM * (work.dense + work.sparse / work.size("ep")) / on_rank
     root = _ITEM * config.vocab_size * config.width * (1 if config.tied_head else 2) / on_rank
     times = work.microbatches if work.per == "microbatch" else 1
     if work.size("pp") > 1:
@@ -123,6 +141,16 @@ def _context(work: Work) -> float:
     numbers = 2 * 4 * positions * config.num_heads
     layer = (ranks - 1) * (2 * keys + min(4 * keys, 3 * queries + numbers))
     return work.microbatches * (work.layers * layer + 2 * work.activations)
+
+
+def _experts(work: Work) -> float:
+    ranks, experts = work.size("ep"), work.config.experts
+    if ranks == 1 or experts is None:
+        return 0
+    # A number of four bytes for each choice of an expert, and its gate.
+    rows = work.activations + 4 * work.length * experts.per_token
+    dense = 2 * (ranks - 1) / ranks * _ITEM * work.dense / work.size("fsdp")
+    return work.microbatches * (work.layers * (ranks - 1) * 5 * rows + dense)
 
 
 def _pipeline(work: Work) -> float:

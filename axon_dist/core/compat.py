@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import math
 import os
 import types
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,31 @@ def new_operation(
 
         ad.primitive_jvps[operation] = derived
     return operation
+
+
+def splash_flops(
+    name: str, operands: Iterable[Sequence[int]], results: Iterable[Sequence[int]]
+) -> int:
+    """The matrix operations of a splash attention kernel on all pairs; 0 for other kernels.
+
+    Args:
+        name: of the kernel; that of the backward pass is one of five products, or two of four and
+            of three.
+        operands: their shapes; the largest are the queries, `[..., T, K]`, against as many keys.
+        results: their shapes.
+
+    Example:
+        >>> splash_flops("splash_mha_fwd_residuals", [(8, 64, 32)], [(8, 64, 32)])
+        2097152
+    """
+    if "splash_m" not in name:
+        return 0
+    queries = max((shape for shape in operands if len(shape) > 2), key=math.prod)
+    products = 3 if "_dq" in name else 2
+    if "_dkv" in name:
+        # The one kernel leaves an addend of the queries' gradient for every block of keys.
+        products = 5 if any(len(shape) > len(queries) for shape in results) else 4
+    return products * 2 * math.prod(queries) * queries[-2]
 
 
 def splash_gradients(

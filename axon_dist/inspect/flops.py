@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from ..core.compat import splash_flops
 from ..mesh.chips import Hardware
 from .computations import trip_count, usually_called, visits
 from .parse import Computation, Instruction, Module, ProgramLike, as_module
@@ -79,8 +80,9 @@ def _custom_call(computation: Computation, instruction: Instruction) -> int | No
         return _attention(computation, instruction, backward="Backward" in target)
     if "$conv" in target:
         return _convolution(computation, instruction)
-    if products := _splash_products(instruction):
-        return _splash(computation, instruction, products)
+    shapes = computation.operand_shapes(instruction), instruction.shapes
+    if count := splash_flops(instruction.name, *([s.dims for s in x] for x in shapes)):
+        return count
     if match := _COST.search(attributes):
         return int(json.loads(match.group(1)).get("flops", 0))
     return 0 if _NO_FLOPS.search(target) else None
@@ -94,26 +96,6 @@ def _attention(computation: Computation, instruction: Instruction, backward: boo
         return 0
     head_dim = computation.operand_shapes(instruction)[0].dims[-1]
     return (5 if backward else 2) * 2 * math.prod(_dims(match.group(1))) * head_dim
-
-
-def _splash_products(instruction: Instruction) -> int:
-    """How many products of all pairs a splash attention kernel of TPUs forms; 0 for others.
-
-    Its backward pass is one kernel of five, or two of four and of three.
-    """
-    if "splash_m" not in instruction.name:
-        return 0
-    if "_dkv" not in instruction.name:
-        return 3 if "_dq" in instruction.name else 2
-    # The one kernel leaves an addend of the queries' gradient for every block of keys.
-    return 5 if len({len(shape.dims) for shape in instruction.shapes}) > 1 else 4
-
-
-def _splash(computation: Computation, instruction: Instruction, products: int) -> int:
-    """Of queries `[..., T, K]`, the largest operand, against as many keys."""
-    shapes = computation.operand_shapes(instruction)
-    queries = max((s for s in shapes if len(s.dims) > 2), key=lambda shape: shape.size)
-    return products * 2 * queries.size * queries.dims[-2]
 
 
 def _convolution(computation: Computation, instruction: Instruction) -> int:

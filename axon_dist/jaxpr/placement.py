@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from ..core.compat import RARE
+from ..core.compat import RARE, splash_flops
 from .factors import ELEMENTWISE, Factors, Role, factors, guessed
 
 Axes: TypeAlias = frozenset[str]
@@ -406,6 +406,11 @@ def flops_of(
         products = 2.0 * local(out, result) * math.prod(shapes[0][dim] for dim in summed)
         dense = products * (1 if ragged in summed else shapes[2][0])
         return dense / shapes[2][0] if platform == "tpu" else dense
+    if name == "pallas_call":
+        queries = max(range(len(shapes)), key=lambda at: math.prod(shapes[at]))
+        results = [each.aval.shape for each in equation.outvars]
+        count = splash_flops(equation.params["name"] or "", shapes, results)
+        return count / ways(union(splits[queries]))
     if name.startswith(ATTENTION):
         return (4.0 if "fwd" in name else 10.0) * local(shapes[0], splits[0]) * shapes[1][1]
     return 0.0

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from axon_dist.jaxpr.device import tape_of
 from axon_dist.jaxpr.liveness import peak_of
 from axon_dist.jaxpr.placement import NONE, placed, whole
+from axon_dist.ops.attention import splash_kernel
 
 DP = frozenset({"dp"})
 MATRIX = 64 * 64 * 4
@@ -55,6 +56,16 @@ def test_blocks_that_are_recomputed_keep_their_inputs():
 
     sizes = [peak_of(tape(jax.grad(lambda w, x, r=r: run(w, x, r)), W, X)) for r in (0, 1)]
     assert 16 * MATRIX < sizes[1] < 0.5 * sizes[0]
+
+
+def test_splash_attention_multiplies_two_products_of_all_pairs_and_five_backward():
+    attend = jax.vmap(splash_kernel(512, 2, causal=True))
+    run = lambda q, k, v: jnp.sum(attend(q, k, v))
+    queries = jnp.ones((4, 2, 512, 64), jnp.bfloat16)
+    splits = [(DP, NONE, NONE, NONE)] * 3
+    found = tape(jax.grad(run), queries, queries, queries, splits=splits, axes={"dp": 2})
+    # Besides, each query's gradient is multiplied with its output.
+    assert found.flops == pytest.approx((2 + 5) * 2 * queries.size * 512 / 2, rel=1e-3)
 
 
 def test_tanh_is_not_computed_twice():
