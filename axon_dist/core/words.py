@@ -37,16 +37,17 @@ def pattern_error(pattern: str) -> str | None:
 
     Example:
         >>> pattern_error("blocks/.*/kernel"), pattern_error("(a+)+")
-        (None, 'repeats a group, which can take for ever where a name is nearly found')
+        (None, 'repeats a group with choices, which can take for ever where a name is nearly found')
     """
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         return f"is no regular expression: {error}"
-    # What is escaped, or in a class of letters, is no group.
+    # What is escaped, or in a class of letters, is no group; one without choices is one text.
     plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)
+    plain = re.sub(r"\((\?:)?[^()*+{|?]*\)", "x", plain)
     if re.search(r"\)[*+{]", plain):
-        return "repeats a group, which can take for ever where a name is nearly found"
+        return "repeats a group with choices, which can take for ever where a name is nearly found"
     if len(re.findall(r"[*+{]", plain)) > _MOST_REPEATS:
         return f"repeats more than {_MOST_REPEATS} times, which can take for ever, too"
     return None
