@@ -74,6 +74,7 @@ def plainly(run, step=None):
     return count, float(losses.mean()), float((logits.argmax(-1) == windows[:, 1:]).mean())
 
 
+@pytest.mark.full
 @pytest.mark.sample("another mesh")
 @pytest.mark.parametrize(
     "where",
@@ -94,6 +95,7 @@ def test_evaluation_is_plain_jax(run, where):
     np.testing.assert_allclose(found.metrics["bits_per_byte"], loss / np.log(2), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_the_command_prints_and_writes_the_same(run, tmp_path, capsys):
     (tmp_path / "other.txt").write_text("validation: the quick brown fox jumps. " * 9)
     json_file = tmp_path / "found.json"

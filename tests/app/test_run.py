@@ -94,6 +94,7 @@ def test_the_written_config_makes_the_same_run(tiny, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.full
 def test_a_run_goes_on_without_matplotlib_and_its_program_and_says_why(tiny):
     console = plain_console()
     with (
@@ -129,6 +130,7 @@ def test_a_run_without_a_folder_gets_one_with_its_name(tiny, tmp_path, monkeypat
     assert yaml.safe_load(directory.config.read_text())["train"]["steps"] == 6
 
 
+@pytest.mark.full
 def test_other_processes_train_and_write_no_metrics(tiny, tmp_path):
     console = plain_console()
     with mock.patch("axon_dist.app.runs.Run.is_main", False):
@@ -316,6 +318,7 @@ def test_another_error_of_a_device_is_left_alone(tiny):
         train(RunConfig.from_dict(tiny))
 
 
+@pytest.mark.full
 def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
     monkeypatch.setattr(config_plans, "MOST", 1)
     monkeypatch.setattr(config_plans, "FEW", 0)

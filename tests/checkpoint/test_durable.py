@@ -52,6 +52,7 @@ def test_a_power_cut_loses_no_save_that_had_ended(tmp_path):
     assert rows == [("power cut, sharded", 8, 8), ("power cut, full", 8, 8)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "lost",
     [*(pytest.param(x, marks=pytest.mark.full) for x in ("files", "folders")), "the folder of all"],

@@ -22,6 +22,7 @@ def sft(tiny, tmp_path):
     return tiny | {"data": data | {"sequence_length": 16}}
 
 
+@pytest.mark.full
 def test_what_is_shown_and_measured(sft):
     found = check_data(RunConfig.from_dict(sft), num_samples=2, seconds=0.05)
     # Two documents of 8 tokens in a row of 17, of each the last 4 are targets.

@@ -300,13 +300,7 @@ def stages_of(step) -> Stages:
     return step.storage.rows.stages
 
 
-@pytest.mark.sample(
-    "penalty-zero_bubble_v-4-0",
-    "tied-interleaved_1f1b-4-0",
-    "twice-1f1b-4-0",
-    "recurrent-1f1b-0-1",
-    "common-1f1b-4-1",
-)
+@pytest.mark.sample("twice-1f1b-4-0", "recurrent-1f1b-0-1", "common-1f1b-4-1")
 @pytest.mark.parametrize(
     ("model", "schedule", "num_own", "num_shared"),
     [

@@ -112,6 +112,7 @@ class Gamma(nnx.Module):
         return self.head(x * jax.vmap(lambda key: jax.random.gamma(key, 3.0))(keys)[:, None])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"bucket_capacity": 64}], ids=str)
 def test_gamma_noise_is_that_of_one_device(options):
     accumulate = options.pop("accumulate", 1)

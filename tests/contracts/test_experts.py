@@ -157,6 +157,7 @@ def test_equals_one_device_in_fitting_slots(name, as_on_gpus):
     test_equals_one_device(name)
 
 
+@pytest.mark.full
 @pytest.mark.sample("tp")
 @pytest.mark.parametrize("name", part(ROWS, ["tp", "fsdp, slots, scan, remat"]))
 def test_equals_one_device(name):

@@ -111,6 +111,7 @@ def test_weights_that_travel_in_fp8_change_no_bit(name, compute):
         assert_close(params, want.params, 3e-3, "parameter")
 
 
+@pytest.mark.full
 def test_the_reference_rounds():
     wide = expected(False, 2, products=False)
     assert abs(wide.losses[-1] - expected(False, 2).losses[-1]) > 5e-3 * wide.losses[-1]

@@ -342,7 +342,6 @@ def check(row: Row, has_gradients: bool = True) -> None:
     "interleaved_1f1b-pp=2-m4-mlp--recompute",
     "1f1b-pp=1-m1-mlp--recompute",
     "zero_bubble_v-pp=2-m4-mlp--residuals",
-    "dual_pipe_v-pp=2-m8-mlp--recompute",
 )
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_one_device(row):

@@ -168,7 +168,6 @@ ALWAYS = {
 
 @pytest.mark.sample(
     "weighted-accumulate",
-    "root-accumulate",
     "contrast-accumulate",
     "contrast-by_hand",
     "weighted-pipeline",
@@ -242,7 +241,7 @@ def test_a_sum_and_a_term_of_its_own_is_counted_once():
         step(step.init(), batch(0))
 
 
-@pytest.mark.sample("True-pipeline", "True-accumulate")
+@pytest.mark.sample("True-pipeline")
 @pytest.mark.parametrize("option", ["accumulate", "buckets", "pipeline"])
 @pytest.mark.parametrize("weighs", [False, True])
 def test_metrics_are_those_of_the_whole_batch(option, weighs):

@@ -158,6 +158,7 @@ def test_fragments_meet_at_steps_of_their_own():
     assert_close(state.outer, want.buffers["common"], 1e-5, "outer parameter")
 
 
+@pytest.mark.full
 @pytest.mark.sample("local_sgd")
 @pytest.mark.parametrize(
     "slow",

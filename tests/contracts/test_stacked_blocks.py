@@ -192,6 +192,7 @@ def test_a_stack_needs_no_more_than_a_list():
         assert temp[True, remat] <= 1.03 * temp[False, remat]
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_checkpoint_of_the_models_own_is_not_recomputed_twice(remat):
     world = World.emulate(2, "dp=2")
@@ -203,6 +204,7 @@ def test_a_checkpoint_of_the_models_own_is_not_recomputed_twice(remat):
     assert text.count("stablehlo.tanh") == 2
 
 
+@pytest.mark.full
 def test_stacked_leaves_are_split_within_each_layer():
     """More layers than features: the largest dim would be the one that counts the layers."""
     step = build_train_step(

@@ -24,6 +24,7 @@ def test_the_side_of_a_file_depends_on_its_name_alone(names, random, fraction):
         assert {file.name for file in other} <= {file.name for file in side}
 
 
+@pytest.mark.full
 @given(NAMES, st.floats(0.01, 0.5))
 def test_a_larger_fraction_only_adds_to_validation(names, fraction):
     _, small = split_files(as_files(names), fraction)

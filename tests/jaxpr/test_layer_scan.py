@@ -93,6 +93,7 @@ def test_groups_compute_the_same(group, lengths):
     assert lengths[0] in [e.params.get("length", lengths[0]) for e in outer]
 
 
+@pytest.mark.full
 @pytest.mark.sample("False-expected1")
 @pytest.mark.parametrize(("prefetch", "expected"), [(True, [False, True]), (False, [True, True])])
 def test_what_runs_once_keeps_its_barrier(prefetch, expected):
@@ -157,6 +158,7 @@ def test_units_that_loop_are_a_loop_unless_asked():
         assert scans(rolled, params, rest, X) == lengths
 
 
+@pytest.mark.full
 def test_dropout_state_is_threaded_through_the_scan():
     model = Net(nnx.Rngs(0, dropout=1), rate=0.5)
     plain, rolled, params, rest = functions(model, 2, NOTHING)

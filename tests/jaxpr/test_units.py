@@ -47,6 +47,7 @@ def net():
     return Net(nnx.Rngs(0, dropout=1))
 
 
+@pytest.mark.full
 def test_marked_models_compute_the_same_bits_and_state():
     graphdef, state = nnx.split(net())
     x = jnp.linspace(-1, 1, 8).reshape(2, 4)

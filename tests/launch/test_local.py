@@ -112,6 +112,7 @@ def test_a_mistake_of_the_user_is_not_repeated(tmp_path):
     assert not any("restart" in line for line in told)
 
 
+@pytest.mark.full
 def test_elastic_goes_on_without_the_lost(tmp_path):
     program = (
         "count = int(os.environ['WORLD_SIZE']); print(count, flush=True); "
@@ -127,6 +128,7 @@ def test_elastic_goes_on_without_the_lost(tmp_path):
     assert told[-1] == "3 processes cannot go on with this run; trying 2"
 
 
+@pytest.mark.full
 def test_signals_reach_the_ranks_and_end_the_restarts(tmp_path):
     program = (
         "signal.signal(15, lambda *a: sys.exit(print('saved', flush=True))); "
@@ -206,6 +208,7 @@ def is_running(process):
     return stat.exists() and stat.read_text().split()[2] != "Z"
 
 
+@pytest.mark.full
 @pytest.mark.sample("9--9-")
 @pytest.mark.parametrize(
     ("number", "code", "text"),

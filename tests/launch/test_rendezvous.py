@@ -53,6 +53,12 @@ def test_no_process_0():
         rendezvous(f"localhost:{free_port()}", Peer.here(1, 2), timeout=0.5)
 
 
+@pytest.mark.sample(
+    "fields0-have the same rank; give each process a RANK of its own",
+    "fields1-expects 4; give all the same WORLD_SIZE",
+    "fields2-runs jax 0.1; install one version everywhere",
+    "fields4-words4",
+)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -71,6 +71,7 @@ def test_greedy_tokens_are_those_of_the_plain_loop():
     assert done.rows == [plain(model, prompt, 6) for prompt in PROMPTS]
 
 
+@pytest.mark.full
 def test_dropout_rests():
     assert generate(make(dropout=0.5), PROMPTS, 6, temperature=0).rows == (
         generate(make(), PROMPTS, 6, temperature=0).rows
@@ -95,6 +96,7 @@ def test_a_seed_is_a_text_and_rows_draw_apart():
     assert len(set(map(tuple, draws[0]))) == 4
 
 
+@pytest.mark.full
 @pytest.mark.sample("tp=2")
 @pytest.mark.parametrize("axes", ["tp=2", "fsdp=8"])
 def test_a_mesh_gives_the_tokens_of_one_device(make_world, axes):

@@ -178,6 +178,7 @@ def slowed(frequency, i, half, config):
     return slow * frequency / scaling.factor + (1 - slow) * frequency
 
 
+@pytest.mark.sample("gemma 3", "olmo 2", "mistral", "llama 3", "yarn")
 @pytest.mark.parametrize("row", ROWS)
 def test_logits_are_those_of_a_plain_model(row):
     config, make = made(ROWS[row])

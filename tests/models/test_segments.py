@@ -61,6 +61,7 @@ def one_by_one(**changes):
     return value_and_grads(model, [functools.partial(next_token_loss, batch=b) for b in batches])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("form", "changes"),
     [

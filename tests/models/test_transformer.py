@@ -131,6 +131,7 @@ def test_scanned_layers_are_the_same_model():
     )
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_dropout_draws_anew_in_training_and_rests_in_evaluation(scan_layers):
     model = make(dropout=0.5, scan_layers=scan_layers)

@@ -35,6 +35,7 @@ def reference(layer, x, causal):
 MORE = [(1, 4, False), (2, 4, False), (4, 4, True), (2, 2, True), (4, 2, False), (4, 1, False)]
 
 
+@pytest.mark.full
 @pytest.mark.sample("2-2-False")
 @pytest.mark.parametrize(
     ("size", "kv_heads", "causal"),

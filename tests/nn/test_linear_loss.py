@@ -31,6 +31,7 @@ def dense(hidden, kernel, bias, weights, z_loss=0.0, label_smoothing=0.0, soft_c
 ALL = {"z_loss": 0.1, "label_smoothing": 0.2, "soft_cap": 3.0}
 
 
+@pytest.mark.sample("5-options1")
 @pytest.mark.parametrize(("num_chunks", "options"), [(None, {}), (5, ALL)])
 def test_value_and_gradients_equal_those_of_all_logits(options, num_chunks):
     given = HIDDEN, KERNEL, BIAS, WEIGHTS

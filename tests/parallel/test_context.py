@@ -91,6 +91,7 @@ def test_attention_of_flax(mode):
         gradients(Encoder(nnx.Rngs(0)), context_parallel(mode), world, {"x": x}, masked)
 
 
+@pytest.mark.full
 def test_errors_name_sizes_and_remedies():
     world = World.emulate(8, "cp=8")
     with pytest.raises(DivisibilityError, match=r"24 positions .* cp=8, in two pieces .* of 16"):
@@ -109,6 +110,7 @@ def test_errors_name_sizes_and_remedies():
         gradients(make(), context_parallel(), World.emulate(8, "dp=8"))
 
 
+@pytest.mark.full
 def test_positions_are_distributed_once_and_keys_go_around_twice():
     """Two arrays a layer forwards and three backwards; the residual stream once there and back."""
     world, model = World.emulate(2, "cp=2"), make(num_layers=2, num_kv_heads=None)

@@ -120,6 +120,7 @@ def test_experts_of_other_models_equal_one_device_and_are_not_gathered(mesh, acc
     assert_close(state.params, want.params, 1e-5, "parameter")
 
 
+@pytest.mark.full
 @pytest.mark.sample("ring")
 @pytest.mark.parametrize("form", ["ring", "all_to_all"])
 def test_tokens_without_a_place_are_counted(form):
@@ -129,6 +130,7 @@ def test_tokens_without_a_place_are_counted(form):
     assert 0.5 <= float(metrics["dropped"]) < 1
 
 
+@pytest.mark.full
 @pytest.mark.sample("1.25")
 @pytest.mark.parametrize("capacity", [None, 1.25])
 def test_the_form_that_moves_fewer_bytes_is_chosen(capacity):

@@ -86,6 +86,7 @@ def test_gather_and_reshard_are_exact_inverses(world, name):
         assert c.sharding.is_fully_replicated
 
 
+@pytest.mark.full
 def test_an_update_survives_gathering_and_resharding(world):
     """Steps, with a round trip between them, end where plain data parallelism ends."""
     model = FSDP(tower.make(), world.group("dp"), min_elements=8)

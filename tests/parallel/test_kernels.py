@@ -54,6 +54,14 @@ def run(form, kv_heads, inside=()):
     return module.seen[-1]
 
 
+@pytest.mark.sample(
+    "flash-2-inside1-query1-key1",
+    "flash-4-inside2-query2-key2",
+    "auto-4-inside3-query3-key3",
+    "auto-4-inside4-query4-key4",
+    "einsum-4-inside5-query5-key5",
+    "einsum-4-inside6-query6-key6",
+)
 @pytest.mark.parametrize(
     ("form", "kv_heads", "inside", "query", "key"),
     [

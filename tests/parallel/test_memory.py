@@ -108,6 +108,7 @@ def assert_within(estimated, measured, tolerance=0.05):
         assert getattr(estimated, field) == expected, field
 
 
+@pytest.mark.full
 @pytest.mark.sample("zero1-float32", "full_shard-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["zero1", "shard_grad_op", "full_shard"])

@@ -34,6 +34,7 @@ def test_memory_kinds_of_the_state(world, offload, params, moments):
     assert kinds(state.opt_state) == moments
 
 
+@pytest.mark.full
 def test_a_step_computes_the_same_and_leaves_the_state_on_the_host(world):
     states = {}
     for offload in ("none", "full"):

@@ -88,6 +88,7 @@ def test_every_split_leaf_is_one_share(make_world):
     assert set(device_bytes(state.params).values()) == {(total - norms) // 8 + norms}
 
 
+@pytest.mark.full
 def test_a_block_sums_twice_forward_and_twice_backward(make_world):
     """The difference that one more layer makes."""
     world = make_world("tp=4")
@@ -101,6 +102,7 @@ def test_a_block_sums_twice_forward_and_twice_backward(make_world):
     assert found[1].num_executions() - found[0].num_executions() == 4
 
 
+@pytest.mark.full
 def test_the_loss_moves_no_vocabulary(make_world):
     """Twenty times the vocabulary, the same bytes."""
     world = make_world("tp=4")

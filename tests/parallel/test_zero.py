@@ -94,6 +94,7 @@ def test_measured_shares_of_eight_devices(world, stage):
     assert table.size == (64 * 32 // 8 if row.params else 64 * 32)
 
 
+@pytest.mark.full
 @pytest.mark.sample("2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_held_between_microbatches_are_as_estimated(world, stage):
@@ -116,6 +117,7 @@ def test_small_leaves_stay_whole_and_are_reported(world):
     assert bytes_per_device(state.params) == small + (total - small) // 8
 
 
+@pytest.mark.full
 def test_hybrid_splits_within_the_last_axis(make_world):
     world = make_world("dp=2,fsdp=4")
     strategy = fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8)

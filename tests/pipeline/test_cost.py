@@ -135,6 +135,7 @@ def test_every_rank_computes_its_part_of_the_head_and_no_stage_more():
     assert whole["B"][1].high == stage.high + output + head
 
 
+@pytest.mark.full
 @pytest.mark.sample("zero_bubble_h1-recompute-False")
 @pytest.mark.parametrize(
     ("name", "backward", "split"),
@@ -191,6 +192,7 @@ def test_the_halves_of_a_backward_pass_cost_the_whole():
     assert halves["W"][1].low > 0.4 * both
 
 
+@pytest.mark.full
 def test_1f1b_keeps_as_many_stage_inputs_as_the_paper_says():
     schedule, compiled = build("1f1b", 4, 8)
     carried = [

@@ -33,6 +33,7 @@ def test_every_candidate_uses_all_devices_and_divides_the_batch():
             assert one.pp > 1 or one.num_microbatches == 1
 
 
+@pytest.mark.full
 def test_tensor_parallelism_stays_inside_a_node():
     sizes = {arrangement.tp for arrangement in candidates(WORK, 16, H100)}
     assert sizes == {1, 2, 4, 8}

@@ -97,6 +97,7 @@ def test_a_slow_axis_makes_a_step_longer():
     assert fast.exposed == max(0.0, fast.communication - fast.compute)
 
 
+@pytest.mark.full
 @pytest.mark.sample("<lambda>-2-False")
 @pytest.mark.parametrize(
     ("model", "num_layers", "has_attention"),

@@ -147,6 +147,7 @@ def test_type_checkers_see_the_names_that_programs_find():
     assert set(seen) == {*SHOWN, *ALSO}
 
 
+@pytest.mark.full
 def test_rooms_are_found_by_name():
     program = (
         "import sys, axon_dist; assert 'jax' not in sys.modules; axon_dist.parallel.ddp; "

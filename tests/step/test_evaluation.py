@@ -89,7 +89,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sample("left out-train", "by position-deterministic", "by position-train")
+@pytest.mark.sample("left out-train", "by position-train")
 @pytest.mark.parametrize("module", [Deterministic(), Training()], ids=["deterministic", "train"])
 @pytest.mark.parametrize("call", CALLS)
 def test_bridged_models_are_told_by_their_own_argument(module, call):

@@ -130,6 +130,7 @@ def build(make, strategy, loss=loss_fn, **options):
     )
 
 
+@pytest.mark.full
 @pytest.mark.sample("Branchin-zero1-loss_fn-None")
 @pytest.mark.parametrize(
     ("make", "name", "loss", "remat"),

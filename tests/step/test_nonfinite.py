@@ -107,6 +107,7 @@ def test_a_poisoned_batch_is_skipped_on_all_devices(name, without_it):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.sample("fsdp")
 @pytest.mark.parametrize("name", ["fsdp", "pipeline"])
 def test_the_state_before_is_held_bit_for_bit_without_asking_the_host(name):
@@ -221,6 +222,7 @@ def fit(step, saves, num_steps=8, **options):
     return trainer, notes.notes, rows
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("save_every", [0, 2])
 def test_stopping_keeps_the_state_before_and_gives_the_batches_back(steps, save_every):
     saves = Saves({4: np.nan})

@@ -59,6 +59,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sample("accumulated-13")
 @pytest.mark.parametrize(("name", "samples"), CASES)
 def test_equals_one_device_without_padding(name, samples):
@@ -78,6 +79,7 @@ def test_equals_one_device_without_padding(name, samples):
     assert np.isfinite(float(metrics["worst"]))
 
 
+@pytest.mark.full
 def test_samples_draw_as_on_one_device():
     class Noisy(nnx.Module):
         def __init__(self):
@@ -115,6 +117,7 @@ def test_samples_keep_their_places(samples, count):
     np.testing.assert_array_equal(x[:samples], batch["x"])
 
 
+@pytest.mark.full
 def test_tokens_count_by_the_weight_of_their_sample():
     tokens = np.random.default_rng(0).integers(0, 16, (5, 7)).astype(np.int32)
     model = lambda tokens: jax.nn.one_hot(tokens, 16) * 3

@@ -83,6 +83,7 @@ def test_a_pipeline_goes_on_without_one_and_with_another(widths, others, make_wo
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_no_device_holds_all_of_a_pipelines_portable_form(make_world):
     step = step_of(make_world("pp=4"), pipelined(4, 4), (64,) * 4)
     portable = PortableForm(step).of(step.init())
