@@ -92,8 +92,7 @@ def all_gather(x: PyTree, group: ProcessGroup, tiled: bool = False, *, dim: int 
 def gather_tensor(x: PyTree, group: ProcessGroup, dst: int = 0) -> PyTree:
     """Gives rank `dst` the stack of all values, and every other rank zeros.
 
-    One program on many ranks has one shape per value, so the others cannot get nothing; they pay
-    for an all-gather, too.
+    One program has one shape per value: the others cannot get nothing, and all pay as to gather.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -232,6 +231,7 @@ def _member_rows(x: Array, group: ProcessGroup) -> list[Array]:
     return [rows[rank] for rank in group.members or ()]
 
 
+@checked(group=GROUP)
 def reduce_scatter_sum(
     x: PyTree, group: ProcessGroup, pad: bool = False, *, dim: int = 0
 ) -> PyTree:
@@ -243,8 +243,7 @@ def reduce_scatter_sum(
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
         group: the ranks that take part, N of them.
-        pad: appends zeros to the dim until N divides its size. The true values are the first
-            `x.shape[dim]` of the slices put together again.
+        pad: appends zeros to the dim until N divides its size, behind the true values.
         dim: the dim to cut, of one rank's array.
 
     Returns:
@@ -265,6 +264,7 @@ def reduce_scatter_sum(
     return each_leaf(_sum, x, group, pad=pad, dim=dim)
 
 
+@checked(group=GROUP)
 def reduce_scatter_mean(
     x: PyTree, group: ProcessGroup, pad: bool = False, *, dim: int = 0
 ) -> PyTree:

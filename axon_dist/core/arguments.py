@@ -30,6 +30,8 @@ from typing import (
     get_type_hints,
 )
 
+import numpy as np
+
 from .errors import AxonDistError, ConfigError
 
 _P = ParamSpec("_P")
@@ -151,7 +153,8 @@ def explain_calls(room: dict[str, Any]) -> None:
     for name, thing in list(room.items()):
         if name.startswith("_") or not getattr(thing, "__module__", "").startswith("axon_dist."):
             continue
-        if inspect.isfunction(thing) and not hasattr(thing, "__wrapped__"):
+        is_cached = hasattr(thing, "cache_info")
+        if is_cached or (inspect.isfunction(thing) and not hasattr(thing, "__wrapped__")):
             room[name] = _explained(thing, name, of_record=False)
         elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, BaseException)):
             _explain_methods(thing)
@@ -170,9 +173,13 @@ def _explain_methods(cls: type) -> None:
 
 def _explained(function: Callable[_P, _R], who: str, of_record: bool) -> Callable[_P, _R]:
     compare = _comparison(function, who, {}, has_failed=True)
+    # The call of a generator function runs nothing that could fail.
+    is_late = inspect.isgeneratorfunction(function)
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if is_late:
+            compare(args, kwargs)
         try:
             return function(*args, **kwargs)
         except AxonDistError:
@@ -243,6 +250,8 @@ def kind_of(hint: Any) -> ArgumentKind | None:
     if origin is Annotated:
         return next((x for x in terms if isinstance(x, ArgumentKind)), kind_of(terms[0]))
     if origin in (Union, UnionType):
+        if any(getattr(term, "__name__", "") == "SupportsDType" for term in terms):
+            return DTYPE.or_none() if NoneType in terms else DTYPE
         kinds = [kind for term in terms if (kind := kind_of(term)) is not None]
         if len(kinds) < len(terms):
             return None
@@ -295,6 +304,15 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and getattr(value.dtype, "kind", "V") not in "OUSmM"
 
 
+def _is_dtype(value: Any) -> bool:
+    """Whether a value is a dtype of numbers or truths, or names one."""
+    try:
+        dtype = np.dtype(value)
+    except (TypeError, ValueError):
+        return False
+    return value is not None and dtype.itemsize > 0 and dtype.kind not in "OUSmM"
+
+
 def _brief(value: object) -> str:
     """A value and its type in a few words; what prints over many lines is its type alone."""
     name = type(value).__name__
@@ -321,6 +339,7 @@ ITERABLE = ArgumentKind(
 )
 MAPPING = ArgumentKind("a mapping, such as a dict", lambda x: isinstance(x, Mapping))
 ARRAY = ArgumentKind("an array of numbers", _is_array)
+DTYPE = ArgumentKind("a dtype, such as 'float32'", _is_dtype)
 NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.several().holds(x))
 _ANYTHING = ArgumentKind("what the docstring says", lambda _: True)
 _KNOWN = "axon_dist.", "flax.", "jax", "optax."

@@ -61,7 +61,7 @@ def is_dtype(value: Any, kind: DTypeLike) -> bool:
     """Whether a value is a dtype of a kind, such as `jnp.floating`, or names one that JAX has."""
     try:
         return jnp.issubdtype(jnp.dtype(value), kind)
-    except TypeError:
+    except (TypeError, ValueError):
         return False
 
 
@@ -70,7 +70,8 @@ def is_module(value: object) -> bool:
     if isinstance(value, (nnx.Module, linen.Module)):
         return isinstance(value, nnx.Module)
     is_maker = callable(value) and (inspect.isclass(value) or takes(value))
-    return is_maker and not hasattr(value, "strategy")
+    # What functools.cache has kept of one trace is of no use in another.
+    return is_maker and not hasattr(value, "strategy") and not hasattr(value, "cache_info")
 
 
 NUMBERS = ArgumentKind("a dtype of numbers, such as 'float32'", lambda x: is_dtype(x, jnp.number))
@@ -82,7 +83,8 @@ MODULE = ArgumentKind(
     lambda x: isinstance(x, nnx.Module),
 )
 MODEL = ArgumentKind(
-    "an nnx.Module, or a function of no arguments that makes one; not a wrapper of one", is_module
+    "an nnx.Module, or a function of no arguments that makes a new one; not a wrapper of one",
+    is_module,
 )
 OPTIMIZER = ArgumentKind(
     "an optax transformation, such as optax.adamw(1e-3)",
@@ -93,6 +95,10 @@ OPTIMIZER = ArgumentKind(
 )
 RNGS = ArgumentKind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
 ARRAY = ArgumentKind("an array or a number", is_array)
+ARRAYS = ArgumentKind(
+    "arrays or their shapes, nested in dicts, lists, tuples or modules",
+    lambda x: all(map(SHAPED.holds, jax.tree.leaves(x))),
+)
 TREE = ArgumentKind(
     "arrays or numbers, nested in dicts, lists, tuples or modules",
     lambda x: all(map(is_array, jax.tree.leaves(x))),

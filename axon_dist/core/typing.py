@@ -7,13 +7,16 @@ from typing import Annotated, Any, TypeAlias
 
 import jax
 
-from .checks import TREE
+from .checks import ARRAYS, TREE
 
 Array: TypeAlias = jax.Array
 """A JAX array, or a tracer of one."""
 
 PyTree: TypeAlias = Annotated[Any, TREE]
 """Nested containers that `jax.tree` knows, with arrays at the leaves."""
+
+ArrayTree: TypeAlias = Annotated[Any, ARRAYS]
+"""A tree of which each leaf has a shape, which no number of Python has."""
 
 Path: TypeAlias = str
 """Where a leaf lives in its tree, as in `"blocks/0/attn/kernel"`."""

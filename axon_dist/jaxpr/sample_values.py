@@ -68,6 +68,7 @@ class Why(enum.StrEnum):
         "; where that keeps a divisor from being 0, return Weighted(total, weight) without it, for "
         "what weighs nothing is a loss of 0"
     )
+    PRODUCT = "multiplies or divides totals over the samples"
     NUMBERS = (
         "numbers the samples, and what is first in a part of a batch is not first in the whole"
     )
@@ -290,9 +291,8 @@ def _scaled(value: Value, scale: float) -> Value:
 
 
 def _product(left: Value, right: Value) -> str:
-    if left.is_rows or right.is_rows:
-        return "puts a total over the samples together with each of them"
-    return "multiplies or divides totals over the samples"
+    each = left.is_rows or right.is_rows
+    return "puts a total over the samples together with each of them" if each else Why.PRODUCT
 
 
 def _one_scale(*values: Value) -> float:

@@ -109,6 +109,7 @@ class World:
                 f"got a {type(self.mesh).__name__} for the mesh of a world; make the world by "
                 "World.init(...) or World.emulate(8)"
             )
+        object.__setattr__(self, "backend", Backend(self.backend))
 
     @classmethod
     def init(cls, axes: AxesLike = "dp=-1", devices: Sequence[Any] | None = None) -> World:

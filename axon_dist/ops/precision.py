@@ -18,7 +18,7 @@ from ..core.checks import MODULE, NUMBER, ArgumentKind, check_fields, checked
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import has_64_bits
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, ArrayTree, PyTree
 
 DTypeField: TypeAlias = Any
 """A dtype or its name, as a policy is given it; the dtype, as the policy has it."""
@@ -375,7 +375,7 @@ class GradScaler:
         """Multiplies a loss by the scale, in float32: float16 cannot hold the first scale."""
         return wide(loss) * state.scale
 
-    def unscale(self, grads: PyTree, state: ScalerState) -> PyTree:
+    def unscale(self, grads: ArrayTree, state: ScalerState) -> PyTree:
         """Divides gradients by the scale, in float32 or wider."""
         return jax.tree.map(lambda g: wide(g) / state.scale, grads)
 
@@ -405,6 +405,11 @@ class GradScaler:
 
     def load_state_dict(self, numbers: Mapping[str, int | float]) -> ScalerState:
         """The state of plain numbers; the reverse of `state_dict`."""
+        if missing := {"scale", "good_steps"}.difference(numbers):
+            raise ConfigError(
+                f"the state of a loss scale lacks {', '.join(sorted(missing))}; give what "
+                "state_dict returned"
+            )
         return ScalerState(
             scale=jnp.asarray(numbers["scale"], jnp.float32),
             good_steps=jnp.asarray(numbers["good_steps"], jnp.int32),
@@ -439,7 +444,7 @@ NormOf: TypeAlias = Callable[[PyTree], Array]
 
 
 def clip_by_global_norm(
-    grads: PyTree, max_norm: float | None, norm_of: NormOf = optax.tree.norm
+    grads: ArrayTree, max_norm: float | None, norm_of: NormOf = optax.tree.norm
 ) -> tuple[PyTree, Array]:
     """Scales gradients by `min(1, max_norm / (norm + 1e-6))`.
 
@@ -464,5 +469,7 @@ def clip_by_global_norm(
     norm = norm_of(jax.tree.map(wide, grads))
     if max_norm is None:
         return grads, norm
+    # JAX holds an integer of Python in 32 bits.
+    max_norm = float(max_norm) if isinstance(max_norm, int) else max_norm
     factor = jnp.where(norm > max_norm, max_norm / (norm + _EPSILON), 1.0)
     return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), norm

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, MuonState
 
-from ..core.checks import MODEL
+from ..core.checks import MODEL, SIZE, checked
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import stacks_of
 from ..core.tree import map_with_path
@@ -123,6 +124,7 @@ class NewtonSchulz:
         return x * scale, gram * scale**2
 
 
+@checked(ns_steps=SIZE)
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     ns_coeffs: Coefficients | str = JORDAN,
@@ -131,7 +133,7 @@ def muon(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = True,
     adaptive: bool = False,
@@ -390,7 +392,12 @@ def _is_dims(x: Any) -> bool:
 
 def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims of rows and of columns, counted from the first."""
-    assert dims is not None, "what is no matrix is masked out"
+    if not isinstance(dims, MuonDimensionNumbers):
+        raise ConfigError(
+            f"muon_weight_dimension_numbers has {dims!r:.60} for an array of shape "
+            f"{tuple(x.shape)}; give an optax.contrib.MuonDimensionNumbers, or None where an array "
+            "is no matrix"
+        )
 
     def read(axes):
         return tuple(a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes))

@@ -16,7 +16,7 @@ from ..collectives import GradSyncStrategy, broadcast, sync_gradients
 from ..core.checks import COUNT, MODEL, MODULE, OPTIMIZER, check_fields, checked
 from ..core.errors import ConfigError
 from ..core.tree import bytes_per_device, num_bytes, num_params
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, ArrayTree, PyTree
 from ..mesh import ProcessGroup, from_main
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision, cast_floating, clip_by_global_norm
@@ -235,14 +235,14 @@ class FullyShardedDataParallel(_Wrapper):
         whole = NamedSharding(self.group.mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.device_put(x, whole), params)
 
-    def reshard_parameters(self, params: PyTree) -> PyTree:
+    def reshard_parameters(self, params: ArrayTree) -> PyTree:
         """Splits arrays as the strategy keeps them; what was updated while whole stays updated."""
         kind = self.strategy.offload.params
         return jax.device_put(
             params, shardings(self.strategy.params, params, self.group.mesh, kind)
         )
 
-    def clip_grad_norm(self, grads: PyTree, max_norm: float) -> tuple[PyTree, Array]:
+    def clip_grad_norm(self, grads: ArrayTree, max_norm: float) -> tuple[PyTree, Array]:
         """Scales gradients down to a global norm, as `build_train_step(clip_norm=...)` does.
 
         Args:
@@ -408,7 +408,7 @@ def format_bytes(count: float) -> str:
 
 def estimate(
     strategy: Strategy,
-    params: PyTree,
+    params: ArrayTree,
     mesh: Mesh,
     optimizer: optax.GradientTransformation | None = None,
     grad_dtype: DTypeLike | None = None,

@@ -11,11 +11,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from flax import nnx
 
+from ..core.checks import COUNT, ArgumentKind
 from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mean
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
@@ -378,13 +379,14 @@ def arrange(strategy: str, num_ranks: int, **rest: Any) -> Arrangement:
     return Arrangement(strategy=strategy, **{axis: num_ranks}, **rest)
 
 
+DEVICES = ArgumentKind("a number, 1 to 10^6", lambda x: COUNT.holds(x) and x <= 10**6)
 _TURNS = 4
 """Microbatches for each stage of a pipeline, from which on it idles little."""
 
 
 def candidates(
     work: Workload,
-    num_devices: int,
+    num_devices: Annotated[int, DEVICES],
     hardware: Hardware,
     apart: SlowReplicas | None = None,
     replicas: int = 1,
@@ -434,7 +436,8 @@ def divisors(number: int) -> tuple[int, ...]:
         >>> divisors(12)
         (1, 2, 3, 4, 6, 12)
     """
-    return tuple(i for i in range(1, number + 1) if number % i == 0)
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return tuple(sorted({*small, *(number // i for i in small)}))
 
 
 def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:

@@ -24,11 +24,11 @@ from rich.table import Table
 
 from ..core.errors import ClaimError, ConfigError
 from ..core.tree import leaves_with_paths, map_with_path, path_str, shard_bytes
-from ..core.typing import Array, Leaf, Path, PyTree, Shape
+from ..core.typing import Array, ArrayTree, Leaf, Path, PyTree, Shape
 from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count
 
 
-def specs(policy: Policy, tree: PyTree, mesh: Mesh) -> PyTree:
+def specs(policy: Policy, tree: ArrayTree, mesh: Mesh) -> PyTree:
     """The PartitionSpec of every leaf of a tree.
 
     Args:
@@ -42,7 +42,9 @@ def specs(policy: Policy, tree: PyTree, mesh: Mesh) -> PyTree:
     return map_with_path(lambda path, leaf: policy(path, tuple(leaf.shape), mesh), tree)
 
 
-def shardings(policy: Policy, tree: PyTree, mesh: Mesh, memory_kind: str | None = None) -> PyTree:
+def shardings(
+    policy: Policy, tree: ArrayTree, mesh: Mesh, memory_kind: str | None = None
+) -> PyTree:
     """The NamedSharding of every leaf of a tree.
 
     Example:
@@ -62,7 +64,11 @@ def shardings(policy: Policy, tree: PyTree, mesh: Mesh, memory_kind: str | None 
 
 
 def optimizer_shardings(
-    policy: Policy, params: PyTree, opt_state: PyTree, mesh: Mesh, memory_kind: str | None = None
+    policy: Policy,
+    params: ArrayTree,
+    opt_state: ArrayTree,
+    mesh: Mesh,
+    memory_kind: str | None = None,
 ) -> PyTree:
     """The shardings of an optax state: moments lie as their parameter would under the policy.
 
@@ -83,7 +89,7 @@ def optimizer_shardings(
 
 
 def optimizer_decisions(
-    policy: Policy, params: PyTree, opt_state: PyTree, mesh: HasShape
+    policy: Policy, params: ArrayTree, opt_state: ArrayTree, mesh: HasShape
 ) -> PyTree:
     """What a policy decides about every leaf of an optax state.
 
@@ -293,7 +299,7 @@ class Explanation:
         """The rows that every device holds whole; the reason is theirs."""
         return tuple(row for row in self.rows if row.ways == 1)
 
-    def check(self, tree: PyTree) -> None:
+    def check(self, tree: ArrayTree) -> None:
         """Raises unless the arrays lie as decided: what was claimed is what there is.
 
         Args:
@@ -342,7 +348,7 @@ class Explanation:
         return capture.get()
 
 
-def explain(policy: Policy, tree: PyTree, mesh: HasShape, title: str = "layout") -> Explanation:
+def explain(policy: Policy, tree: ArrayTree, mesh: HasShape, title: str = "layout") -> Explanation:
     """Tells where a policy lays every array of a tree, which rule decided, and why.
 
     Args:
@@ -370,7 +376,11 @@ def explain(policy: Policy, tree: PyTree, mesh: HasShape, title: str = "layout")
 
 
 def explain_optimizer(
-    policy: Policy, params: PyTree, opt_state: PyTree, mesh: Mesh, title: str = "optimizer state"
+    policy: Policy,
+    params: ArrayTree,
+    opt_state: ArrayTree,
+    mesh: Mesh,
+    title: str = "optimizer state",
 ) -> Explanation:
     """As `explain`, of an optax state: moments lie as their parameter would."""
     decisions = jax.tree.leaves(optimizer_decisions(policy, params, opt_state, mesh))

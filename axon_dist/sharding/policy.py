@@ -6,21 +6,26 @@ import abc
 import dataclasses
 import math
 import re
-from typing import Any, Self, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, TypeAlias
 
 import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.checks import ArgumentKind, is_whole
+from ..core.checks import SIZE, ArgumentKind
 from ..core.errors import DivisibilityError, StrategyConflictError
 from ..core.tree import path_str
 from ..core.typing import Path, Shape
 
-HasShape: TypeAlias = Any
+HasShape: TypeAlias = Annotated[
+    Any,
+    ArgumentKind(
+        "a mesh, or sizes of one such as MeshSpec(fsdp=8)",
+        lambda x: isinstance(getattr(x, "shape", None), Mapping),
+    ),
+]
 """Anything whose `.shape` maps axis names to sizes: a Mesh, an AbstractMesh or a MeshSpec."""
-
-_NOT_NEGATIVE = ArgumentKind("a whole number, at least 0", lambda x: is_whole(x) and x >= 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +151,7 @@ class LargestDim(Policy):
     label: str = "largest_dim"
 
     def __post_init__(self) -> None:
-        _NOT_NEGATIVE.check(self.label, "min_elements", self.min_elements)
+        SIZE.check(self.label, "min_elements", self.min_elements)
 
     @property
     def flexible(self) -> bool:

@@ -58,7 +58,7 @@ class GlobalGather:
 
     mesh: Mesh
     own: PartitionSpec
-    grad: PartitionSpec | None
+    grad: PartitionSpec | None = dataclasses.field(compare=False)
     full: PartitionSpec
     ndim: int
     in_loop: bool = False

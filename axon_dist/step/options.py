@@ -117,6 +117,11 @@ def check_arguments(
             f"loss_fn is a {type(loss_fn).__name__}; give a function loss_fn(model, batch) that "
             "returns a scalar mean or Weighted(total, weight)"
         )
+    if hasattr(loss_fn, "cache_info"):
+        raise ConfigError(
+            "loss_fn is cached by functools, which cannot look up models and batches, and would "
+            "give what it kept of another trace; give the function itself, loss_fn.__wrapped__"
+        )
     _check_arity(loss_fn)
     if not isinstance(world, World):
         raise ConfigError(

@@ -328,6 +328,11 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
             "arguments that returns one (a Linen module goes through nnx.bridge.ToNNX)"
         )
+    if hasattr(model, "cache_info"):
+        raise ConfigError(
+            "the function that makes the model is cached by functools, and would give what it kept "
+            "of another trace; give the function itself, such as lambda: Model(rngs=nnx.Rngs(0))"
+        )
     _check_takes_nothing(model)
     found: list[Any] = []
 

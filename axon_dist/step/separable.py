@@ -21,11 +21,11 @@ from jax.extend.core import ClosedJaxpr
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError
-from ..core.tree import leaves_with_paths, shape_key
+from ..core.tree import is_key, leaves_with_paths, shape_key
 from ..core.typing import Batch, LossFn, Path
 from ..jaxpr.rows import output_shapes
 from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why
-from ..jaxpr.walk import moves_with
+from ..jaxpr.walk import moves_with, sources_of
 from ..parallel import keep_samples_apart
 from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
 from .objective import Prepare
@@ -78,6 +78,10 @@ _INSTEAD: MappingProxyType[str, str] = MappingProxyType(
         Why.DIFFERS: (
             "Let the program be one for every number of samples: a loop over them as "
             "jax.vmap(function)(samples) or jax.lax.map(function, samples)"
+        ),
+        Why.PRODUCT: (
+            "Take a product of means, as a load-balance loss is, over the tokens of each sample "
+            "and then the mean over the samples (arXiv:2405.04434)"
         ),
         Why.UNEVEN: _PAIRS,
         ALONE: _PAIRS,
@@ -174,6 +178,7 @@ class Separator:
             use = self._use(batch, (samples, whole), 1)
             found = self._in_sums(batch, (samples, whole), 1, use)
         self._check_buffers(self.program(batch, whole))
+        self._check_counts(self.program(batch, whole), use)
         means = self._means(use) if found is not None or use.loss.is_separable else frozenset()
         if found is not None:
             is_per_rank = per_rank and not why
@@ -328,14 +333,34 @@ class Separator:
         found = {path: one for path, one in use.buffers.items() if self._is_statistic(path, one)}
         for path, one in found.items():
             if not one.is_separable:
-                raise UnsupportedError(
-                    f"the buffer {path!r} {one.why}{one.place}. {self._microbatches} "
-                    "microbatches would change it in turn, and each find what those before have "
-                    "left, where one device changes it once, with the whole batch. Use one "
-                    "microbatch; or change the buffer between steps, from metrics of the loss; or, "
-                    "if it is to be changed in turn, say so: build_train_step(separable=False)"
-                )
+                raise self._in_turn(path, f"{one.why}{one.place}")
         return frozenset(found)
+
+    def _in_turn(self, path: Path, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the buffer {path!r} {what}. {self._microbatches} microbatches would change it in "
+            "turn, and each find what those before have left, where one device changes it once, "
+            "with the whole batch. Use one microbatch; or change the buffer between steps, from "
+            "metrics of the loss; or, if it is to be changed in turn, say so: "
+            "build_train_step(separable=False)"
+        )
+
+    def _check_counts(self, program: ClosedJaxpr, use: SampleUse) -> None:
+        """Raises for a count that follows the samples, unless it is added to and not read."""
+        if self._promise is not None or self._microbatches == 1:
+            return
+        shapes, sources = leaves_with_paths(self._parts.arguments[1]), sources_of(program.jaxpr)
+        before, after = len(leaves_with_paths(self._parts.weights)), len(sources) - len(shapes)
+        samples = range(before + len(shapes), len(program.jaxpr.invars))
+        for number, (path, leaf) in enumerate(shapes):
+            coupled = path in use.buffers and use.buffers[path].why != ""
+            follows = coupled or not sources[after + number].isdisjoint(samples)
+            if not follows or jnp.issubdtype(leaf.dtype, jnp.inexact) or is_key(leaf):
+                continue
+            readers = [at for at, found in enumerate(sources) if before + number in found]
+            if readers != [after + number]:
+                what = "and is read by something else" if readers else "whatever it was before"
+                raise self._in_turn(path, f"follows the samples, {what}")
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.checks import TEXTS
+from ..core.checks import TEXTS, checked
 from ..core.errors import AxonDistError
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path
@@ -71,6 +71,7 @@ def load_weights(
     keep: Iterable[str] = (),
     differ: Iterable[str] = (),
 ) -> nnx.Module: ...
+@checked()
 def load_weights(
     model: TrainStep | ModelLike,
     files: Files,

@@ -3,6 +3,7 @@
 Every row is refused before anything is compiled.
 """
 
+import functools
 import importlib
 import inspect
 import pathlib
@@ -19,6 +20,7 @@ from axon_dist import World, collectives
 from axon_dist.core.errors import AxonDistError
 from axon_dist.loop import LoopOptions, Trainer
 from axon_dist.schedule import Costs, build_schedule
+from axon_dist.sharding import LargestDim, explain
 from axon_dist.step import TrainState
 
 
@@ -172,6 +174,20 @@ RIGHT = {
 }
 
 
+NUMBERS = {"w": jnp.ones(8)}
+
+
+def candidates(**given):
+    work = axon_dist.planner.Workload(num_params=9, num_layers=1, flops=1.0, global_batch=8)
+    known = {"work": work, "num_devices": 4, "hardware": axon_dist.planner.hardware("h100")}
+    return list(axon_dist.planner.candidates(**{**known, **given}))
+
+
+def muon_of(dims):
+    optimizer, params = axon_dist.muon(0.1, muon_weight_dimension_numbers=dims), {"w": STACKED}
+    optimizer.update(params, optimizer.init(params), params)
+
+
 def error_of(call):
     try:
         call()
@@ -251,12 +267,40 @@ def test_every_public_function_compares():
         (lambda: LoopOptions(-1), "got num_steps=-1"),
         (lambda: axon_dist.Shared(None), "Shared got value=None; give an array or a number"),
         (lambda: axon_dist.FSDP(lambda: 3, GROUP).parameters(), "FSDP got module=3, an int"),
+        (lambda: build(loss_fn=functools.cache(loss)), "give the function itself, loss_fn.__wra"),
+        (lambda: build(model=functools.cache(Net)), "makes the model is cached by functools"),
+        (lambda: axon_dist.muon(None), "muon got learning_rate=None; give a number, or"),
+        (lambda: axon_dist.muon(0.1, mu_dtype="x"), "mu_dtype='x', a str; give a dtype, such as"),
+        (lambda: axon_dist.muon(0.1, ns_steps=-1), "a whole number, at least 0"),
+        (lambda: muon_of(True), "has True for an array of shape .8, 8.; give an optax.contrib.Muo"),
+        (lambda: axon_dist.precision.cast_floating(NUMBERS, "x"), "cast_floating got dtype='x'"),
+        (lambda: axon_dist.planner.hardware("h100").rate(0), "Hardware.rate got dtype=0, an int"),
+        (
+            lambda: explain(axon_dist.ddp().params, {"a": 1}, WORLD.mesh),
+            "explain got tree={'a': 1}",
+        ),
+        (
+            lambda: explain(LargestDim(("dp",)), NUMBERS, None),
+            "got mesh=None; give a mesh, or s",
+        ),
+        (lambda: candidates(num_devices=10**40), "an int; give a number, 1 to 10"),
+        (lambda: candidates(work=None), "candidates got work=None; give a Workload"),
+        (lambda: axon_dist.planner.idle_share("gpipe", None, 4), "idle_share got num_stages=None"),
+        (lambda: axon_dist.reduce_scatter_sum(STACKED, GROUP, pad="x"), "give True or False"),
+        (lambda: World(WORLD.mesh, "x"), "Valid: emulated, gloo, nccl, tpu"),
+        (lambda: axon_dist.load_weights(NET, "w", cast="x"), "cast='x', a str; give True or False"),
+        (lambda: axon_dist.GradScaler().load_state_dict({}), "lacks good_steps, scale; give what"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_was_got_and_what_to_do(call, words):
     with pytest.raises(AxonDistError, match=words):
         call()
+
+
+def test_a_norm_past_32_bits():
+    clipped, _ = axon_dist.precision.clip_by_global_norm(NUMBERS, 10**12)
+    assert clipped["w"].sum() == 8
 
 
 def test_statistics_without_arrays_are_the_estimate():

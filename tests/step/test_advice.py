@@ -14,6 +14,7 @@ WORLD = World.emulate(2)
 DRAW = np.random.default_rng(0)
 X, Y, A = (DRAW.normal(size=size).astype(np.float32) for size in ((8, 4), (8, 2), (8,)))
 BATCH = {"x": X, "y": Y, "a": A, "scaled": (A - A.mean()) / A.std(), "other": X[::-1].copy()}
+BATCH["tokens"] = DRAW.normal(size=(8, 3, 4)).astype(np.float32)
 
 
 def error(x, y, model):
@@ -63,7 +64,21 @@ def halved(mark):
     return lambda model, batch: error(batch["x"], mark(jax.vmap(small))(batch["y"]), model)
 
 
+def balance(model, tokens, dims):
+    p = jax.nn.softmax(model(tokens))
+    share = jax.nn.one_hot(p.argmax(-1), 2).mean(dims)
+    return 2 * jnp.mean(jnp.sum(share * p.mean(dims), -1))
+
+
+def balanced(dims):
+    def loss(model, batch):
+        return error(batch["x"], batch["y"], model) + balance(model, batch["tokens"], dims)
+
+    return loss
+
+
 ROWS = {
+    "a product of means": (balanced((0, 1)), "tokens of each sample and then", balanced(1)),
     "a loop of Python": (one_by_one, r"jax.vmap\(function\)\(samples\) or jax.lax.map", mapped),
     "the same by map": (one_by_one, r"jax.lax.map\(function, samples\)", looped),
     "halves": (halves, "two leaves of the batch", pairs),

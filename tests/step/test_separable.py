@@ -275,3 +275,57 @@ def test_unequal_weights_beside_statistics_of_all_ranks(strategy):
         state, metrics = step(state, case.batch(number))
         assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-5)
     assert_close(state.params, want.params, 1e-5, "parameter")
+
+
+class Seen(nnx.Variable):
+    pass
+
+
+class Counting(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        self.seen = Seen(jnp.zeros((), jnp.int32))
+
+
+def counted(read, change):
+    def loss(model, batch):
+        before = model.seen[...]
+        model.seen[...] = change(before, jnp.sum(batch["x"] > 0))
+        return jnp.mean(model.layer(batch["x"]) ** 2) / (1 + before if read else 1)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("read", "change", "words"),
+    [
+        (
+            True,
+            lambda seen, new: seen + new,
+            "buffer 'seen' follows the samples, and is read by some",
+        ),
+        (
+            False,
+            lambda seen, new: new,
+            "follows the samples, whatever it was before. 2 microbatches",
+        ),
+        (False, lambda seen, new: seen + new, ""),
+        (False, jnp.maximum, ""),
+        (True, lambda seen, new: seen + 1, ""),
+    ],
+    ids=["read", "overwritten", "added to", "largest", "calls"],
+)
+def test_a_count_of_samples_is_not_read_between_microbatches(read, change, words):
+    def build(**options):
+        loss, batch = counted(read, change), {"x": np.ones((8, 4), np.float32)}
+        world = World.emulate(2)
+        return build_train_step(
+            Counting, optax.sgd(0.1), loss, ddp(), world, accumulate=2, batch=batch, **options
+        )
+
+    if not words:
+        build()
+        return
+    with pytest.raises(UnsupportedError, match=words):
+        build()
+    build(separable=False)

@@ -451,3 +451,32 @@ def test_a_parameter_that_the_loss_changes_is_refused_and_a_variable_is_kept():
     kernel = np.asarray(step.merge(state).student.kernel[...])
     after = step.merge(step(state, batch)[0])
     np.testing.assert_allclose(after.teacher[...], 0.9 + 0.1 * kernel, rtol=1e-6)
+
+
+class Twins(nnx.Module):
+    def __init__(self):
+        student, teacher = ([Block(WIDTH, nnx.Rngs(n + i)) for n in range(2)] for i in (0, 5))
+        self.student, self.teacher = nnx.List(student), nnx.List(teacher)
+
+
+def drift(model, batch):
+    """How far the trained twin is from the frozen one, in weights as in results."""
+    twins = model.student, model.teacher
+    weights = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), *(nnx.state(t) for t in twins))
+    student, teacher = (twin[1](twin[0](batch["x"])) for twin in twins)
+    return jnp.mean((student - teacher) ** 2) + sum(jax.tree.leaves(weights))
+
+
+def test_states_of_a_trained_and_a_frozen_twin_map_onto_each_other(make_world):
+    strategy, world = fsdp(min_elements=1), make_world("fsdp=2")
+    step = build_train_step(Twins, optax.sgd(0.1), drift, strategy, world, trainable="student")
+    batch = {"x": BATCHES[0]["x"]}
+    state, metrics = step(step.init(), batch)
+    twins = Twins()
+    loss, grads = nnx.value_and_grad(drift)(twins, batch)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    expected = twins.student[1].up.kernel[...] - 0.1 * grads.student[1].up.kernel[...]
+    found = step.merge(state)
+    np.testing.assert_allclose(found.student[1].up.kernel[...], expected, rtol=1e-5, atol=1e-6)
+    kept = twins.teacher[1].up.kernel[...]
+    np.testing.assert_array_equal(found.teacher[1].up.kernel[...], kept)
