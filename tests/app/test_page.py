@@ -14,7 +14,7 @@ from axon_dist.cli.main import main
 from axon_dist.core.errors import ConfigError
 from axon_dist.schedule import build_schedule
 
-EVIL = '<script>alert(1)</script><img src="http://evil.example/x.png">'
+EVIL = '\x1b[2J<script>alert(1)</script><img src="http://evil.example/x.png">'
 PROGRAM = {
     "strategy": "ddp + pipeline",
     "mesh": {"dp": 2, "pp": 2},
@@ -107,6 +107,7 @@ def test_all_parts_are_drawn_and_nothing_is_asked_for(folder):
     assert "default-src 'none'" in text
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
+    assert "\x1b" not in text
     expected = {
         "loss": "training", "validation": "accuracy", "rate": "learning rate",
         "throughput": "goodput", "steps": "100 ms", "time": "restart",
