@@ -1,10 +1,12 @@
 """The page of a run: all parts, nothing asked for outside it, and whatever is broken is said."""
 
 import html.parser
+import itertools
 import json
 import re
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -149,6 +151,19 @@ def test_two_runs_stand_side_by_side(folder, tmp_path):
     assert "train.steps" in page.texts["runs"]
     assert "best validation loss" in page.texts["runs"]
     assert "training, other" not in Page(report_page(folder)).texts["loss"]
+
+
+@pytest.mark.parametrize("text", ["aliases", "long"])
+def test_a_config_that_would_take_for_ever_is_not_compared(folder, tmp_path, text):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{b}: &{b} [{', '.join(['*' + a] * 10)}]" for a, b in itertools.pairwise("abcdefgh")]
+    many = "".join(f"k{i}: {i}\n" for i in range(150_000))
+    (other / "config.yaml").write_text("\n".join(lines) if text == "aliases" else many)
+    started = time.process_time()
+    report_page(folder, [other])
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
