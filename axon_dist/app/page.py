@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -63,13 +64,18 @@ def report_page(run: str | Path, compare: str | Path | Sequence[str | Path] = ()
         f'<a href="#{part.key}">{part.title}</a>' for part in PARTS if part not in absent
     )
     notes = [f"{one.name}: {note}" for one in runs for note in _notes(one)]
-    return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+    page = string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(" and ".join(one.name for one in runs)),
         head=_head(runs),
         notes=_list(notes, "notes"),
         links=links,
         body="\n".join(sections if absent else sections[:-1]),
     )
+    # Whoever prints the page has a terminal.
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", page)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _list(lines: Iterable[str], kind: str = "missing") -> str:

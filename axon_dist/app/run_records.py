@@ -11,12 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
-
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import Place, host_memory, read_bytes
 from axon_dist.core.words import clock_time, plural, si
 
+from ..config.parse import sections_of
 from .directory import flat, open_directory
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
@@ -123,9 +122,10 @@ class Recorded:
     def settings(self) -> dict[str, str]:
         """The values of the config by dotted key; none where it cannot be read."""
         try:
-            return {key: str(value) for key, value in flat(yaml.safe_load(self.config))}
-        except (yaml.YAMLError, ValueError, RecursionError):
+            config = sections_of(self.config, "the config")
+        except ConfigError:
             return {}
+        return {key: str(value) for key, value in flat(config)}
 
     @property
     def num_not_finite(self) -> int:

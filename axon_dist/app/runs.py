@@ -16,6 +16,7 @@ import jax
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.data import Loader, standard_library_files
 from axon_dist.launch import ELASTIC, PLANNED
+from axon_dist.launch.environment import parse_count
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer, require
 from axon_dist.mesh import World, agree, build_mesh
 from axon_dist.mesh.chips import machine_of
@@ -298,7 +299,7 @@ def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
     """
     step = build_step(config, world)
     present = world.num_processes
-    planned = max(int(os.environ.get(PLANNED) or present), present)
+    planned = max(parse_count(os.environ.get(PLANNED) or str(present), PLANNED), present)
     smaller = for_fewer(config, world, step, planned, present)
     few, count = config.train.accumulate, smaller.train.accumulate
     if count == few:

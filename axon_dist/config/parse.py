@@ -109,7 +109,18 @@ def read_yaml(path: str | Path) -> JsonDict:
             a key twice.
     """
     what = f"the config {str(path)!r}"
-    data = _parse(read_text(as_path(path, "the config"), what, most=_MOST_BYTES), what)
+    return sections_of(read_text(as_path(path, "the config"), what, most=_MOST_BYTES), what)
+
+
+def sections_of(text: str, what: str) -> JsonDict:
+    """The same of the text of a file.
+
+    Raises:
+        ConfigError: as `read_yaml` does.
+    """
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"{what} has {len(text)} letters, and a config at most {_MOST_BYTES}")
+    data = _parse(text, what)
     if not isinstance(data, dict | None):
         raise ConfigError(f"{what} holds {data!r:.200}; it must be a section of keys and values")
     return {key: value for key, value in (data or {}).items() if not key.startswith("x-")}

@@ -209,6 +209,7 @@ def initialize(
     if spec.num_processes == 1:
         return
     check_settings()
+    parse_count(os.environ.get("JAX_PARTITION_INDEX", "0"), "JAX_PARTITION_INDEX")
     assert spec.coordinator_address
     assert spec.num_processes
     assert spec.process_id is not None

@@ -350,12 +350,12 @@ def _sagemaker(env: Environment) -> LaunchSpec | None:
 def _host_list(text: str) -> list[str]:
     try:
         hosts = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts) or not hosts:
-        raise LaunchError(f'SM_HOSTS is {text!r}, which must be a JSON list, as in ["algo-1"]')
+        raise LaunchError(f'SM_HOSTS is {text!r:.80}, which must be a JSON list, as in ["algo-1"]')
     if len(set(hosts)) < len(hosts):
-        raise LaunchError(f"SM_HOSTS={text} names a host twice; every host runs one process")
+        raise LaunchError(f"SM_HOSTS={text:.80} names a host twice; every host runs one process")
     return sorted(hosts)
 
 

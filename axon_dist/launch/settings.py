@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import os
 import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+
+from ..core.files import kind_at
 
 JAX_FLAGS = (
     "jax_accurate_erf_inv", "jax_allow_f16_reductions", "jax_bcoo_cusparse_lowering",
@@ -106,7 +109,8 @@ def _split_flags(text: str) -> dict[str, str]:
     """Flags and values; the last one of a name holds, and XLA reads a file named in their place."""
     if text.strip() and not text.strip().startswith("-"):
         path = Path(text.strip())
-        text = path.read_text(errors="replace") if path.is_file() else f"--file={text.strip()}"
+        is_there = kind_at(path) == "a file" and os.access(path, os.R_OK)
+        text = path.read_text(errors="replace") if is_there else f"--file={text.strip()}"
     try:
         parts = shlex.split(text)
     except ValueError:

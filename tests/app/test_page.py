@@ -1,10 +1,12 @@
 """The page of a run: all parts, nothing asked for outside it, and whatever is broken is said."""
 
 import html.parser
+import itertools
 import json
 import re
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -14,7 +16,7 @@ from axon_dist.cli.main import main
 from axon_dist.core.errors import ConfigError
 from axon_dist.schedule import build_schedule
 
-EVIL = '<script>alert(1)</script><img src="http://evil.example/x.png">'
+EVIL = '\x1b[2J<script>alert(1)</script><img src="http://evil.example/x.png">'
 PROGRAM = {
     "strategy": "ddp + pipeline",
     "mesh": {"dp": 2, "pp": 2},
@@ -107,6 +109,7 @@ def test_all_parts_are_drawn_and_nothing_is_asked_for(folder):
     assert "default-src 'none'" in text
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
+    assert "\x1b" not in text
     expected = {
         "loss": "training", "validation": "accuracy", "rate": "learning rate",
         "throughput": "goodput", "steps": "100 ms", "time": "restart",
@@ -148,6 +151,19 @@ def test_two_runs_stand_side_by_side(folder, tmp_path):
     assert "train.steps" in page.texts["runs"]
     assert "best validation loss" in page.texts["runs"]
     assert "training, other" not in Page(report_page(folder)).texts["loss"]
+
+
+@pytest.mark.parametrize("text", ["aliases", "long"])
+def test_a_config_that_would_take_for_ever_is_not_compared(folder, tmp_path, text):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{b}: &{b} [{', '.join(['*' + a] * 10)}]" for a, b in itertools.pairwise("abcdefgh")]
+    many = "".join(f"k{i}: {i}\n" for i in range(150_000))
+    (other / "config.yaml").write_text("\n".join(lines) if text == "aliases" else many)
+    started = time.process_time()
+    report_page(folder, [other])
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
