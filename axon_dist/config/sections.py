@@ -468,7 +468,7 @@ DATA: MappingProxyType[str, type] = MappingProxyType(
 )
 """What `data.kind` can name, each by the dataclass of the section."""
 
-TokensData: TypeAlias = (
+TokenSection: TypeAlias = (
     TextData | TokenData | JsonlData | ParquetData | ArrayRecordData | DatasetsData | MixtureData
 )
 """A section whose samples are sequences of tokens."""

@@ -407,11 +407,11 @@ def object_of(text: bytes, where: str) -> Mapping[str, Any]:
 
 
 PART = 2**23
-"""Bytes of a file that are made tokens together, up to the end of a line."""
+"""Bytes of a file read at a time."""
 
 
 def parts_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, bit by bit."""
+    """The bytes of a file, 8 MiB at a time."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             while part := file.read(PART):

@@ -139,7 +139,8 @@ class Hardware:
         source: where the numbers are from.
         kinds: regular expressions for the values of `device.device_kind` that mean this chip.
         aliases: other names that targets may call it.
-        wiring: how it is put together; None for a machine that cannot be compiled for.
+        wiring: how it is put together; None for a machine that cannot be compiled for, as no row of
+            `HARDWARE` is.
         options: what a step is compiled with for it, as names and values.
         no_gather_options: options over these for steps in which no loop gathers weights, such as
             those of DDP.
@@ -303,6 +304,21 @@ def _gpu(
     name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
     kind: str, capability: str, like: str = "", wiring: Wiring = _NODES,
 ) -> Hardware:  # fmt: skip
+    """A row for a GPU of NVIDIA.
+
+    Args:
+        name: what targets and reports call it.
+        memory: of the device, bytes.
+        flops: dense bfloat16, FLOP/s.
+        hbm: the bandwidth of the memory, bytes/s.
+        link: what it sends into a ring inside its node, bytes/s.
+        network: what it sends out of its node, bytes/s.
+        sheet: the data sheet, for `source`.
+        kind: a regular expression for its `device.device_kind`.
+        capability: the compute capability, such as `9.0`.
+        like: the chip whose limits the compiler is told; "" where this one is described.
+        wiring: how many are in a node, and how nodes are joined.
+    """
     from_hopper = _version(capability) >= (9, 0)
     return Hardware(
         name, memory, flops, hbm, link, network, node_size=wiring.max_last_dim, float32_rate=0.5,
@@ -455,7 +471,7 @@ def option_names() -> tuple[str, ...]:
 
 
 MOST_DEVICES = 2**20
-"""More than this nobody has had."""
+"""The largest number of devices that a cluster may be said to have."""
 
 
 def parse_cluster(text: str) -> tuple[Hardware, int]:
