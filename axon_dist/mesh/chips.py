@@ -304,21 +304,8 @@ def _gpu(
     name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
     kind: str, capability: str, like: str = "", wiring: Wiring = _NODES,
 ) -> Hardware:  # fmt: skip
-    """A row for a GPU of NVIDIA.
-
-    Args:
-        name: what targets and reports call it.
-        memory: of the device, bytes.
-        flops: dense bfloat16, FLOP/s.
-        hbm: the bandwidth of the memory, bytes/s.
-        link: what it sends into a ring inside its node, bytes/s.
-        network: what it sends out of its node, bytes/s.
-        sheet: the data sheet, for `source`.
-        kind: a regular expression for its `device.device_kind`.
-        capability: the compute capability, such as `9.0`.
-        like: the chip whose limits the compiler is told; "" where this one is described.
-        wiring: how many are in a node, and how nodes are joined.
-    """
+    """A GPU of NVIDIA: `hbm` is the bandwidth of its memory, `sheet` its data sheet, `kind` a regular
+    expression for its `device_kind`; the others are fields of `Hardware`, in the same units."""
     from_hopper = _version(capability) >= (9, 0)
     return Hardware(
         name, memory, flops, hbm, link, network, node_size=wiring.max_last_dim, float32_rate=0.5,
