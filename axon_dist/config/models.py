@@ -35,6 +35,7 @@ from axon_dist.weights import format_name, hub_config
 
 from .read import HUB, write
 from .sections import (
+    IMAGES,
     TOKENS,
     ImageData,
     ImageFolderData,
@@ -175,7 +176,7 @@ class Classification(Task[_Pictures]):
     """A model of images says which class each is of."""
 
     loss_fn: LossFn = classification_loss
-    data = (ImageData, ImageFolderData, ImageRecordsData, SyntheticImageData)
+    data = IMAGES
     item = "images"
 
     def check(self, model: object, data: _Pictures) -> None:

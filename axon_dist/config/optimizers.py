@@ -87,11 +87,12 @@ class Optimizer(abc.ABC):
 
     def validate(self) -> None:
         """Raises `ConfigError` for a group that decays where the optimizer does not."""
+        decaying = [name for name, kind in OPTIMIZERS.items() if issubclass(kind, Decaying)]
         for number, group in enumerate(self.groups):
             if group.weight_decay is not None and not isinstance(self, Decaying):
                 raise ConfigError(
                     f"groups[{number}].weight_decay: got {group.weight_decay}, and this optimizer "
-                    "has no weight decay; leave it out, or take adamw, lion or muon"
+                    f"has no weight decay; leave it out, or take {' or '.join(decaying)}"
                 )
 
     def build(self, num_steps: int, make_model: Factory | None = None) -> Transform:

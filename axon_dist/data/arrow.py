@@ -61,7 +61,7 @@ class ParquetSource(DocumentSource):
         >>> ParquetSource(files=("articles.parquet",), text="body").validate()
     """
 
-    kind: ClassVar[str] = ".parquet"
+    suffix: ClassVar[str] = ".parquet"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
         """Finds the groups of rows."""
@@ -120,7 +120,7 @@ class DatasetsSource(DocumentSource):
         ...                validation_files=split).validate()
     """
 
-    kind: ClassVar[str] = ARROW
+    suffix: ClassVar[str] = ARROW
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
         """The Arrow files of the data sets, which `datasets` fetches and writes where needed."""

@@ -304,8 +304,8 @@ def _gpu(
     name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
     kind: str, capability: str, like: str = "", wiring: Wiring = _NODES,
 ) -> Hardware:  # fmt: skip
-    """A GPU of NVIDIA: `hbm` is the bandwidth of its memory, `sheet` its data sheet, `kind` a regular
-    expression for its `device_kind`; the others are fields of `Hardware`, in the same units."""
+    """A GPU of NVIDIA: `hbm` is the bandwidth of its memory, `sheet` its data sheet, `kind` a
+    regular expression for its `device_kind`; the others are fields of `Hardware`, in its units."""
     from_hopper = _version(capability) >= (9, 0)
     return Hardware(
         name, memory, flops, hbm, link, network, node_size=wiring.max_last_dim, float32_rate=0.5,

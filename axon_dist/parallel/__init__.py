@@ -1,7 +1,7 @@
 """Parallelisms as strategies: values that say where arrays lie, and compose.
 
 Nothing here runs a step; `step` builds it from the strategy. Imports `collectives`, `nn`,
-`ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
+`jaxpr`, `ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
 """
 
 import importlib

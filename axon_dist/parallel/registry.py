@@ -36,7 +36,7 @@ MakeStrategy: TypeAlias = Callable[..., Strategy]
 
 
 def data_axes(world: World) -> tuple[str, ...]:
-    """The axes of a mesh that split the batch, outer to inner.
+    """Those of `DATA_AXES` that a mesh has, outer to inner.
 
     Raises:
         MeshError: when the mesh has none.
