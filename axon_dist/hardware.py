@@ -1,6 +1,6 @@
 """One table of chips: rates, memory, links, wiring, and what to compile with for each.
 
-Imports `core`, and of `hlo` the groups that talk. Start reading in `chips.py`, then `targets.py`.
+Names of `mesh/chips.py` and `mesh/targets.py`.
 """
 
 from .mesh.chips import HARDWARE as HARDWARE

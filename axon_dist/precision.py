@@ -1,6 +1,6 @@
 """Dtypes of a step, and the loss scale that half precision needs.
 
-Imports `core`. Start reading in `policy.py`.
+Names of `ops/precision.py`, `ops/fp8.py` and `ops/int8.py`.
 """
 
 from .core.arguments import explain_calls

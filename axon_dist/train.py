@@ -1,4 +1,4 @@
-"""Training in one import: all that is public of `step`, and of `loop`, which runs it."""
+"""Training in one import: names of `step` and of `loop`, which runs it; the code is there."""
 
 from .loop import FINISHED as FINISHED
 from .loop import JsonlWriter as JsonlWriter

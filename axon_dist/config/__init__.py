@@ -19,13 +19,13 @@ from .models import ModelKind as ModelKind
 from .models import OwnModel as OwnModel
 from .models import make_model as make_model
 from .optimizers import OPTIMIZERS as OPTIMIZERS
-from .optimizers import SCHEDULES as SCHEDULES
 from .optimizers import Decaying as Decaying
 from .optimizers import Optimizer as Optimizer
 from .optimizers import OwnOptimizer as OwnOptimizer
 from .parse import CONFIG as CONFIG
 from .parse import load_config as load_config
 from .parse import load_untrusted as load_untrusted
+from .rates import SCHEDULES as SCHEDULES
 from .schema import RunConfig as RunConfig
 from .schema import abstract_batch as abstract_batch
 from .schema import build_strategy as build_strategy

@@ -35,13 +35,14 @@ from axon_dist.weights import format_name, hub_config
 
 from .read import HUB, write
 from .sections import (
+    IMAGES,
     TOKENS,
     ImageData,
     ImageFolderData,
     ImageRecordsData,
     OwnData,
     SyntheticImageData,
-    TokensData,
+    TokenSection,
 )
 from .user_code import Own, parameters_of
 
@@ -121,14 +122,14 @@ class Task(abc.ABC, Generic[_Data]):
 
 
 @dataclasses.dataclass(frozen=True)
-class NextToken(Task[TokensData]):
+class NextToken(Task[TokenSection]):
     """A language model predicts each token of a text from those before."""
 
     loss_fn: LossFn = next_token_loss
     data = TOKENS
     item = "tokens"
 
-    def check(self, model: object, data: TokensData) -> None:
+    def check(self, model: object, data: TokenSection) -> None:
         """Sequences must not be too long for the model, where it says how long they may be."""
         longest = getattr(model, "max_length", data.sequence_length)
         if data.sequence_length > longest:
@@ -137,7 +138,7 @@ class NextToken(Task[TokensData]):
                 f"model.max_length={longest}; lower the one or raise the other"
             )
 
-    def fields(self, model: object, data: TokensData) -> dict[str, Field]:
+    def fields(self, model: object, data: TokenSection) -> dict[str, Field]:
         """Sequences with one token more to predict, and what goes with each of their tokens."""
         of_tokens = {
             "tokens": (np.int32, getattr(model, "vocab_size", None), False),
@@ -147,7 +148,7 @@ class NextToken(Task[TokensData]):
         shape = (data.sequence_length + 1,)
         return {name: Field(shape, *of_tokens[name]) for name in data.arrays}
 
-    def load(self, model: object, data: TokensData, **options: int) -> Loader:
+    def load(self, model: object, data: TokenSection, **options: int) -> Loader:
         """Opens the data, whose tokens the model must know."""
         samples, vocab_size = data.open(data.sequence_length), getattr(model, "vocab_size", None)
         if vocab_size is not None and samples.vocab_size > vocab_size:
@@ -157,15 +158,15 @@ class NextToken(Task[TokensData]):
             )
         return Loader(samples, vocab_size=vocab_size, **options)
 
-    def items_per_sample(self, data: TokensData) -> int:
+    def items_per_sample(self, data: TokenSection) -> int:
         """Tokens that a sample predicts."""
         return data.sequence_length
 
-    def batch(self, rows: int, data: TokensData) -> str:
+    def batch(self, rows: int, data: TokenSection) -> str:
         """Sequences and their length."""
         return f"{rows} x {data.sequence_length} tokens"
 
-    def unit(self, data: TokensData) -> str:
+    def unit(self, data: TokenSection) -> str:
         """Nats per whatever a token is."""
         return data.unit
 
@@ -175,7 +176,7 @@ class Classification(Task[_Pictures]):
     """A model of images says which class each is of."""
 
     loss_fn: LossFn = classification_loss
-    data = (ImageData, ImageFolderData, ImageRecordsData, SyntheticImageData)
+    data = IMAGES
     item = "images"
 
     def check(self, model: object, data: _Pictures) -> None:

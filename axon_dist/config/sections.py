@@ -472,10 +472,13 @@ DATA: MappingProxyType[str, type] = MappingProxyType(
 )
 """What `data.kind` can name, each by the dataclass of the section."""
 
-TokensData: TypeAlias = (
+TokenSection: TypeAlias = (
     TextData | TokenData | JsonlData | ParquetData | ArrayRecordData | DatasetsData | MixtureData
 )
 """A section whose samples are sequences of tokens."""
 
 TOKENS: tuple[type, ...] = tuple(row for row in DATA.values() if issubclass(row, SequenceOptions))
 """Those of `DATA` whose samples are sequences of tokens."""
+
+IMAGES: tuple[type, ...] = tuple(row for row in DATA.values() if row not in TOKENS)
+"""Those of `DATA` whose samples are images."""

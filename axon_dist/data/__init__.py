@@ -1,14 +1,17 @@
 """Text, tokens, records and images as batches: files, the split, and a loader that shuffles,
 divides and resumes.
 
-Knows no device: a process and the number of processes are plain numbers. Imports `core` only. Start
-reading in `loader.py`; `samples.py` is what a loader hands out,
-`tokens.py` and `packing.py` say how documents become rows. Every source is a file of its own.
+Knows no device: a process and the number of processes are plain numbers. Start reading in
+`loader.py`; `samples.py` is what a loader hands out, `tokens.py` and `packing.py` say how documents
+become rows. Sources of records: `documents.py` (JSONL), `arrow.py`, `array_record.py`; of images:
+`images.py`, `encoded_images.py`.
 """
 
 from axon_dist.core.arguments import explain_calls
 
 from .array_record import ArrayRecordSource as ArrayRecordSource
+from .arrow import DatasetsSource as DatasetsSource
+from .arrow import ParquetSource as ParquetSource
 from .documents import DocumentSource as DocumentSource
 from .documents import JsonlSource as JsonlSource
 from .encoded_images import ImageFolder as ImageFolder
@@ -18,7 +21,6 @@ from .files import find_files as find_files
 from .files import split_bytes as split_bytes
 from .files import split_files as split_files
 from .files import standard_library_files as standard_library_files
-from .hugging_face import DatasetsSource as DatasetsSource
 from .images import Images as Images
 from .images import ImageSet as ImageSet
 from .images import ImageSource as ImageSource
@@ -29,7 +31,6 @@ from .loader import Loader as Loader
 from .loader import TextLoader as TextLoader
 from .packing import PackedRows as PackedRows
 from .packing import pack as pack
-from .parquet import ParquetSource as ParquetSource
 from .samples import LocalBatch as LocalBatch
 from .samples import Mixture as Mixture
 from .samples import Samples as Samples

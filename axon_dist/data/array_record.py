@@ -29,7 +29,7 @@ class ArrayRecordSource(DocumentSource):
         >>> ArrayRecordSource(files=("c4-train.array_record-*",)).validate()
     """
 
-    kind: ClassVar[str] = ".array_record"
+    suffix: ClassVar[str] = ".array_record"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
         """Cuts a file into runs of records."""

@@ -71,8 +71,8 @@ class DocumentSource:
     too_long: TooLong | None = None
     cache: str | None = None
 
-    kind: ClassVar[str] = "records"
-    """What the files are, for messages."""
+    suffix: ClassVar[str] = "records"
+    """What the files end in: for messages, and in the names of what is kept of them."""
 
     def validate(self) -> None:
         """Checks the values without looking at any file.
@@ -81,7 +81,7 @@ class DocumentSource:
             ConfigError: a value is out of range, or fields contradict each other.
         """
         if not self.files:
-            raise ConfigError(f"data.files names no file: name {self.kind} files.")
+            raise ConfigError(f"data.files names no file: name {self.suffix} files.")
         held_fraction(self.validation_fraction, self.validation_files)
         if (self.prompt is None) != (self.response is None):
             raise ConfigError(
@@ -157,7 +157,7 @@ class DocumentSource:
         if self.tokenizer is not None:
             tokenizer = load_tokenizer(self.tokenizer, self.end_token)
         template = None if self.messages is None else find_template(self.template, self.tokenizer)
-        how = [self.kind, tokenizer.digest, self.prompt or "", self.learned, self.columns]
+        how = [self.suffix, tokenizer.digest, self.prompt or "", self.learned, self.columns]
         how += [] if template is None else [template.identity]
         document = Fields(tokenizer, self.prompt or "", self.learned, template).document
         files = self.find(self.files)
@@ -210,7 +210,7 @@ class DocumentSource:
         Raises:
             ConfigError: when there is no record, or one cannot be read.
         """
-        indexed = folder.index(files, self.scan, self.kind)
+        indexed = folder.index(files, self.scan, self.suffix)
         if not any(span[2] for file in indexed for span in file.spans):
             names = ", ".join(str(file.path) for file in indexed)
             raise ConfigError(f"data.files: {names} holds no record; give files with records.")
@@ -358,7 +358,7 @@ class JsonlSource(DocumentSource):
         >>> JsonlSource(files=("chats.jsonl",), prompt="question", response="answer").validate()
     """
 
-    kind: ClassVar[str] = ".jsonl"
+    suffix: ClassVar[str] = ".jsonl"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
         """Cuts a file at ends of lines."""
@@ -407,11 +407,11 @@ def object_of(text: bytes, where: str) -> Mapping[str, Any]:
 
 
 PART = 2**23
-"""Bytes of a file that are made tokens together, up to the end of a line."""
+"""Bytes of a file read at a time."""
 
 
 def parts_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, bit by bit."""
+    """The bytes of a file, 8 MiB at a time."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             while part := file.read(PART):

@@ -16,11 +16,10 @@ import numpy as np
 from ..core.errors import ConfigError, install_command
 from ..core.files import kind_at, read_bytes
 from .array_record import ArrayRecordSource
+from .arrow import ARROW, DatasetsSource, ParquetSource
 from .documents import DocumentSource, KeptDocuments, Record
 from .files import TextFile, find_files
-from .hugging_face import ARROW, DatasetsSource
 from .images import ImageSet, ImageSource, check_labels
-from .parquet import ParquetSource
 from .samples import checksum
 from .store import Document, Folder
 

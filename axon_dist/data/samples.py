@@ -49,7 +49,7 @@ def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarra
         int32 `[B, T + 1]`.
 
     Raises:
-        ConfigError: when a token is none.
+        ConfigError: when a token is below 0 or beyond int32.
     """
     windows = stream[starts[:, None] + np.arange(length + 1)]
     if windows.dtype.itemsize >= 4 and windows.size and windows.dtype != np.int32:

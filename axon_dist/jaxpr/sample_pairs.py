@@ -194,7 +194,7 @@ def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -
 _SIZED = frozenset(
     {
         "shape", "new_sizes", "sizes", "start_indices", "limit_indices", "slice_sizes",
-        "indices_are_sorted", "unique_indices", "sharding", "out_sharding",
+        "indices_are_sorted", "unique_indices", "sharding", "out_sharding", "result_avals",
     }
 )  # fmt: skip
 """Parameters that follow from sizes, which rules look at, or that change no number."""

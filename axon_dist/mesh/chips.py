@@ -139,7 +139,8 @@ class Hardware:
         source: where the numbers are from.
         kinds: regular expressions for the values of `device.device_kind` that mean this chip.
         aliases: other names that targets may call it.
-        wiring: how it is put together; None for a machine that cannot be compiled for.
+        wiring: how it is put together; None for a machine that cannot be compiled for, as no row of
+            `HARDWARE` is.
         options: what a step is compiled with for it, as names and values.
         no_gather_options: options over these for steps in which no loop gathers weights, such as
             those of DDP.
@@ -303,6 +304,8 @@ def _gpu(
     name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
     kind: str, capability: str, like: str = "", wiring: Wiring = _NODES,
 ) -> Hardware:  # fmt: skip
+    """A GPU of NVIDIA: `hbm` is the bandwidth of its memory, `sheet` its data sheet, `kind` a
+    regular expression for its `device_kind`; the others are fields of `Hardware`, in its units."""
     from_hopper = _version(capability) >= (9, 0)
     return Hardware(
         name, memory, flops, hbm, link, network, node_size=wiring.max_last_dim, float32_rate=0.5,
@@ -455,7 +458,7 @@ def option_names() -> tuple[str, ...]:
 
 
 MOST_DEVICES = 2**20
-"""More than this nobody has had."""
+"""The largest number of devices that a cluster may be said to have."""
 
 
 def parse_cluster(text: str) -> tuple[Hardware, int]:

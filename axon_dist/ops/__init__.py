@@ -1,4 +1,4 @@
 """Arithmetic without a mesh: attention, rings, losses, routing, precisions.
 
-Imports `core` and `jaxpr` alone; nothing here knows of devices.
+Imports `core` alone; nothing here knows of devices.
 """

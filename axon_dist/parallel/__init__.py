@@ -1,7 +1,7 @@
 """Parallelisms as strategies: values that say where arrays lie, and compose.
 
 Nothing here runs a step; `step` builds it from the strategy. Imports `collectives`, `nn`,
-`ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
+`jaxpr`, `ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
 """
 
 import importlib
@@ -47,8 +47,6 @@ from .plans import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
 from .plans import SlowPlan as SlowPlan
 from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .registry import STRATEGIES as STRATEGIES
-from .registry import STRATEGY_RULES as STRATEGY_RULES
-from .registry import PlacedStrategy as PlacedStrategy
 from .registry import data_axes as data_axes
 from .strategy import AdaptLayers as AdaptLayers
 from .strategy import HasStrategy as HasStrategy
@@ -60,6 +58,8 @@ from .strategy import overlay as overlay
 from .strategy import per_layer as per_layer
 from .strategy import said_once as said_once
 from .strategy import with_masters as with_masters
+from .strategy_rules import STRATEGY_RULES as STRATEGY_RULES
+from .strategy_rules import PlacedStrategy as PlacedStrategy
 from .suggest import Suggestion as Suggestion
 from .suggest import suggest_plan as suggest_plan
 from .tensor import check_sums as check_sums

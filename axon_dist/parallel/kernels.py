@@ -139,8 +139,9 @@ def map_kernels(model: nnx.Module, layout: Layout) -> None:
                 )
             is_opaque = form in OPAQUE or (on_tpu and form == "auto")
             # The largest head that cuDNN takes on a GPU, if that is fewer than on any.
-            capability = getattr(device, "compute_capability", None) if on_gpu else None
-            is_old = form in FUSED and capability is not None and float(capability) < 9
+            capability = str(getattr(device, "compute_capability", "")) if on_gpu else ""
+            # `8.6` of NVIDIA; AMD's, such as `gfx942`, are no numbers.
+            is_old = form in FUSED and capability[1:2] == "." and capability < "9"
             most = MOST_BEFORE_HOPPER if is_old else None
             over = OverMesh(layout.mesh, layout.batch, heads, is_opaque, most)
             wrap_calls(module, {"attend": over})

@@ -54,7 +54,7 @@ def pipelined(
     steps, and within a step a rank holds its stages whole.
 
     Args:
-        num_stages: ranks along the axis, each with `chunks` stages.
+        num_stages: **ranks** along the axis, each with `chunks` stages.
         num_microbatches: microbatches per step.
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one. The
             default is 1F1B as it is fastest in step: a rank keeps `2(S-s)-1` inputs for it, and
@@ -175,7 +175,7 @@ class Pipeline:
     Args:
         module: an NNX module that runs its blocks one after another, unmodified, or a function of
             no arguments that makes one.
-        num_stages: ranks along the axis, each with `chunks` stages.
+        num_stages: **ranks** along the axis, each with `chunks` stages.
         num_microbatches: microbatches per step; `num_stages` by default.
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
         chunks: stages per rank; None takes what is usual for the schedule.

@@ -112,8 +112,10 @@ class TensorLayers(AdaptLayers):
 
     def extend(self, layout: Layout) -> Layout:
         """Heads are split, as the features that they are made of; and so is the vocabulary."""
-        axes = (self.policy.axis,)
-        return dataclasses.replace(layout, heads=axes, vocabulary=axes)
+        heads, vocabulary = (
+            (*axes, self.policy.axis) for axes in (layout.heads, layout.vocabulary)
+        )
+        return dataclasses.replace(layout, heads=heads, vocabulary=vocabulary)
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Raises unless the plan matches something.

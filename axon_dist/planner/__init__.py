@@ -2,8 +2,8 @@
 
 No array is made and no device is asked: a candidate is built on paper, its train state is counted
 as the sharding policies lay it out, and its traced step says the rest. The compiled step has the
-last word; `axon inspect` reads it. Imports `parallel`, `program`, `precision`, `schedule`, `mesh`
-and `core`. Start reading in `candidates.py`; what a traced step says is in `reading.py`.
+last word; `axon inspect` reads it. Imports `parallel`, `schedule`, `nn`, `jaxpr`, `ops`,
+`mesh` and `core`. Start reading in `candidates.py`; what a traced step says is in `reading.py`.
 """
 
 from axon_dist.core.arguments import explain_calls

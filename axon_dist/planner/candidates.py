@@ -160,7 +160,7 @@ def _loss(
     return loss.mean if isinstance(loss, Weighted) else loss
 
 
-STAGES: MappingProxyType[str, ZeROStage] = MappingProxyType(
+DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
     {
         "ddp": ZeROStage.STAGE0,
         "zero1": ZeROStage.STAGE1,
@@ -224,7 +224,7 @@ class Arrangement:
     """Axis sizes, what data-parallel ranks split, and what is recomputed.
 
     Args:
-        strategy: a key of `STAGES` or `ALIASES`: what the ranks of `dp` and `fsdp` split;
+        strategy: a key of `DATA_PARALLEL` or `ALIASES`: what the ranks of `dp` and `fsdp` split;
             `hybrid_shard` splits over `fsdp` and replicates over `dp`.
         pp: stages of the pipeline.
         dp: ranks that split the batch.
@@ -270,8 +270,8 @@ class Arrangement:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless names are known and sizes positive."""
-        if self.strategy not in STAGES:
-            names = [*STAGES, *ALIASES]
+        if self.strategy not in DATA_PARALLEL:
+            names = [*DATA_PARALLEL, *ALIASES]
             raise ConfigError(
                 f"unknown strategy {self.strategy!r}.{did_you_mean(self.strategy, names)}"
             )
@@ -286,7 +286,7 @@ class Arrangement:
         if (self.replicas > 1) != (self.apart is not None):
             raise ConfigError(
                 f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "
-                "need an Apart, which says when they synchronize, and one alone has none"
+                "need a SlowReplicas, which says when they synchronize, and one alone has none"
             )
         if self.strategy == "hybrid_shard" and 1 in (self.dp, self.fsdp):
             raise ConfigError(
@@ -367,7 +367,7 @@ def arrange(strategy: str, num_ranks: int, **rest: Any) -> Arrangement:
     """A data-parallel strategy over some ranks, on the axis where it usually lies.
 
     Args:
-        strategy: a name of `STAGES` or `ALIASES`, hybrid sharding excepted, which needs two sizes.
+        strategy: a name of `DATA_PARALLEL` or `ALIASES`; not hybrid sharding, which has two sizes.
         num_ranks: data-parallel ranks.
         **rest: other fields of `Arrangement`.
 
@@ -452,8 +452,8 @@ def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterat
     if ranks == 1:
         yield Arrangement(strategy="ddp", **model)
         return
-    for name in STAGES:
-        if split["pp"] > 1 and not ZERO[STAGES[name]].params:
+    for name in DATA_PARALLEL:
+        if split["pp"] > 1 and not ZERO[DATA_PARALLEL[name]].params:
             continue
         if name != "hybrid_shard":
             yield arrange(name, ranks, **model)

@@ -53,7 +53,7 @@ class Builder(NamedTuple):
     """A row of `SCHEDULES`.
 
     Args:
-        build: `build(num_stages, num_microbatches)`, which ends with `order_to_table`.
+        build: `build(num_devices, num_microbatches)`, which returns a table.
         chunks: stages per device, unless the caller chooses.
         any_chunks: whether the caller may choose another number, which `build` then takes third.
     """

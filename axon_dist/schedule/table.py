@@ -187,7 +187,7 @@ class Schedule:
     Args:
         name: what the schedule is called.
         num_microbatches: microbatches per step.
-        placement: the device of each stage, `placement[stage]`; stages count through the model.
+        placement: the one device of each stage, `placement[stage]`; stages count through the model.
         rows: `rows[device][tick]` is a cell; all rows have the same length.
 
     Raises:

@@ -309,7 +309,7 @@ def _by_steps(
     least: int,
     steps: Callable[[int, int], Iterable[str]],
 ) -> Schedule:
-    """Builds a pattern that needs at least so many microbatches; those that are not there go.
+    """Builds a pattern that needs at least so many microbatches, and drops those beyond `M`.
 
     Args:
         name: what the schedule is called.

@@ -1,7 +1,7 @@
 """One training step: what is given, how gradients are computed, and the next state.
 
 A step is pure: `(state, batch) -> (state, metrics)`, jitted once, the state donated. Start reading
-in `step.py`, then `objective.py`; `update.py` picks one of the three views.
+at `one_step` of `update.py`, which picks one of four views: global, per rank, pipeline, elastic.
 """
 
 from axon_dist.core.arguments import explain_calls

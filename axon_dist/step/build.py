@@ -1,4 +1,4 @@
-"""`build_train_step`: the one place where a training step is put together."""
+"""`build_train_step`: checks what is given and makes a `TrainStep`, which does `one_step`."""
 
 from __future__ import annotations
 

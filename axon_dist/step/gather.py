@@ -50,10 +50,9 @@ class GlobalGather:
         grad: where its gradient lies after the reduction; None for a weight without one.
         full: where it lies in use; what tensor parallelism splits stays split.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
-        in_loop: whether a loop reads it in every turn. The compiler would lay out what a loop
-            carries as those lie who read it behind, so that every turn would gather the weight, or
-            what is multiplied with it, and scatter its part of the gradient: the weight is then
-            whole in front of the loop, and the gradient is added up before it is scattered.
+        in_loop: whether a loop reads it in every turn. Else the compiler gathers the weight, or
+            what is multiplied with it, in every turn of the loop. With `in_loop` it is gathered
+            before the loop, and its gradient is summed over the turns before it is scattered.
     """
 
     mesh: Mesh

@@ -93,6 +93,12 @@ def _fitting(
     as_state = _as_state(optimizer, parts)
     if _refusal(as_state, parts.params) is None:
         return as_state
+    if "obj_fn" in str(refused) or "value_fn" in str(refused):
+        raise ConfigError(
+            f"the optimizer calls the loss itself: {_first_line(refused)} "
+            f"({type(refused).__name__}). An update is given gradients, state, parameters and "
+            "value=, the loss; take one that needs no more, such as optax.adamw"
+        ) from refused
     raise ConfigError(
         f"the optimizer cannot work on the parameters of the model: {_first_line(refused)} "
         f"({type(refused).__name__}). It is given the parameters as a nested dict, "

@@ -110,8 +110,8 @@ def compiler_options(
         Names and values for `jax.jit(..., compiler_options=...)`.
 
     Raises:
-        ConfigError: for a value that is none, an option to take away that no chip has, one that
-            contradicts `deterministic`, or one that the compiler refuses.
+        ConfigError: for a value of an unsupported type, an option to take away that no chip has,
+            one that contradicts `deterministic`, or one that the compiler refuses.
         UnsupportedError: for `deterministic` on devices of which nothing is known.
 
     Example:

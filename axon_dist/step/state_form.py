@@ -121,7 +121,7 @@ def weight_shapes(parts: ModelParts) -> dict[Path, jax.ShapeDtypeStruct]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateForm:
-    """What a `TrainState` of a step looks like, how it is born, and the model's values in it.
+    """What a `TrainState` looks like, is born, and goes from one step to the next; its model.
 
     Args:
         spec: what the step is made of.

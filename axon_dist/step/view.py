@@ -171,8 +171,9 @@ class View:
         return asked and isinstance(gather, GlobalGather) and not gather.in_loop
 
     @property
-    def _cheap(self) -> RematPolicy | None:
-        """What units keep that are not to be recomputed."""
+    def _saved_without_remat(self) -> RematPolicy | None:
+        """The checkpoint policy of units where the strategy asks for no recomputation: gathered
+        weights are never among what is kept."""
         if not self.strategy.layers:
             return remake_in_backward
         # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
@@ -183,7 +184,7 @@ class View:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
-        remat, group, unroll = self._cheap, 1, self.unroll
+        remat, group, unroll = self._saved_without_remat, 1, self.unroll
         if self.strategy.remat is not None:
             remat, group = self.strategy.remat.remat, self.strategy.remat.group_size
             unroll = unroll or 1

@@ -6,18 +6,13 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist.config.optimizers import (
-    OPTIMIZERS,
+from axon_dist.config.optimizers import OPTIMIZERS, SGD, Adam, AdamW, Lion, Muon
+from axon_dist.config.rates import (
     SCHEDULES,
-    SGD,
-    Adam,
-    AdamW,
     ConstantRate,
     Cosine,
     InverseSquareRoot,
     Linear,
-    Lion,
-    Muon,
     WarmupStableDecay,
 )
 from axon_dist.config.read import read

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, zero
-from axon_dist.config.optimizers import AdamW, Group, WarmupStableDecay
+from axon_dist.config.optimizers import AdamW, Group
+from axon_dist.config.rates import WarmupStableDecay
 from axon_dist.optim import Spikes, watched
 from axon_dist.parallel import fsdp, pipelined
 

@@ -185,7 +185,8 @@ OPTIMIZERS = {
     "raises": (updates(lambda u, s: 1 / 0), "cannot work on the parameters.*division by zero"),
     "text as rate": (optax.sgd("0.1"), "cannot work on the parameters"),
     "rate of None": (optax.sgd(lambda count: None), "cannot work on the parameters"),
-    "line search": (optax.lbfgs(), "cannot work on the parameters"),
+    "line search": (optax.lbfgs(), "calls the loss itself.*value_fn.* such as optax.adamw"),
+    "hessian": (optax.contrib.sophia(0.1), "calls the loss itself.*obj_fn.* such as optax.adamw"),
     "mask of others": (optax.masked(optax.sgd(0.1), lambda p: {"no": True}), "cannot work on"),
     "two functions": ((len, len), "optimizer is a tuple"),
 }  # fmt: skip

@@ -71,7 +71,10 @@ def test_the_lines_of_a_config_are_read_by_the_config(arrangement, make_world):
         ({"schedule": "1f2b"}, "unknown schedule '1f2b'. Did you mean '1f1b'"),
         ({"tp": 0}, "tp=0 must be at least 1; set it so"),
         ({"ep": 0}, "ep=0 must be at least 1; set it so"),
-        ({"replicas": 2}, "got replicas=2 and apart=None; replicas over slow links need an Apart"),
+        (
+            {"replicas": 2},
+            "got replicas=2 and apart=None; replicas over slow links need a SlowReplicas",
+        ),
         ({"strategy": "hybrid_shard", "fsdp": 8}, "dp=1 and fsdp=8; .* or take full_shard"),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 
 import axon_dist
 
-ROOT = pathlib.Path(axon_dist.__file__).parents[1]
+PACKAGE = pathlib.Path(axon_dist.__file__).parent
+ROOT = PACKAGE.parent
 ROOMS = [
     module.name
     for module in pkgutil.iter_modules(axon_dist.__path__, "axon_dist.")
@@ -57,11 +58,11 @@ def test_where_to_add_what_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = text[text.index("## Where to add") : text.index("## What may change")].splitlines()[5:]
     for row in filter(None, rows):
-        _, where, table, test = (cell.strip() for cell in row.strip("|").split("|"))
-        for path in re.findall(r"`([\w/]+(?:\.py|/))`", where + test):
-            in_room = (ROOT / "axon_dist" / path).exists() or (ROOT / path).exists()
-            assert in_room or path.endswith("/context.py") or "/" not in path, f"{path}: {row}"
-        for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", table):
-            lines = (ROOT / "axon_dist" / file).read_text()
+        for path in re.findall(r"`([\w/]+(?:\.(?:py|md|yml|txt)|/))`", row):
+            assert any((root / path).exists() for root in (PACKAGE, ROOT)), f"{path}: {row}"
+        for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", row):
+            lines = next(r / file for r in (PACKAGE, ROOT) if (r / file).exists()).read_text()
             for name in re.findall(r"`(\w+)`", names):
-                assert re.search(rf"^(class )?{name}\b", lines, re.MULTILINE), f"{file}: no {name}"
+                assert re.search(rf"^(class |def )?{name}\b", lines, re.MULTILINE), (
+                    f"{file}: {name}"
+                )

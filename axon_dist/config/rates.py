@@ -1,0 +1,153 @@
+"""The learning-rate schedules that a config can name, a dataclass each."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from types import MappingProxyType
+
+import jax.numpy as jnp
+import optax
+
+from axon_dist.core.errors import ConfigError
+
+from .read import Count, Fraction, Natural
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RateSchedule(abc.ABC):
+    """How the learning rate moves over a run.
+
+    Args:
+        warmup_steps: steps of linear growth from 0 to the peak.
+        warmup_fraction: the same as a share of the steps of the run; one of the two may be given.
+    """
+
+    warmup_steps: Natural = 0
+    warmup_fraction: Fraction = 0.0
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a warmup that is said in both ways."""
+        if self.warmup_steps and self.warmup_fraction:
+            raise ConfigError(
+                f"got warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction}, "
+                "which both say how long the warmup is; leave one of them out"
+            )
+
+    def build(self, peak: float, num_steps: int) -> optax.Schedule:
+        """Returns `learning_rate(step)` for a run of some steps, warmup included.
+
+        Raises:
+            ConfigError: when the warmup is as long as the run.
+        """
+        steps = self.warmup_steps or round(self.warmup_fraction * num_steps)
+        if steps >= num_steps:
+            key = "warmup_steps" if self.warmup_steps else "warmup_fraction"
+            raise ConfigError(
+                f"{key}={getattr(self, key)} leaves nothing of a run of {num_steps} steps; "
+                f"it must be smaller: lower optimizer.schedule.{key} or raise train.steps"
+            )
+        after = self.after_warmup(peak, num_steps - steps, steps)
+        if not steps:
+            return after
+        return optax.join_schedules([optax.linear_schedule(0.0, peak, steps), after], [steps])
+
+    @abc.abstractmethod
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the schedule of the steps that follow those of the warmup."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstantRate(RateSchedule):
+    """Stays at the peak."""
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the peak, whatever the step."""
+        return optax.constant_schedule(peak)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cosine(RateSchedule):
+    """Falls along half a cosine (arXiv:1608.03983, without restarts).
+
+    Args:
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    final_fraction: Fraction = 0.1
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the half cosine from the peak to its final fraction."""
+        return optax.cosine_decay_schedule(peak, num_steps, self.final_fraction)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear(RateSchedule):
+    """Falls along a straight line.
+
+    Args:
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    final_fraction: Fraction = 0.0
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the line from the peak to its final fraction."""
+        return optax.linear_schedule(peak, peak * self.final_fraction, num_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay(RateSchedule):
+    """Stays at the peak, and falls along a straight line at the end (arXiv:2404.06395).
+
+    Args:
+        decay_fraction: the share of the steps of the run over which it falls.
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    decay_fraction: Fraction = 0.2
+    final_fraction: Fraction = 0.0
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the peak, and the line from there to its final fraction.
+
+        Raises:
+            ConfigError: when warmup and decay are longer than the run.
+        """
+        decay = round(self.decay_fraction * (num_steps + warmup))
+        if decay > num_steps:
+            raise ConfigError(
+                f"decay_fraction={self.decay_fraction} is {decay} steps, and after the warmup a "
+                f"run has {num_steps}; lower optimizer.schedule.decay_fraction or the warmup"
+            )
+        return optax.linear_schedule(
+            peak, peak * self.final_fraction, decay, transition_begin=num_steps - decay
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InverseSquareRoot(RateSchedule):
+    """Falls as one over the root of the step (arXiv:1706.03762).
+
+    Args:
+        timescale: steps after the warmup in which it falls to 0.71 of the peak; as many as the
+            warmup has make the schedule of the paper.
+    """
+
+    timescale: Count = 1000
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns `peak sqrt(timescale / (timescale + step))`."""
+        scale = self.timescale
+        return lambda step: peak * jnp.sqrt(scale / (scale + jnp.maximum(step, 0)))
+
+
+SCHEDULES: MappingProxyType[str, type[RateSchedule]] = MappingProxyType(
+    {
+        "cosine": Cosine,
+        "linear": Linear,
+        "constant": ConstantRate,
+        "wsd": WarmupStableDecay,
+        "inverse_sqrt": InverseSquareRoot,
+    }
+)

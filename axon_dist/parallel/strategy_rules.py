@@ -1,0 +1,247 @@
+"""What a strategy must fulfil on a mesh: a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..collectives import GradSyncStrategy
+from ..core.errors import (
+    AxonDistError,
+    MeshError,
+    Requirement,
+    StrategyConflictError,
+    did_you_mean,
+)
+from ..mesh import World
+from .plans import CPUOffload, check_offload
+from .strategy import Strategy
+
+
+class PlacedStrategy(NamedTuple):
+    """A strategy, and the devices that it shall run on.
+
+    Args:
+        strategy: one, or composed of several.
+        world: the devices, and the mesh they form.
+    """
+
+    strategy: Strategy
+    world: World
+
+
+def _rule(
+    name: str,
+    error: type[AxonDistError],
+    sentence: str,
+    broken: Callable[[Strategy, World], object],
+) -> Requirement[PlacedStrategy]:
+    """A row: what must hold, and when it is broken.
+
+    Args:
+        name: what must hold, in a few words.
+        error: the kind of error.
+        sentence: of the fields of `strategy`, of `mesh`, and of what `broken` finds.
+        broken: gives something true where it does not hold; a dict has more names of the sentence.
+    """
+
+    def when(placed: PlacedStrategy) -> Mapping[str, Any] | None:
+        found = broken(*placed)
+        more = found if isinstance(found, dict) else {}
+        return {"strategy": placed.strategy, "mesh": placed.world.spec, **more} if found else None
+
+    return Requirement.row(name, error, sentence, when)
+
+
+def _lacking(axes: Iterable[str], world: World) -> Mapping[str, str] | None:
+    names = world.mesh.axis_names
+    missing = next((axis for axis in axes if axis not in names), None)
+    return None if missing is None else {"axis": missing, "near": did_you_mean(missing, names)}
+
+
+def _within(strategy: Strategy) -> tuple[str, ...]:
+    """The axes that split layers."""
+    return tuple(axis for layers in strategy.layers for axis in layers.axes)
+
+
+def _arrays(strategy: Strategy) -> tuple[str, ...]:
+    """The axes that split arrays."""
+    return (*strategy.params.split_axes, *strategy.opt_state.split_axes)
+
+
+def _rings(strategy: Strategy, positions: bool = True) -> Mapping[str, str] | None:
+    """The first of the layers that send pieces around, those of positions among them or not."""
+    rings = [x for x in strategy.layers if x.sends_around and positions >= x.splits_positions]
+    if not rings:
+        return None
+    keys = {"what": "keys", "cure": "use context_parallel('ulysses')"}
+    activations = {"what": "activations", "cure": "leave rings out of tensor_parallel"}
+    return {"axis": rings[0].axes[0], **(keys if rings[0].splits_positions else activations)}
+
+
+def _not_over_stages(strategy: Strategy, world: World) -> Mapping[str, str] | None:
+    """An axis that is left to the compiler beside a vocabulary that stages split."""
+    plan = strategy.pipeline
+    if plan is None or not plan.schedule.splits_vocabulary:
+        return None
+    by_hand = {plan.axis, *strategy.batch_axes}
+    left = (axis for axis, size in world.mesh.shape.items() if size > 1 and axis not in by_hand)
+    return next(({"axis": axis} for axis in left), None)
+
+
+STRATEGY_RULES: tuple[Requirement[PlacedStrategy], ...] = (
+    _rule(
+        "the axes of the batch exist",
+        MeshError,
+        "strategy {strategy.name!r} splits the batch over axis {axis!r}, which mesh {mesh} "
+        "lacks.{near}",
+        lambda strategy, world: _lacking(strategy.batch_axes, world),
+    ),
+    _rule(
+        "the axes of the layers exist",
+        MeshError,
+        "strategy {strategy.name!r} splits layers over axis {axis!r}, which mesh {mesh} "
+        "lacks.{near}",
+        lambda strategy, world: _lacking(_within(strategy), world),
+    ),
+    _rule(
+        "the axes of the arrays exist",
+        MeshError,
+        "strategy {strategy.name!r} splits arrays over axis {axis!r}, which mesh {mesh} "
+        "lacks.{near}",
+        lambda strategy, world: _lacking(_arrays(strategy), world),
+    ),
+    _rule(
+        "nothing is split over the axis between replicas",
+        StrategyConflictError,
+        "strategy {strategy.name!r} has replicas over axis {strategy.slow.axis!r} that send "
+        "nothing to each other for many steps, and splits arrays over it; split them over "
+        "another axis of the mesh",
+        lambda strategy, _: (
+            strategy.slow and strategy.slow.axis in _arrays(strategy) + _within(strategy)
+        ),
+    ),
+    _rule(
+        "replicas are no pipelines",
+        StrategyConflictError,
+        "strategy {strategy.name!r} has replicas over axis {strategy.slow.axis!r}, and cuts each "
+        "into stages over {strategy.pipeline.axis!r}; stages of a pipeline train together on "
+        "every step. Split the replicas by fsdp() or tensor_parallel() instead, or leave out "
+        "what makes replicas over {strategy.slow.axis!r}",
+        lambda strategy, _: strategy.slow and strategy.pipeline,
+    ),
+    _rule(
+        "replicas stay in device memory",
+        StrategyConflictError,
+        "replicas over axis {strategy.slow.axis!r} keep all they have in device memory, and the "
+        "strategy asks for cpu_offload={strategy.offload.value!r}; leave the offload out, or "
+        "split each replica over more devices with fsdp()",
+        lambda strategy, _: strategy.slow and strategy.offload is not CPUOffload.NONE,
+    ),
+    _rule(
+        "replicas have statistics of their own already",
+        StrategyConflictError,
+        "replicas over axis {strategy.slow.axis!r} keep statistics of their own, and the "
+        "strategy asks for those of each rank: broadcast_buffers=False; leave it at True, which "
+        "is about the ranks within a replica",
+        lambda strategy, _: (
+            strategy.slow and strategy.reduction and not strategy.reduction.sync_buffers
+        ),
+    ),
+    _rule(
+        "buckets are of whole gradients",
+        StrategyConflictError,
+        "strategy {strategy.name!r} reduces each gradient to the ranks that own its shards, and "
+        "bucket_capacity={strategy.reduction.bucket_capacity} joins gradients that all ranks "
+        "need whole; leave the capacity out, or use ddp()",
+        lambda strategy, _: (
+            strategy.reduction
+            and strategy.reduction.bucket_capacity
+            and strategy.opt_state.split_axes
+            and strategy.pipeline is None
+        ),
+    ),
+    Requirement(
+        "there is host memory to offload to",
+        lambda placed: check_offload(placed.strategy.offload, placed.world),
+    ),
+    Requirement(
+        "the pipeline fits its axis",
+        lambda placed: placed.strategy.pipeline and placed.strategy.pipeline.validate(placed.world),
+    ),
+    _rule(
+        "stages recompute block by block",
+        StrategyConflictError,
+        "strategy {strategy.name!r} is a pipeline, whose stages recompute block by block, and "
+        "asks for checkpoint interval {strategy.remat.interval!r}; leave the interval at 1",
+        lambda strategy, _: strategy.pipeline and strategy.remat and strategy.remat.interval != 1,
+    ),
+    _rule(
+        "stages send nothing around",
+        StrategyConflictError,
+        "strategy {strategy.name!r} is a pipeline, whose stages do different things at a time, "
+        "and sends {what} around the ring of axis {axis!r}, which all must do together; {cure}",
+        lambda strategy, _: strategy.pipeline and _rings(strategy),
+    ),
+    _rule(
+        "what goes round a ring is multiplied as it is",
+        StrategyConflictError,
+        "tensor_parallel has pieces of activations go round the ranks of {axis!r}, and products "
+        "in {strategy.precision.products} have one scale for all of them; leave rings out of "
+        "tensor_parallel, or use precision bf16",
+        lambda strategy, _: (
+            strategy.precision and strategy.precision.products and _rings(strategy, positions=False)
+        ),
+    ),
+    _rule(
+        "stages see every sample",
+        StrategyConflictError,
+        "strategy {strategy.name!r} splits the batch over {strategy.pipeline.axis!r}, along "
+        "which the stages of its pipeline lie, and every stage needs every sample; use another "
+        "axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data parallelism out",
+        lambda strategy, _: strategy.pipeline and strategy.pipeline.axis in strategy.batch_axes,
+    ),
+    _rule(
+        "replicas over slow links hold their experts whole",
+        StrategyConflictError,
+        "the strategy has replicas over axis {strategy.slow.axis!r}, each with gradients of its "
+        "own, and parameters along axis {strategy.resident[0]!r} whose gradients the compiler "
+        "reduces; leave expert_parallel out, and split them by fsdp(), or leave out what makes "
+        "replicas",
+        lambda strategy, _: strategy.slow and strategy.resident,
+    ),
+    _rule(
+        "a vocabulary is split over stages alone",
+        StrategyConflictError,
+        "strategy {strategy.name!r} splits the vocabulary over the stages of a pipeline, each "
+        "rank of which computes its part alone, and leaves axis {axis!r} to the compiler; leave "
+        "split_vocabulary out, for tensor parallelism splits the head already, or use data "
+        "parallelism beside the pipeline",
+        _not_over_stages,
+    ),
+    _rule(
+        "stages keep the statistics of all ranks",
+        StrategyConflictError,
+        "a pipeline got broadcast_buffers=False, and a stage keeps the statistics of the samples "
+        "of all its ranks; leave broadcast_buffers at True",
+        lambda strategy, _: (
+            strategy.pipeline and strategy.reduction and not strategy.reduction.sync_buffers
+        ),
+    ),
+    _rule(
+        "a pipeline reduces once",
+        StrategyConflictError,
+        "a pipeline got bucket_capacity={strategy.reduction.bucket_capacity} and "
+        "sync={strategy.reduction.sync.name}; it reduces every gradient once, after the last "
+        "microbatch, and leaves the grouping to the compiler, so leave both out",
+        lambda strategy, _: (
+            strategy.pipeline
+            and strategy.reduction
+            and (
+                strategy.reduction.bucket_capacity is not None
+                or strategy.reduction.sync is not GradSyncStrategy.SYNCHRONOUS
+            )
+        ),
+    ),
+)
+"""The first broken rule speaks."""
