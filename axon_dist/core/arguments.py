@@ -30,8 +30,6 @@ from typing import (
     get_type_hints,
 )
 
-import numpy as np
-
 from .errors import AxonDistError, ConfigError
 
 _P = ParamSpec("_P")
@@ -250,8 +248,11 @@ def kind_of(hint: Any) -> ArgumentKind | None:
     if origin is Annotated:
         return next((x for x in terms if isinstance(x, ArgumentKind)), kind_of(terms[0]))
     if origin in (Union, UnionType):
-        if any(getattr(term, "__name__", "") == "SupportsDType" for term in terms):
-            return DTYPE.or_none() if NoneType in terms else DTYPE
+        dtypes = [term for term in terms if getattr(term, "__name__", "") == "dtype"]
+        if dtypes:
+            holds = functools.partial(_is_dtype, dtypes[0])
+            kind = ArgumentKind("a dtype, such as 'float32'", holds)
+            return kind.or_none() if NoneType in terms else kind
         kinds = [kind for term in terms if (kind := kind_of(term)) is not None]
         if len(kinds) < len(terms):
             return None
@@ -304,10 +305,10 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and getattr(value.dtype, "kind", "V") not in "OUSmM"
 
 
-def _is_dtype(value: Any) -> bool:
+def _is_dtype(of_numpy: Any, value: Any) -> bool:
     """Whether a value is a dtype of numbers or truths, or names one."""
     try:
-        dtype = np.dtype(value)
+        dtype = of_numpy(value)
     except (TypeError, ValueError):
         return False
     return value is not None and dtype.itemsize > 0 and dtype.kind not in "OUSmM"
@@ -339,7 +340,6 @@ ITERABLE = ArgumentKind(
 )
 MAPPING = ArgumentKind("a mapping, such as a dict", lambda x: isinstance(x, Mapping))
 ARRAY = ArgumentKind("an array of numbers", _is_array)
-DTYPE = ArgumentKind("a dtype, such as 'float32'", _is_dtype)
 NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.several().holds(x))
 _ANYTHING = ArgumentKind("what the docstring says", lambda _: True)
 _KNOWN = "axon_dist.", "flax.", "jax", "optax."
