@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from ..core.compat import source_line
 from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
+from .one_sample import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_pairs import (
     WITHIN,
     Constant,
@@ -49,7 +50,6 @@ from .sample_pairs import (
     pullback,
 )
 from .sample_rules import RULES, unknown, unread
-from .sample_single import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_values import (
     CONSTANT,
     Coupling,

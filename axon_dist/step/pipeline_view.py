@@ -46,7 +46,7 @@ from .microbatches import Draws, draws_of
 from .objective import GradientArguments, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec
 from .storage import nested_metrics, traced, unit_paths
-from .view import View, spelled, synchronise_statistics
+from .view import ModelChanges, spelled, synchronise_statistics
 
 Parted: TypeAlias = dict[int, int]
 """Of parameters outside the blocks that lie in parts of the vocabulary, number and dim."""
@@ -133,10 +133,10 @@ class StagedPlan:
         return all(axis in self.axes or size == 1 for axis, size in self.spec.mesh.shape.items())
 
     @cached_property
-    def view(self) -> View:
+    def view(self) -> ModelChanges:
         """How a rank sees the model: its blocks are units."""
         blocks, looped = unit_paths(self.rows.stages.called, self.spec.storage.stacks)
-        return View(self.strategy, self.spec.parts, blocks, looped=looped)
+        return ModelChanges(self.strategy, self.spec.parts, blocks, looped=looped)
 
     @cached_property
     def row_specs(self) -> list[list[PartitionSpec]]:

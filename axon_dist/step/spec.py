@@ -27,7 +27,7 @@ from .options import ELASTIC, StepOptions
 from .parts import ModelParts
 from .separable import Separator
 from .storage import Storage, storage_of
-from .view import View, layers_of, view_of
+from .view import ModelChanges, layers_of, view_of
 
 _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
     {
@@ -375,7 +375,7 @@ class StepSpec:
         return DistributedUpdate(optimizer, params, self.first_opt_state, *policies, self.mesh)
 
     @cached_property
-    def view(self) -> View:
+    def view(self) -> ModelChanges:
         """How the model is seen where the compiler or each rank runs all of it."""
         # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
         by_stages = self.strategy.pipeline is not None

@@ -46,7 +46,7 @@ Bundle: TypeAlias = Callable[[Path, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class ModelChanges:
     """The changes that a strategy makes to a merged model before it runs.
 
     Args:
@@ -229,7 +229,7 @@ def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
     return adapt
 
 
-def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) -> View:
+def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) -> ModelChanges:
     """The view of a strategy on a model.
 
     Args:
@@ -249,7 +249,7 @@ def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) ->
     units: frozenset[Path] = frozenset()
     if splits or strategy.remat is not None or parts.int8:
         units = _units(strategy, parts)
-    view = View(strategy, parts, units, unroll)
+    view = ModelChanges(strategy, parts, units, unroll)
     _ = view.fp8
     return view
 

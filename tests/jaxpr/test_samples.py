@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from axon_dist.core.weighted import per_sample
-from axon_dist.jaxpr.sample_values import Use, use_of
+from axon_dist.jaxpr import samples
+from axon_dist.jaxpr.sample_values import Use, nonlinear, use_of
 from axon_dist.jaxpr.samples import follow_samples
 
 KEY = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
@@ -419,6 +420,14 @@ def test_what_couples_the_samples_and_where(name):
     assert re.search(why, use.loss.why), str(use)
     if "entry of its own" not in why:
         assert use.loss.where.startswith("test_samples.py:"), str(use)
+
+
+def test_a_foreign_call_has_a_rule_of_its_own(monkeypatch):
+    """What says the shapes of its results is no difference between a part and the whole."""
+    rules = {**samples.RULES, "pure_callback": lambda op, values: nonlinear(op.name, values)}
+    monkeypatch.setattr(samples, "RULES", rules)
+    kept = lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    assert find(lambda p, b: jnp.mean(kept(b["x"]))).loss.kind is Use.MEAN
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -85,7 +85,9 @@ def test_cudnn_is_refused_for_devices_that_are_no_gpus():
         map_kernels(Attention("cudnn"), Layout(WORLD.mesh, ("dp",)))
 
 
-@pytest.mark.parametrize(("capability", "form"), [("8.0", "einsum"), ("9.0", "auto")])
+@pytest.mark.parametrize(
+    ("capability", "form"), [("8.0", "einsum"), ("9.0", "auto"), ("gfx942", "auto")]
+)
 def test_large_heads_are_fused_where_the_chip_of_the_mesh_can(capability, form):
     """The mesh is asked, whatever this process runs on."""
     world = paper_world("dp=1", 1, "gpu", capability)
