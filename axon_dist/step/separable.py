@@ -351,7 +351,7 @@ class Separator:
             return
         shapes, sources = leaves_with_paths(self._parts.arguments[1]), sources_of(program.jaxpr)
         before, after = len(leaves_with_paths(self._parts.weights)), len(sources) - len(shapes)
-        samples = range(before + len(shapes), len(program.jaxpr.invars))
+        samples = range(before + len(shapes), len(program.in_avals))
         for number, (path, leaf) in enumerate(shapes):
             coupled = path in use.buffers and use.buffers[path].why != ""
             follows = coupled or not sources[after + number].isdisjoint(samples)
