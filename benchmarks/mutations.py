@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
-SINGLE_BUFFERED = ("axon_dist", "tests", "conftest.py", "pyproject.toml")
+COPIED = ("axon_dist", "benchmarks", "tests", "conftest.py", "pyproject.toml")
 LIMIT = 600
 """Seconds; far more than any row takes."""
 PASSED, FAILED = 0, 1
@@ -309,7 +309,7 @@ MUTATIONS = (
 
 def copy_of(root: pathlib.Path, target: pathlib.Path) -> None:
     """Copies what tests need."""
-    for name in SINGLE_BUFFERED:
+    for name in COPIED:
         source = root / name
         if source.is_dir():
             shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
