@@ -392,7 +392,7 @@ def _check_parts(data: Mapping[str, Any]) -> None:
     numbers = [data["serial"], *data["checksums"].values(), *sizes]
     for record in data["files"].values():
         numbers += [record["size"], record["crc32"]]
-    odd = [number for number in numbers if not is_whole(number) or number < 0]
+    odd = [number for number in numbers if not is_whole(number) or not 0 <= number < 2**63]
     if odd:
         raise TypeError(f"it has {odd[0]!r:.60} where a whole number must be")
     if data["score"] is not None and not is_number(data["score"]):

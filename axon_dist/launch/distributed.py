@@ -318,7 +318,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 _FEWEST_THREADS = 16
-_MOST_THREADS = 2**14
+_MOST_THREADS = 2**12
 MOST_DEVICES = 1024
 """Emulated devices of a run."""
 _VARIABLE = "JAX_NUM_CPU_DEVICES"
@@ -328,10 +328,20 @@ def stated_share(env: Mapping[str, str]) -> int | None:
     """How many CPU devices `JAX_NUM_CPU_DEVICES` tells each process to make up; None for no word.
 
     Raises:
-        LaunchError: when it is not a number.
+        LaunchError: when it is no number of devices.
     """
-    stated = env.get(_VARIABLE)
-    return None if stated is None else parse_count(stated, _VARIABLE)
+    if _VARIABLE not in env:
+        return None
+    # To JAX -1 is no word, too.
+    stated = _within(env[_VARIABLE], _VARIABLE, -1, MOST_DEVICES)
+    return None if stated == -1 else stated
+
+
+def _within(text: str, name: str, least: int, most: int) -> int:
+    stated = parse_count(text, name)
+    if not least <= stated <= most:
+        raise LaunchError(f"{name} is {stated}; set a number from {least} to {most}, or nothing")
+    return stated
 
 
 def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> int:
@@ -391,8 +401,8 @@ def prepare_emulation(num_devices: int) -> None:
     if backend_started():
         return
     fewest = _FEWEST_THREADS if jax.distributed.is_initialized() else 2 * num_devices
-    stated = parse_count(os.environ.get("NPROC") or "0", "NPROC")
-    threads = max(fewest, 2 * num_devices, min(stated, _MOST_THREADS), os.cpu_count() or 1)
+    stated = _within(os.environ.get("NPROC") or "0", "NPROC", 0, _MOST_THREADS)
+    threads = max(fewest, 2 * num_devices, stated, os.cpu_count() or 1)
     os.environ["NPROC"] = str(threads)
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in rendezvous_flags() if flag.split("=")[0] not in flags]

@@ -490,6 +490,6 @@ def parse_cluster(text: str) -> tuple[Hardware, int]:
     count = math.prod(int(part) for part in parts)
     if count > MOST_DEVICES:
         raise ConfigError(
-            f"got {text!r:.80}, {count} devices; name at most {MOST_DEVICES}, such as {name}:4096"
+            f"got {text!r:.80}; name at most {MOST_DEVICES} devices, such as {name}:4096"
         )
     return row, count

@@ -43,6 +43,7 @@ FORGED = {
     "negative shape": lambda m: m["leaves"]["w"].update(shape=[-3]),
     "serial": lambda m: m.update(serial="newest"),
     "serial below 0": lambda m: m.update(serial=-1),
+    "serial beyond": lambda m: m.update(serial=10**400),
     "score": lambda m: m.update(score="best"),
     "score NaN": lambda m: m.update(score=float("nan")),
     "meta": lambda m: m.update(meta=[1]),
