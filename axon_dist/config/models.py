@@ -35,7 +35,7 @@ from axon_dist.weights import format_name, hub_config
 
 from .read import HUB, write
 from .sections import (
-    IMAGES,
+    DATA,
     TOKENS,
     ImageData,
     ImageFolderData,
@@ -176,7 +176,7 @@ class Classification(Task[_Pictures]):
     """A model of images says which class each is of."""
 
     loss_fn: LossFn = classification_loss
-    data = IMAGES
+    data = tuple(row for row in DATA.values() if row not in TOKENS)
     item = "images"
 
     def check(self, model: object, data: _Pictures) -> None:

@@ -479,6 +479,3 @@ TokenSection: TypeAlias = (
 
 TOKENS: tuple[type, ...] = tuple(row for row in DATA.values() if issubclass(row, SequenceOptions))
 """Those of `DATA` whose samples are sequences of tokens."""
-
-IMAGES: tuple[type, ...] = tuple(row for row in DATA.values() if row not in TOKENS)
-"""Those of `DATA` whose samples are images."""

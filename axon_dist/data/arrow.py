@@ -58,6 +58,15 @@ def rows_of(
             raise ConfigError(f"{where} cannot be read ({error}): correct or remove it") from error
 
 
+def _arrow(path: Path, module: str = "pyarrow") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs pyarrow, which is not installed: {install_command('parquet')}"
+        ) from error
+
+
 @dataclasses.dataclass(frozen=True)
 class ParquetSource(DocumentSource):
     """Parquet files; options as in `DocumentSource`, whose fields are the names of columns.
@@ -93,13 +102,7 @@ class ParquetSource(DocumentSource):
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[Any]:
-        try:
-            parquet: Any = importlib.import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise ConfigError(
-                "data.kind=parquet needs pyarrow, which is not installed: "
-                f"{install_command('parquet')}"
-            ) from error
+        parquet = _arrow(path, "pyarrow.parquet")
         try:
             with parquet.ParquetFile(path) as file:
                 yield file
@@ -157,15 +160,6 @@ class DatasetsSource(DocumentSource):
             first += batch.num_rows
 
 
-def _arrow(path: Path) -> Any:
-    try:
-        return importlib.import_module("pyarrow")
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs pyarrow, which is not installed: {install_command('parquet')}"
-        ) from error
-
-
 def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
     """The batches of a stream of Arrow, as `datasets` writes it, each with the place behind it."""
     arrow = _arrow(path)
@@ -213,8 +207,7 @@ def _files_of(text: str) -> Sequence[TextFile]:
             f"data.files: {text!r} cannot be loaded with datasets ({error}); write org/name, "
             "org/name:subset@split, or a folder of save_to_disk"
         ) from error
-    paths = [Path(row["filename"]) for row in found.cache_files]
-    files = [TextFile(path.name, path) for path in paths]
+    files = [TextFile((at := Path(row["filename"])).name, at) for row in found.cache_files]
     stored = sum(map(_num_rows, files))
     if not files or stored != len(found):
         raise ConfigError(

@@ -87,8 +87,7 @@ def _fitting(
             return inner.update(updates, state, params, **extra)
 
         optimizer = optax.GradientTransformationExtraArgs(inner.init, update)
-        refused = _refusal(optimizer, parts.params)
-        if refused is None:
+        if (refused := _refusal(optimizer, parts.params)) is None:
             return optimizer
     as_state = _as_state(optimizer, parts)
     if _refusal(as_state, parts.params) is None:
