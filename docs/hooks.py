@@ -1,4 +1,4 @@
-"""What a page shows is printed by commands: `<!-- run: axon ... -->`, `<!-- svg: axon ... -->`."""
+"""What a command shows takes the place of a line "Printed by `axon ...`." or "Drawn by ..."."""
 
 import contextlib
 import io
@@ -17,12 +17,13 @@ from axon_dist.cli.main import main
 ROOT = pathlib.Path(__file__).parents[1]
 WIDTH = 80
 """Letters that a page has room for."""
-COMMAND = re.compile(r"^<!-- (run|svg): (.*) -->$", re.MULTILINE)
+COMMAND = re.compile(r"^(Printed|Drawn) by `(.*)`\.$", re.MULTILINE)
+HEADING = re.compile(r'<text [^>]*font-weight="bold">(.*)</text>')
 
 
 def on_page_markdown(markdown, **_):
     """Puts what the command prints, or the picture that it draws, in place of every such line."""
-    return COMMAND.sub(lambda line: {"run": shown, "svg": drawn}[line[1]](line[2]), markdown)
+    return COMMAND.sub(lambda line: {"Printed": shown, "Drawn": drawn}[line[1]](line[2]), markdown)
 
 
 def drawn(command):
@@ -34,9 +35,12 @@ def drawn(command):
             path = pathlib.Path(folder, "picture.svg")
             run(f"{command} --svg {path}")
             picture = path.read_text()
-    # Markdown takes an empty line for the end of HTML.
-    lines = [line for line in picture.splitlines() if line.strip()]
-    return "\n".join(['<div class="wide">', *lines, "</div>"])
+    # The heading of a wide picture is read beside it, where it does not shrink. Markdown takes an
+    # empty line for the end of HTML.
+    heading = HEADING.search(picture)
+    lines = [line for line in HEADING.sub("", picture).splitlines() if line.strip()]
+    before = [f"**{heading[1]}**", ""] if heading else []
+    return "\n".join([*before, '<div class="wide">', *lines, "</div>"])
 
 
 def shown(command):
@@ -52,10 +56,12 @@ def run(command):
     """What a command of ours prints; one that fails ends the build."""
     program, *arguments = shlex.split(command)
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), mock.patch.dict(os.environ, {"COLUMNS": str(WIDTH)}):
+    said = io.StringIO()
+    width = mock.patch.dict(os.environ, {"COLUMNS": str(WIDTH)})
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(said), width:
         if program == "axon":
             code = main(arguments)
-            assert code == 0, f"{command} ends with {code}"
+            assert code == 0, f"{command} ends with {code}: {said.getvalue()}"
         else:
             with mock.patch.object(sys, "argv", arguments):
                 runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")

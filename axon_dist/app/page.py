@@ -212,7 +212,15 @@ def _throughput(runs: Runs) -> str | None:
         "time/data_share": "waiting for data",
         "time/host_share": "host",
     }
-    return drawn + _under("shares of the time", _plot(runs, shares, "share")) or None
+    plot = _plot(runs, shares, "share")
+    return drawn + _under("shares of the time", plot and f"{plot}<p>{_SHARES}</p>") or None
+
+
+_SHARES = (
+    "goodput: of all time since the start, the share spent in steps that count. waiting for data "
+    "and host: of the steps since the last record, the shares spent waiting for batches, and in "
+    "Python between the steps, waiting for neither batches nor devices."
+)
 
 
 def _step_time(runs: Runs) -> str | None:

@@ -95,7 +95,8 @@ class Recorded:
         speed = known.get("items_per_second") or (self.last(rates[0]) if rates else None)
         mfu, norm = self.last("time/model_flops_utilization"), self.last("train/grad_norm")
         seconds = sum(float(before["time/elapsed_seconds"]) for before, _ in self._legs())
-        seconds += self.last("time/elapsed_seconds") or 0.0
+        spent = sum(map(float, (known.get("seconds") or {}).values()))
+        seconds += spent or self.last("time/elapsed_seconds") or 0.0
         leaves = self.program.get("leaves") or []
         count = known.get("parameters") or sum(math.prod(leaf["shape"]) for leaf in leaves)
         mesh = known.get("mesh") or ",".join(

@@ -40,8 +40,33 @@ def opening_lines(run: Run) -> list[str]:
         f"{run.world.size} {run.world.backend} {kind} devices",
         *filter(None, [attention_line(run.config, run.step)]),
         f"data: {run.loader.description}",
-        f"{plural(train.steps, 'step')} of {batch}",
+        f"{plural(train.steps, 'step')} of {batch}{_epochs_of(run)}",
+        *_batch_lines(run),
         *filter(None, [remat_line(run.config, run.step), _decay_line(run), run.note]),
+    ]
+
+
+def _epochs_of(run: Run) -> str:
+    """How often a run sees its samples, and what it is validated on."""
+    train, samples = run.config.train, run.loader.num_samples
+    when = f"every {plural(train.eval_every, 'step')}" if train.eval_every else "at the end"
+    return (
+        f", {train.steps * train.global_batch / samples:.3g} epochs of {plural(samples, 'sample')}"
+        f"; validated {when} on {plural(train.eval_batches, 'batch')}"
+    )
+
+
+def _batch_lines(run: Run) -> list[str]:
+    """The arrays of a global batch, and which of them are of a wider dtype than is taken."""
+    arrays = abstract_batch(run.config).items()
+    given = getattr(run.loader.samples, "given_dtypes", {})
+    return [
+        f"batch: {', '.join(f'{name} {x.dtype}{list(x.shape)}' for name, x in arrays)}",
+        *(
+            f"batch {name}: {given[name]} is taken as {x.dtype}"
+            for name, x in arrays
+            if x.dtype.kind == "f" and given.get(name, x.dtype.name) != x.dtype.name
+        ),
     ]
 
 

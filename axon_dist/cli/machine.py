@@ -16,9 +16,12 @@ from rich.console import Console
 
 from axon_dist.app import attention_rows, check_numerics
 from axon_dist.core.errors import AxonDistError, install_command
+from axon_dist.core.words import plural
 from axon_dist.launch import LaunchPlan, launch
 from axon_dist.mesh import World
 from axon_dist.mesh.chips import machine_of, unknown_chip
+
+from .values import fitted
 
 EMULATED = 4
 """How many devices are made up where there are too few for a mesh with two axes."""
@@ -84,7 +87,8 @@ def _section(console: Console, title: str, rows: Mapping[str, object]) -> None:
     width = max(map(len, rows))
     for label, value in rows.items():
         text = " ".join(str(value).split())
-        console.print(f"  {label:<{width}}  {text}", markup=False)
+        line = f"  {label:<{width}}  {text}"
+        console.print(fitted(line, sys.stdout, width + 4), soft_wrap=True, markup=False)
 
 
 _DISTRIBUTION = "axon_dist"
@@ -113,9 +117,9 @@ def devices() -> dict[str, object]:
 def _chip(world: World) -> str:
     row = machine_of(world.mesh)
     if row is None:
-        return unknown_chip(world.mesh) or "emulated: steps are compiled without options"
+        return unknown_chip(world.mesh) or "CPU: steps are compiled with the defaults of XLA"
     count = len(row.options_for(world.size))
-    return f"{row.name}: steps are compiled with {count} options of its own"
+    return f"{row.name}: steps are compiled with {plural(count, 'XLA option')} chosen for it"
 
 
 def mesh_suggestions(num_devices: int) -> tuple[str, ...]:

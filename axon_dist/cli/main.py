@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TextIO
 
 from axon_dist import __version__
@@ -32,6 +33,10 @@ _LONGEST = 2000
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line, like every other mistake of a user."""
+
+    def format_help(self) -> str:
+        """The help; on a screen its lines break between words."""
+        return fitted(super().format_help(), sys.stdout)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message."""
@@ -82,8 +87,22 @@ def _leave(error: BaseException) -> int:
     # JAX adds notes about its own frames.
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("raised by")]
     message = ", ".join([str(error), *notes])
-    _say(f"unexpected {type(error).__name__}: {one_line(message)}; {_kept(error)}")
+    frames = [(f, line) for f, line in traceback.walk_tb(error.__traceback__) if _is_users(f)]
+    what = f"unexpected {type(error).__name__}"
+    if notes and frames:
+        frame, line = frames[-1]
+        file = frame.f_code.co_filename.removeprefix(f"{os.getcwd()}/")
+        whose = "loss" if notes[0].startswith("raised by loss_fn") else "code"
+        what = f"your {whose} raised {type(error).__name__} at {file}:{line}"
+    _say(f"{what}: {one_line(message)}; {_kept(error)}")
     return launch.leave_after(error)
+
+
+_OF_OTHERS = {"axon_dist", "jax", "flax", "optax", "numpy", *sys.stdlib_module_names}
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _OF_OTHERS
 
 
 def one_line(message: object) -> str:

@@ -73,15 +73,16 @@ def check_output(option: str, path: str | Path | None) -> None:
         raise ConfigError(f"{option} {path}: this cannot be written; name another file")
 
 
-def fitted(text: str, file: TextIO) -> str:
-    """A text for a file: on a screen lines break between words, and keep their indentation."""
+def fitted(text: str, file: TextIO, indent: int | None = None) -> str:
+    """A text for a file: on a screen lines break between words, and go on where they began."""
     if not file.isatty():
         return text
     width = shutil.get_terminal_size().columns
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     lines: list[str] = []
     for line in text.split("\n"):
-        wrapper.subsequent_indent = line[: len(line) - len(line.lstrip())]
+        begin = len(line) - len(line.lstrip()) if indent is None else indent
+        wrapper.subsequent_indent = " " * begin
         lines += wrapper.wrap(line) or [""]
     return "\n".join(lines)
 

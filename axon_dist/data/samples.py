@@ -287,6 +287,7 @@ class Sequences(TwoSides):
         self.sides = train, validation
         self.description: str = description
         self.example = _arrays(train, 0)
+        self.given_dtypes = {name: x.dtype.name for name, x in _given(train[0]).items()}
 
     @property
     def identity(self) -> dict[str, int]:
@@ -319,8 +320,7 @@ class Sequences(TwoSides):
 
 def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
     sample = side[number]
-    named = sample if isinstance(sample, Mapping) else {"x": sample}
-    arrays = {str(name): _narrow(np.asarray(value)) for name, value in named.items()}
+    arrays = {name: _narrow(array) for name, array in _given(sample).items()}
     odd = [name for name, array in arrays.items() if array.dtype.kind not in "biufc"]
     if odd or not arrays:
         raise ConfigError(
@@ -328,6 +328,11 @@ def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
             f"{odd[0] if odd else 'it'} is none"
         )
     return arrays
+
+
+def _given(sample: Any) -> dict[str, np.ndarray]:
+    named = sample if isinstance(sample, Mapping) else {"x": sample}
+    return {str(name): np.asarray(value) for name, value in named.items()}
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:

@@ -319,10 +319,11 @@ class Record:
         shares = {"time/unix": time.time(), "time/elapsed_seconds": self.sheet.elapsed}
         if train <= 0:
             return shares
+        mean = count - len(self._recent)  # the first step of `time/step_seconds`
         spent = self.sheet.by_kind(self.train_seconds)
         return {
             **shares,
-            "time/slowest_step_seconds": max(self.step_seconds[before[3] :]),
+            "time/slowest_step_seconds": max(self.step_seconds[min(before[3], mean) :]),
             "time/data_share": min(data / train, 1.0),
             "time/host_share": max(1 - (data + devices) / train, 0.0),
             "time/goodput": spent[STEP] / self.sheet.elapsed,

@@ -118,7 +118,7 @@ class Trainer:
         time/step_seconds                 as soon as a step after the first was timed
         time/tokens_per_second            beside it with `items_per_step`; named after `item`
         time/model_flops_utilization      beside it with `peak_flops`
-        time/slowest_step_seconds         of the steps of the record
+        time/slowest_step_seconds         of the steps of the record and of the mean
         time/data_share, time/host_share  of their time, what was spent waiting for batches, and
                                           waiting neither for batches nor for devices
         time/goodput                      of all time so far, what was spent in steps that count

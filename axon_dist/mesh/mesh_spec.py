@@ -111,10 +111,17 @@ class MeshSpec:
         known = math.prod(size for _, size in self.axes if size != -1)
         inferred = any(size == -1 for _, size in self.axes)
         if (inferred and num_devices % known) or (not inferred and known != num_devices):
+            fits = [
+                self.shape | {name: num_devices * size // known}
+                for name, size in self.axes
+                if size != -1 and num_devices * size % known == 0
+            ]
             raise MeshError(
                 f"mesh {self} needs {'a multiple of ' if inferred else ''}{known} devices and got "
-                f"{num_devices}; the sizes must multiply to the number of devices. Change a size, "
-                "or give one axis the size -1"
+                f"{num_devices}; the sizes must multiply to the number of devices. Change a "
+                f"size{f', as in mesh={MeshSpec(fits[0])}' if fits else ''}, give one axis the "
+                f"size -1, or emulate other devices: devices.emulate={known}, in Python "
+                f"World.emulate({known})"
             )
         left = num_devices // known
         return MeshSpec({name: left if size == -1 else size for name, size in self.axes})

@@ -135,7 +135,7 @@ class MixedPrecision:
         }
         if not isinstance(choice, Hashable) or choice not in presets:
             names = [name for name in presets if isinstance(name, str)]
-            raise ConfigError(f"unknown precision {choice!r}.{did_you_mean(str(choice), names)}")
+            raise ConfigError(f"precision: got {choice!r}.{did_you_mean(str(choice), names)}")
         return presets[choice]
 
     @property

@@ -60,8 +60,8 @@ def _axes_among(world: World, names: tuple[str, ...]) -> tuple[str, ...]:
     axes = tuple(axis for axis in world.mesh.axis_names if axis in names)
     if not axes:
         raise MeshError(
-            f"mesh {world.spec} has no axis to split the batch over; add dp or fsdp, of size 1 "
-            "if need be"
+            f"mesh {world.spec} has no axis to split the batch over; add dp or fsdp, such as "
+            f"mesh=fsdp=1,{world.spec}"
         )
     return axes
 

@@ -261,12 +261,12 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     bottom = _TOP + _ROW * schedule.num_devices
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {bottom + 30}" '
-        f'width="{width:.0f}" height="{bottom + 30}" font-family="monospace" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
+        f'width="{width:.0f}" height="{bottom + 30}" font-family="monospace" font-size="12" '
+        'fill="currentColor">',
         f'<text x="{_PAD}" y="20" font-size="14" font-weight="bold">{escape(heading)}</text>',
         *_legend(schedule, rows),
         *_lanes(schedule.num_devices, scale * end),
-        f'<text x="{_PAD}" y="{bottom + 18}" fill="#555">{"time" if timeline else "tick"}</text>',
+        f'<text x="{_PAD}" y="{bottom + 18}">{"time" if timeline else "tick"}</text>',
         *_axis(end, scale, bottom),
         *(
             part
@@ -286,7 +286,7 @@ def _legend(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> Iterator[str]:
         yield f'<text x="{x + 19}" y="43">{text}</text>'
         x += round(19 + _LETTER * len(text) + 20)
     if schedule.chunks > 1:
-        yield f'<text x="{x}" y="43" fill="#555">darker: every second chunk</text>'
+        yield f'<text x="{x}" y="43">darker: every second chunk</text>'
 
 
 def _lanes(num_devices: int, length: float) -> Iterator[str]:
@@ -294,7 +294,7 @@ def _lanes(num_devices: int, length: float) -> Iterator[str]:
         y = _TOP + device * _ROW
         yield (
             f'<rect x="{_LEFT}" y="{y + 1}" width="{length:.1f}" height="{_ROW - 2}" '
-            'fill="#f1f1f1"/>'
+            'fill="#888" fill-opacity="0.15"/>'
         )
         yield f'<text x="{_PAD}" y="{y + _ROW / 2 + 4}">device {device}</text>'
 
@@ -304,7 +304,7 @@ def _axis(end: float, scale: float, bottom: int) -> Iterator[str]:
     for unit in range(0, int(end) + 1, step):
         x = _LEFT + unit * scale
         yield f'<path d="M{x:.1f} {bottom}v5" stroke="#888"/>'
-        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle" fill="#555">{unit}</text>'
+        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{unit}</text>'
 
 
 def _svg_row(schedule: Schedule, device: int, row: Sequence[Box], scale: float) -> Iterator[str]:
@@ -318,5 +318,5 @@ def _svg_row(schedule: Schedule, device: int, row: Sequence[Box], scale: float) 
         )
         yield (
             f'<text x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 3}" text-anchor="middle" '
-            f'pointer-events="none">{label(schedule, box.action)}</text>'
+            f'fill="#222" pointer-events="none">{label(schedule, box.action)}</text>'
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
@@ -166,7 +167,8 @@ def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, told: dict[str, An
     """What the user's loss returns; what it raises, with the batch that it had.
 
     Raises:
-        ConfigError: when it looks up a key that the batch lacks.
+        ConfigError: when it looks up a key that the batch lacks, or a layer was not told whether
+            it trains.
     """
     # Where mesh axes are manual, the axes that Linen models name for activations are no one's.
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -181,6 +183,11 @@ def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, told: dict[str, An
             raise ConfigError(
                 f"loss_fn looks up {key!r}, and the batch has {_shapes(batch)}; give the batch "
                 "what the loss reads, or correct the name"
+            ) from error
+        if re.match("No `(deterministic|use_running_average)` argument was provided", str(error)):
+            raise ConfigError(
+                f"{str(error).splitlines()[0].rstrip('.')}. Say it in each layer, or call "
+                "model.train() in the function that makes the model; validation switches to model.eval() by itself"
             ) from error
         error.add_note(f"raised by loss_fn(model, batch) for a batch of {_shapes(batch)}")
         raise

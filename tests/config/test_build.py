@@ -65,7 +65,7 @@ def test_the_world_takes_what_there_is_without_emulation():
     ("changes", "error", "message"),
     [
         ({"mesh": "dp=3"}, MeshError, r"mesh dp=3 needs 3 devices and got 8"),
-        ({"mesh": "tp=8"}, MeshError, r"mesh tp=8 has no axis to split the batch over; add dp"),
+        ({"mesh": "tp=8"}, MeshError, r"add dp or fsdp, such as mesh=fsdp=1,tp=8"),
         ({"devices": {"emulate": 16}}, BackendStartedError, r"wanted 16 emulated devices"),
         (
             {"train": {"global_batch": 12}},

@@ -116,7 +116,7 @@ def test_shorthands():
             r"^parallel.ddp.bucket: there is no such option. Did you mean 'bucket_capacity'\?",
         ),
         ({"parallel": {"ddp": {"sync": "often"}}}, r"^parallel.ddp.sync: there is no 'often'"),
-        ({"precision": "bf17"}, r"^unknown precision 'bf17'. Did you mean 'bf16'\?"),
+        ({"precision": "bf17"}, r"^precision: got 'bf17'. Did you mean 'bf16'\?"),
         ({"precision": {"comput": "bf16"}}, r"^precision.comput: .* Did you mean 'compute'\?"),
         (
             {"precision": {"compute": "int8"}},

@@ -8,6 +8,7 @@ from axon_dist.cli.main import main
 
 OWN = """
 import sys
+import numpy as np
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -27,10 +28,15 @@ def none(rngs): return None
 def number(rngs): return 3
 def kind(rngs): return Tiny
 def ends(rngs): sys.exit(0)
+def drops(rngs, told):
+    model = nnx.Sequential(Tiny(rngs), nnx.Dropout(0.9, rngs=rngs))
+    if told: model.train()
+    return model
 def raises(rngs): raise ValueError("no such thing")
 def empty(rngs): return nnx.Module()
 def alone(): return Tiny(nnx.Rngs(0))
 def loss_of_none(model, batch): return None
+def loss_of_zero(model, batch): return jnp.mean(model(batch["tokens"]))
 def loss_of_rows(model, batch): return model(batch["tokens"]).sum(-1)
 def loss_of_text(model, batch): return "low"
 def loss_that_raises(model, batch): raise IndexError("no targets")
@@ -42,6 +48,9 @@ def optimizer_of_none(): return None
 def optimizer_that_ends(): sys.exit("no")
 def optimizer_of_another_tree():
     return optax.GradientTransformation(lambda p: (), lambda u, s, p=None: ({}, s))
+def data_of_wide():
+    rows = [{"tokens": np.arange(17, dtype=np.int32), "x": np.float64(i)} for i in range(8)]
+    return rows, rows
 VALUE = 3
 """
 REFUSED = [
@@ -75,8 +84,10 @@ REFUSED = [
     "optimizer={factory: 'own_code:optimizer_of_another_tree'}",
 ]
 RAISED = {
-    "model={factory: 'own_code:raises'}": "ValueError: no such thing, raised by model.factory",
-    "loss={function: 'own_code:loss_that_raises'}": "IndexError: no targets, raised by "
+    "model={factory: 'own_code:raises'}": "your code raised ValueError at "
+    "own_code.py:27: no such thing, raised by model.factory",
+    "loss={function: 'own_code:loss_that_raises'}": "your loss raised IndexError at "
+    "own_code.py:34: no targets, raised by "
     "loss_fn(model, batch) for a batch of tokens: int32[8, 17]",
 }
 
@@ -119,3 +130,22 @@ def test_what_is_raised_names_who_raised_it(capsys, config, override):
     assert RAISED[override] in err
     assert "its traceback is in" in err
     assert err.count("\n") == 1
+
+
+def test_a_layer_that_was_not_told_whether_it_trains_names_the_way_out(capsys, config):
+    model = "model={{factory: 'own_code:drops', told: {}}}"
+    assert main(["train", str(config), "--dry-run", model.format("false")]) == 2
+    assert "argument was provided to Dropout. Say it in each layer, or call model.train() in the " \
+        "function that makes the model; validation switches to model.eval() by itself" in (
+        capsys.readouterr().err
+    )  # fmt: skip
+    assert main(["train", str(config), "--dry-run", model.format("true")]) == 0
+
+
+def test_a_run_says_what_a_batch_is_and_what_is_narrowed(capsys, config):
+    loss = "loss={function: 'own_code:loss_of_zero'}"
+    data = "data={factory: 'own_code:data_of_wide'}"
+    assert main(["train", str(config), "--dry-run", data, loss]) == 0
+    out = capsys.readouterr().out
+    assert "6 steps of 8 samples, 6 epochs of 8 samples; validated every " in out
+    assert "batch: tokens int32[8, 17], x float32[8]\nbatch x: float64 is taken as float32\n" in out

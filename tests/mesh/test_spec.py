@@ -78,7 +78,8 @@ def test_axes_come_in_one_of_two_ways():
 
 
 def test_the_product_must_be_the_number_of_devices():
-    with pytest.raises(MeshError, match=r"dp=2,pp=2,tp=3 needs 12 devices and got 8; .*size -1"):
+    says = r"dp=2,pp=2,tp=3 needs 12 devices and got 8; .* mesh=dp=2,pp=2,tp=2, .*emulate=12, "
+    with pytest.raises(MeshError, match=says):
         MeshSpec(dp=2, pp=2, tp=3).resolve(8)
     with pytest.raises(MeshError, match="needs a multiple of 3 devices and got 8"):
         MeshSpec(dp=-1, tp=3).resolve(8)

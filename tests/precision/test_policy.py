@@ -38,7 +38,7 @@ def test_of_reads_every_spelling(choice, expected):
 
 
 def test_unknown_names_and_dtypes():
-    with pytest.raises(ConfigError, match=r"unknown precision 'bf61'. Did you mean 'bf16'"):
+    with pytest.raises(ConfigError, match=r"precision: got 'bf61'. Did you mean 'bf16'"):
         MixedPrecision.of("bf61")
     with pytest.raises(ConfigError, match=r"compute dtype is 'int8'; it must be a floating-point"):
         MixedPrecision(compute="int8")

@@ -37,7 +37,7 @@ def test_code_of_a_page_runs_from_top_to_bottom(code):
 def test_commands_can_be_typed_and_files_are_there(page):
     text = page.read_text()
     lines = "".join(blocks("bash", text)).splitlines()
-    lines += re.findall(r"^<!-- (?:run|svg): (.*) -->$", text, re.MULTILINE)
+    lines += re.findall(r"^(?:Printed|Drawn) by `(.*)`\.$", text, re.MULTILINE)
     for line in lines:
         program, *arguments = shlex.split(line)
         program = pathlib.Path(program).name
@@ -45,7 +45,7 @@ def test_commands_can_be_typed_and_files_are_there(page):
             assert _parse(arguments).verb in VERBS, line
         elif program == "pip":
             assert set(re.findall(r"\w+", arguments[-1])) <= EXTRAS, line
-        elif line != "python3 -m venv .venv":
+        elif line not in ("python3 -m venv .venv", "source .venv/bin/activate"):
             assert (program, (ROOT / arguments[0]).is_file()) == ("python", True), line
         for name in re.findall(r"configs/[\w/]+\.yaml", line):
             assert (ROOT / name).is_file(), line

@@ -153,7 +153,7 @@ def test_optimizers_that_look_at_the_loss(world):
         ({"clip_norm": 0.0}, "clip_norm is 0.0; it must be positive, or None"),
         ({"clip_norm": float("nan")}, "clip_norm=nan, a float; give a number, or None"),
         ({"metrics": ("los",)}, "unknown metric 'los'. Did you mean 'loss'"),
-        ({"precision": "fp61"}, "unknown precision 'fp61'. Did you mean 'fp16'"),
+        ({"precision": "fp61"}, "precision: got 'fp61'. Did you mean 'fp16'"),
     ],
 )
 def test_impossible_options(world, options, message):
