@@ -1,6 +1,7 @@
 """A server of objects on this machine that speaks what is needed of the APIs of GCS and of S3.
 
 It throttles, fails, cuts answers short and hangs up, as often as a test says.
+`python -m benchmarks.object_server` serves until Ctrl-C, and prints what a shell has to export.
 """
 
 from __future__ import annotations
@@ -263,3 +264,10 @@ class _Handler(BaseHTTPRequestHandler):
             "</ListBucketResult>"
         )
         return self._answer(200, text.encode(), cut, Content_Type="application/xml")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt), serving() as server:
+        print(*(f"export {name}={value}" for name, value in server.env().items()), sep="\n")
+        print("# any bucket is there, in this memory: gs://any/name, s3://any/name", flush=True)
+        threading.Event().wait()

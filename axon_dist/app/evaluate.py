@@ -18,7 +18,7 @@ from axon_dist.checkpoint import step_of
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import Place
 from axon_dist.core.tree import map_with_path
-from axon_dist.data import Loader, LocalBatch, Tokenizer, byte_tokenizer, load_tokenizer
+from axon_dist.data import Loader, LocalBatch, Tokenizer
 from axon_dist.loop.meters import LAG, MetricSums, delayed
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
@@ -26,7 +26,7 @@ from axon_dist.ops.precision import autocast, without_gathers
 from axon_dist.step import PortableForm, TrainState, TrainStep
 
 from ..config import RunConfig
-from .run_model import find_checkpoint, load_arrays, run_config
+from .run_model import find_checkpoint, load_arrays, run_config, tokenizer_of
 from .runs import build_loader, measured_on
 from .steps import build_step, build_world
 
@@ -301,31 +301,6 @@ def generate_text(
     return [
         _completion(tokenizer, *row, end) for row in zip(prompts, encoded, found.rows, strict=True)
     ]
-
-
-def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
-    """What turns the text of a run into tokens, and back.
-
-    Raises:
-        ConfigError: when its model is none of text, or nobody knows what its tokens mean.
-    """
-    task = config.kind.task
-    if task.item != "tokens":
-        raise ConfigError(
-            f"the model of the run {str(run)!r} is trained on {task.item}, and generating needs "
-            "one of text; name another run"
-        )
-    path = getattr(config.data, "tokenizer", None)
-    if path is not None:
-        tokenizer = load_tokenizer(path, getattr(config.data, "end_token", None))
-        end = getattr(config.data, "document_end", None)
-        return tokenizer if end is None else dataclasses.replace(tokenizer, end=end)
-    if task.unit(config.data) != "nats/byte":
-        raise ConfigError(
-            f"the data of the run {str(run)!r} has tokens and no tokenizer, so that no text can be "
-            "made of them; name it: data.tokenizer=FILE"
-        )
-    return byte_tokenizer()
 
 
 def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,19 +17,22 @@ from axon_dist.checkpoint import (
     CheckpointManager,
     LeafSpec,
     load_checkpoint,
+    on_main,
     read_manifest,
     step_name,
 )
-from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.core.errors import AxonDistError, CheckpointError, ConfigError
 from axon_dist.core.files import Place, as_path, as_place, kind_at
 from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
+from axon_dist.data import Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.nn import merge_lora
 from axon_dist.ops.int8 import NUMBERS, SCALE, Int8Form, narrowed, widened
 from axon_dist.step import ModelParts, take_apart
 from axon_dist.step.replicas import mean_rows
 from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
+from axon_dist.weights.formats import token_ids
 
 from ..config import RunConfig, load_untrusted
 from .directory import open_directory
@@ -262,11 +267,13 @@ def export_run(
         run: the folder of a run.
         path: a file that ends in `.safetensors`, or a folder.
         format: `"native"`, where tensors have the paths of the model's arrays; or the layout of a
-            hub, a key of `axon_dist.weights.FORMATS`, with a `config.json` beside it.
+            hub, a key of `axon_dist.weights.FORMATS`, with a `config.json` beside it, which has
+            the ids of tokens that the run's snapshot or tokenizer knows, and the tokenizer's files.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
         dtype: of floats, such as `"bfloat16"`; None keeps those that were saved.
         max_file: bytes above which weights are cut into several files.
-        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+        tell: takes a sentence about each newer checkpoint that is damaged and was passed over, one
+            about what is not written beside the weights, and one about their dtype.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
@@ -283,8 +290,77 @@ def export_run(
     model, config = load_model(run, step, tell, trust=trust)
     if config.lora is not None:
         model = merge_lora(model)
-    save_weights(model, path, format, dtype=dtype, max_file=max_file)
-    return len(find_tensors(written_to(path)))
+    is_hub = format != NATIVE_NAME
+    keys = _token_ids(run, config, tell) if is_hub else {}
+    save_weights(model, path, format, dtype=dtype, max_file=max_file, keys=keys)
+    file = written_to(path)
+    if is_hub:
+        on_main(lambda: _copy_tokenizer(config, file if file.is_dir() else file.parent, tell))
+    found = find_tensors(file)
+    if dtype is None:
+        kinds = " and ".join(sorted({str(tensor.dtype) for tensor in found.values()}))
+        tell(f"the tensors are {kinds}; --dtype bfloat16 (dtype='bfloat16') rounds them")
+    return len(found)
+
+
+def _token_ids(
+    run: str | Path, config: RunConfig, tell: Callable[[str], None]
+) -> Mapping[str, object]:
+    """The ids of special tokens: those of the snapshot that the run began with, or its end."""
+    try:
+        found = {} if config.weights is None else token_ids(config.weights.files)
+        return found or {"eos_token_id": tokenizer_of(run, config).end}
+    except AxonDistError as error:
+        tell(f"config.json has no ids of tokens: {error}")
+        return {}
+
+
+_TOKENIZER = "tokenizer.json"
+_BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
+
+
+def _copy_tokenizer(config: RunConfig, folder: Path, tell: Callable[[str], None]) -> None:
+    """Copies the files of the run's tokenizer, as far as they are there."""
+    named = getattr(config.data, "tokenizer", None)
+    if named is None:
+        return tell(f"no {_TOKENIZER} is beside the weights, for the run names no data.tokenizer")
+    source = as_path(named, "data.tokenizer")
+    others = (source.with_name(name) for name in _BESIDE)
+    try:
+        shutil.copyfile(source, folder / _TOKENIZER)
+        for file in filter(Path.is_file, others):
+            shutil.copyfile(file, folder / file.name)
+    except OSError as error:
+        tell(f"the tokenizer is not copied: {error}; copy it to {str(folder)!r} yourself")
+    return None
+
+
+def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
+    """What turns the text of a run into tokens, and back.
+
+    Raises:
+        ConfigError: when its model is none of text, or nobody knows what its tokens mean.
+    """
+    task = config.kind.task
+    if task.item != "tokens":
+        raise ConfigError(
+            f"the model of the run {str(run)!r} is trained on {task.item}, and generating needs "
+            "one of text; name another run"
+        )
+    path = getattr(config.data, "tokenizer", None)
+    if path is not None:
+        tokenizer = load_tokenizer(path, getattr(config.data, "end_token", None))
+        end = getattr(config.data, "document_end", None)
+        return tokenizer if end is None else dataclasses.replace(tokenizer, end=end)
+    if task.unit(config.data) != "nats/byte":
+        raise ConfigError(
+            f"the data of the run {str(run)!r} has tokens and no tokenizer, so that no text can be "
+            "made of them; name it: data.tokenizer=FILE"
+        )
+    return byte_tokenizer()
 
 
 def written_to(path: str | Path) -> Path:

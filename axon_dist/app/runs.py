@@ -21,7 +21,7 @@ from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer, require
 from axon_dist.mesh import World, agree, build_mesh
 from axon_dist.mesh.chips import machine_of
 from axon_dist.step import TrainState, TrainStep
-from axon_dist.weights import load_weights
+from axon_dist.weights import find_tensors, load_weights
 from axon_dist.weights.load import check_weights
 
 from ..config import RunConfig, abstract_batch
@@ -104,7 +104,19 @@ class Run:
         if self.config.weights is None:
             return None
         tell(f"weights: from {', '.join(self.config.weights.files)}")
+        if line := self._dtype_line(self.config.weights.files):
+            tell(line)
         return load_weights(self.step, **self._weights)
+
+    def _dtype_line(self, files: Sequence[str]) -> str | None:
+        """What keeps frozen weights in the dtype of their files, where that has fewer bytes."""
+        frozen = jax.tree.leaves(self.step.parts.frozen)
+        if self.config.frozen_dtype is not None or all(x.dtype.itemsize <= 2 for x in frozen):
+            return None
+        narrow = {str(x.dtype) for x in find_tensors(files).values()} & {"bfloat16", "float16"}
+        return next(
+            (f"the files are {x}; frozen_dtype: {x} keeps what is frozen so" for x in narrow), None
+        )
 
     @property
     def _weights(self) -> dict[str, Any]:

@@ -144,9 +144,7 @@ def summary_table(summary: JsonDict, total_seconds: float) -> Table:
             for name, value in summary["validation_metrics"].items()
         },
         "speed": "unknown" if speed is None else f"{si(speed)} {item}/s",
-        f"time{since}": f"{clock_time(total_seconds)}, of it "
-        f"{clock_time(summary['train_seconds'])} in training steps and "
-        f"{clock_time(summary['compile_seconds'])} compiling",
+        f"time{since}": f"{clock_time(total_seconds)}, of it {_spent(summary, total_seconds)}",
         "train state": f"{byte_size(summary['state_bytes_per_device'])} per device",
     }
     table = Table(title=summary["name"], box=SIMPLE_HEAD, show_header=False, title_justify="left")
@@ -155,6 +153,22 @@ def summary_table(summary: JsonDict, total_seconds: float) -> Table:
     for label, value in rows.items():
         table.add_row(label, value)
     return table
+
+
+def _spent(summary: JsonDict, total_seconds: float) -> str:
+    """What a run took its time for; what is less than half a second is left out."""
+    by_kind = summary["seconds"]
+    known = {
+        "compiling": by_kind["compile"],
+        "in training steps": summary["train_seconds"],
+        "validating": by_kind["validation"],
+        "saving": by_kind["save"],
+        "else": by_kind["other"],
+    }
+    spent = {"starting": total_seconds - sum(known.values()), **known}
+    return ", ".join(
+        f"{clock_time(x)} {name}" for name, x in spent.items() if round(x) or name == "starting"
+    )
 
 
 def remat_line(config: RunConfig, step: TrainStep) -> str | None:

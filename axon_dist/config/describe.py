@@ -72,11 +72,15 @@ _HUB = (
 )
 
 
+_OF_TOP = "a key of the top level, beside the sections."
+
+
 def describe(section: str | None = None, parts: bool = True) -> list[Section]:
     """Lists the keys of a config, as the dataclasses and functions that take them say.
 
     Args:
-        section: the dotted path of a section, or of one key; None for all.
+        section: the dotted path of a section, of one of its kinds, such as `data.jsonl`, or of one
+            key; None for all.
         parts: list the sections within it, too.
 
     Returns:
@@ -93,14 +97,20 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
     sections = list(dict.fromkeys([*_sections(RunConfig, ""), *_strategies()]))
     if section is None:
         return sections if parts else sections[:1]
-    exact = [row for row in sections if row.path == section]
+    varied = (row for row in sections if row.variant)
+    kinds = {f"{row.path}.{row.variant.partition(': ')[2]}": row for row in varied}
+    exact = [row for row in sections if row.path == section or row is kinds.get(section)]
     within = [row for row in sections if row.path.startswith(f"{section}.")]
     if exact or within:
         return [*exact, *(within if parts or not exact else [])]
-    keys = [dataclasses.replace(row, keys=(key,)) for row in sections for key in row.keys]
+    keys = [
+        dataclasses.replace(row, meaning=row.meaning if row.path else _OF_TOP, keys=(key,))
+        for row in sections
+        for key in row.keys
+    ]
     if found := [row for row in keys if row.keys[0].path == section]:
         return found
-    paths = {row.path for row in sections if row.path} | {row.keys[0].path for row in keys}
+    paths = {*kinds, *(row.path for row in sections if row.path), *(r.keys[0].path for r in keys)}
     hint = did_you_mean(section, paths).partition(" Valid")[0]
     raise ConfigError(f"there is no section or key {section!r}.{hint} axon config lists them")
 

@@ -311,7 +311,10 @@ def _extra(hint: object, kind: type[_T]) -> _T | None:
 
 
 def _read_dataclass(cls: Any, data: object, path: str) -> Any:
-    values = read_options(options_of(cls), _section(data, path), path)
+    section, elsewhere = _section(data, path), getattr(cls, "elsewhere", {})
+    for key in elsewhere.keys() & section.keys():
+        raise ConfigError(f"{_join(path, key)}: there is no such key: {elsewhere[key]}")
+    values = read_options(options_of(cls), section, path)
     # A class may take one of its fields as positions: `Policy("Block", "Head")`.
     endless = [
         name for name, p in inspect.signature(cls).parameters.items() if p.kind is p.VAR_POSITIONAL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -227,12 +228,19 @@ LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(
 class Lora:
     """Low-rank adapters, which are then what is trained; see `axon_dist.lora`.
 
-    Their scale, which papers call alpha / rank, is one of the learning rate.
-
     Args:
-        rank: columns of the one matrix of an adapter, and rows of the other.
+        rank: columns of the one matrix of an adapter, and rows of the other. The scale of papers,
+            alpha / rank, is one of the learning rate: there is no key for it.
         paths: regular expressions, searched for in the paths of linear layers; empty takes all.
     """
+
+    elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "alpha": "papers' scale alpha / rank is one of the learning rate; leave it out",
+            "dropout": "there is none on adapters; leave it out",
+            "target_modules": "write paths, regular expressions such as attention",
+        }
+    )
 
     rank: Count = 8
     paths: tuple[str, ...] = ()

@@ -66,9 +66,10 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
     if _SCHEME.match(str(text)):
         # As a path it would be a folder of this machine, which is lost with it.
         raise error(
-            f"{where}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data "
-            "and weights may be at gs:// and s3://, all else is a file of this machine: mount the "
-            "store as a folder (gcsfuse, mountpoint-s3) and name that, or copy to it and from it"
+            f"{where}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data, "
+            "weights and model.hub may be at gs:// and s3://, all else is a file of this machine: "
+            "mount the store as a folder (gcsfuse, mountpoint-s3) and name that, or copy to it and "
+            "from it"
         )
     if not name:
         raise error(f"{where}: got an empty path; name a file or folder, or leave it out")

@@ -212,10 +212,11 @@ class PackedRows(TwoSides):
         self.show: Callable[[np.ndarray], str] = show
         self._has_mask, self._how = has_mask, (length, packed, too_long != "split")
         dropped = sum(side.num_dropped for side in self.sides)
+        alone = packed and len(self.sides[0]) == len(rows[0].order) > 1
         self.description: str = (
             f"{description}, in {len(self.sides[0])} rows of which {100 * self.padding:.1f} "
             f"% is padding" + (f"; {dropped} documents are left out" if dropped else "")
-        )
+        ) + (f"; no two fit into {length} tokens: raise data.sequence_length" if alone else "")
 
     @property
     def padding(self) -> float:

@@ -393,7 +393,7 @@ class TrainResult:
         validation_curve: pairs of step and validation loss.
         metric_curves: of every other metric of the loss function that is validated, its training
             curve and its validation curve.
-        compile_seconds: until the first step was done.
+        compile_seconds: until the first step was done, and the first batch validated.
         train_seconds: of all later steps, validations and saves not counted.
         items_per_second: over the train seconds; None if unknown.
         device_bytes: of the train state, on the fullest device.

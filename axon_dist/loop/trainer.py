@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import NoReturn, TypeAlias
@@ -202,13 +202,10 @@ class Trainer:
                 record = self._record(state, tell, sheet)
             self._check_steps_left(record)
             first_step = record.first_step
-            start = time.perf_counter()
-            with self.progress.phase("compiling the train step"):
+            with self.progress.phase("compiling the train step"), sheet.on(COMPILE):
                 state, metrics = self.step(state, first)
                 record.add(metrics)
                 record.settle()
-            compile_seconds = time.perf_counter() - start
-            sheet.add(COMPILE, compile_seconds)
             self.on_compiled()
             record.start_clock()
             stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
@@ -222,7 +219,7 @@ class Trainer:
             reason=reason,
             train_curve=tuple(record.train_curve),
             validation_curve=tuple(record.validation_curve),
-            compile_seconds=compile_seconds,
+            compile_seconds=sheet[COMPILE],
             train_seconds=record.train_seconds,
             items_per_second=record.items_per_second,
             device_bytes=record.device_bytes,
@@ -406,8 +403,10 @@ class Trainer:
     def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
         """Validates; false where somebody wanted to stop meanwhile, and there is no result."""
         record.stop_clock()
+        compiled = record.sheet[COMPILE]
         with record.sheet.on(VALIDATE):
             means = self._validation_means(state, record, stops)
+        record.sheet.add(VALIDATE, compiled - record.sheet[COMPILE])
         if means is None:
             return False
         record.validated(means)
@@ -443,7 +442,9 @@ class Trainer:
             batches = (record.sign() or batch for batch in given)
             averages = self.step.options.ema is not None
             found = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
-            for metrics in delayed(found, LAG):
+            with record.sheet.on(COMPILE) if is_first else nullcontext():
+                first = [*itertools.islice(found, 1)]
+            for metrics in delayed(itertools.chain(first, found), LAG):
                 sums.add(metrics)
                 record.sign()
                 if stops.meanwhile():

@@ -16,6 +16,7 @@ from axon_dist.models.transformer_config import NORMS
 
 from .rule import WeightRule, WeightRules
 
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 LAYER, EXPERT = "layer", "expert"
 """The groups of a name that count layers and experts."""
 
@@ -75,7 +76,6 @@ _AFTER = {
 }
 _BOTH = {"input_layernorm": "attention_norm", **_AFTER, "pre_feedforward_layernorm": "mlp_norm"}
 _NORMS = {"before": _BEFORE, "after": _AFTER, "both": _BOTH}
-
 
 RESOLVED: Mapping[str, str] = MappingProxyType(
     {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
@@ -281,8 +281,8 @@ class Family:
             **self._window_keys(config),
             **self._expert_keys(config),
             **(self.written(config) if self.written else {}),
-            # What no config here knows; a default there may lie beyond the vocabulary.
-            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+            # What no model here knows; a default there may lie beyond the vocabulary.
+            **dict.fromkeys(TOKEN_IDS),
             "torch_dtype": config.param_dtype,
         }
         if self._has("query_pre_attn_scalar"):

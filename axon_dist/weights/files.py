@@ -48,7 +48,8 @@ REMOTE = "hf://"
 _BUCKETS = ("gs:/", "s3:/")
 
 ADAPTER_CONFIG = "adapter_config.json"
-_WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", "config.json", ADAPTER_CONFIG)
+CONFIG_FILE = "config.json"
+_WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", CONFIG_FILE, ADAPTER_CONFIG)
 
 
 def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
@@ -101,6 +102,14 @@ def _copied(place: Place, patterns: tuple[str, ...]) -> Path:
 
     copy = snapshot(inside, wanted)
     return copy / file if is_file else copy
+
+
+def configs_beside(files: Files) -> list[Path]:
+    """The configs beside files, each of them once."""
+    several = [files] if isinstance(files, str | Path) or not isinstance(files, Sequence) else files
+    paths = [as_path(fetched(path), "the weights", CheckpointError) for path in several]
+    folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
+    return [folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()]
 
 
 def find_tensors(files: Files) -> dict[str, TensorEntry]:

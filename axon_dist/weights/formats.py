@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,8 +27,8 @@ from axon_dist.core.files import as_path, read_text
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.models.config import check_fields
 
-from .family import RESOLVED, ExpertKeys, Family, TensorNames
-from .files import Files, fetched
+from .family import RESOLVED, TOKEN_IDS, ExpertKeys, Family, TensorNames
+from .files import CONFIG_FILE, Files, configs_beside, fetched
 from .rule import NATIVE, WeightRules
 
 _FUSED: Mapping[str, str | tuple[str, ...]] = {
@@ -254,7 +254,6 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 """By the name that follows `hf-` in the name of a format."""
 
 NATIVE_NAME = "native"
-CONFIG_FILE = "config.json"
 
 
 FORMATS: MappingProxyType[str, Family] = MappingProxyType(
@@ -434,7 +433,7 @@ def check_snapshot(
     check_fields(TransformerConfig, dict.fromkeys(differ := tuple(differ)))
     if not isinstance(model, Transformer):
         return
-    for file in _beside(files):
+    for file in configs_beside(files):
         try:
             theirs = hub_config(file)
         except (CheckpointError, UnsupportedError):
@@ -451,12 +450,18 @@ def check_snapshot(
             )
 
 
-def _beside(files: Files) -> list[Path]:
-    """The configs beside files, each of them once."""
-    several = [files] if isinstance(files, str | Path) or not isinstance(files, Sequence) else files
-    paths = [as_path(fetched(path), "the weights", CheckpointError) for path in several]
-    folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
-    return [folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()]
+def token_ids(files: Files) -> dict[str, Any]:
+    """The ids of special tokens that the `config.json` beside weights names; else none.
+
+    Args:
+        files: as of `load_weights`.
+
+    Raises:
+        CheckpointError: when it cannot be read.
+        UnsupportedError: when it is of a family without a row in `FORMATS`.
+    """
+    found = {key: x for file in configs_beside(files) for key, x in _read_config(file)[1].items()}
+    return {key: found[key] for key in TOKEN_IDS if key in found}
 
 
 def _differences(

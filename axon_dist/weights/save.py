@@ -25,13 +25,14 @@ from ..step import TrainState, TrainStep
 from .files import (
     ADAPTER_CONFIG,
     ADAPTER_STEM,
+    CONFIG_FILE,
     ENDING,
     INDEX,
     adapter_config,
     adapter_rules,
     check_named,
 )
-from .formats import CONFIG_FILE, FORMATS, config_of, rules_for
+from .formats import FORMATS, config_of, rules_for
 from .rule import WeightRule, WeightRules, shorten
 
 
@@ -178,6 +179,7 @@ def save_weights(
     step: TrainStep | None = None,
     dtype: str | None = None,
     max_file: int = MAX_FILE,
+    keys: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes every array of a model but its random streams; the inverse of `load_weights`.
 
@@ -194,6 +196,7 @@ def save_weights(
         max_file: in bytes; what is more goes into several files
             `model-00001-of-00003.safetensors`, with `model.safetensors.index.json` to say which
             tensor is where. A single tensor is never cut.
+        keys: of a hub's `config.json` that no model knows, such as `{"eos_token_id": 2}`.
 
     Raises:
         ConfigError: when the rules do not name an array or cannot be turned round, or another
@@ -215,7 +218,7 @@ def save_weights(
     table.validate()
     tensors = outgoing(weights, table, _float_dtype(dtype))
     folder, stem = _place(as_path(path, "the weights"))
-    config = _hub_config(rules, structure, dtype)
+    config = _hub_config(rules, structure, dtype, keys or {})
     _Export(folder, stem, _files(tensors, stem, max_file), config).write(weights)
 
 
@@ -366,12 +369,14 @@ def _files(tensors: list[Outgoing], stem: str, max_file: int) -> dict[str, dict[
 
 
 def _hub_config(
-    rules: WeightRules | str | None, model: nnx.Module, dtype: str | None
+    rules: WeightRules | str | None, model: nnx.Module, dtype: str | None, keys: Mapping[str, Any]
 ) -> JsonDict | None:
     if not isinstance(rules, str) or rules not in FORMATS:
+        if keys:
+            raise ConfigError(f"got keys={keys} without a hub's format; leave them out, or name it")
         return None
     config = FORMATS[rules].to_hub(config_of(model, rules))
-    return config if dtype is None else {**config, "torch_dtype": dtype}
+    return {**config, **({} if dtype is None else {"torch_dtype": dtype}), **keys}
 
 
 def _json(data: Mapping[str, Any]) -> str:

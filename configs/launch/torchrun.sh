@@ -13,6 +13,7 @@ axon launch -n 8 --nnodes 2 --node-rank "${NODE_RANK:?0 or 1}" \
 #
 #   torchrun --nnodes 2 --nproc-per-node 8 --node-rank "$NODE_RANK" \
 #     --master-addr "$MASTER_ADDR" --master-port 29500 \
-#     --no-python axon train configs/fsdp8.yaml devices.emulate=null mesh.fsdp=-1 train.global_batch=64
+#     --no-python axon train configs/fsdp8.yaml devices.emulate=null mesh.fsdp=-1 \
+#     train.global_batch=64 --resume auto run_dir=runs/fsdp
 #
 # One process per host that takes all of its GPUs, as is usual with JAX, is `-n 1`.

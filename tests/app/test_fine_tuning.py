@@ -1,6 +1,8 @@
 """Adapters beside weights of files: from a config to the weights that are exported."""
 
 import io
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from axon_dist import merge_lora
 from axon_dist.app import evaluate, generate_text, load_model, train
 from axon_dist.app.evaluate import _placed_model
 from axon_dist.app.run_model import find_checkpoint
+from axon_dist.app.runs import Run
 from axon_dist.app.steps import build_world
 from axon_dist.cli.main import main
 from axon_dist.config import RunConfig
@@ -113,6 +116,7 @@ def test_texts_are_drawn_in_the_precision_of_the_run(tiny):
 
 @pytest.mark.sample(
     "changes0-ConfigError-lora.rnk: there is no such key. Did you mean 'rank'",
+    "changes7-ConfigError-lora.alpha: there is no such key: papers' scale",
     "changes1-ConfigError-the path 'attn', which finds none",
     "changes2-ConfigError-weights.file: there is no such key. .*'files'",
     "changes3-ConfigError-weights.files names no file",
@@ -130,6 +134,7 @@ def test_texts_are_drawn_in_the_precision_of_the_run(tiny):
         ({"weights": {"files": "a", "format": "hf-lama"}}, ConfigError, r"no format 'hf-lama'."),
         ({"trainable": ["nrm"]}, ConfigError, r"trainable='nrm' finds nothing in the model"),
         ({"frozen_dtype": "int7"}, ConfigError, r"frozen dtype is 'int7'; it must be"),
+        ({"lora": {"alpha": 16}}, ConfigError, r"lora.alpha: there is no such key: papers' scale"),
         ({"model": {"width": 32, "num_heads": 2}}, CheckpointError, r"do not fit the model"),
     ],
 )
@@ -137,3 +142,16 @@ def test_what_cannot_be_is_told_before_anything_is_trained(tiny, tmp_path, chang
     plain, _ = tuned(tiny, tmp_path, **changes)
     with pytest.raises(error, match=message):
         train(RunConfig.from_dict(plain))
+
+
+def test_files_with_fewer_bytes_than_what_is_frozen(tmp_path):
+    file = str(tmp_path / "narrow.safetensors")
+    save_weights(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), file, dtype="bfloat16")
+    said = []
+    for dtype, asked in (("float32", None), ("bfloat16", None), ("float32", "float32")):
+        parts = types.SimpleNamespace(frozen={"w": jax.ShapeDtypeStruct((2,), jnp.dtype(dtype))})
+        step: Any = types.SimpleNamespace(parts=parts)
+        config: Any = types.SimpleNamespace(frozen_dtype=asked)
+        said.append(Run(config, step, step, step)._dtype_line([file]))
+    line = "the files are bfloat16; frozen_dtype: bfloat16 keeps what is frozen so"
+    assert said == [line, None, None]

@@ -76,6 +76,8 @@ def written_commands():
 
 @pytest.mark.parametrize(("name", "words"), list(written_commands()), ids=lambda text: text[:12])
 def test_templates_train_on_the_devices_that_there_are(name, words):
+    assert "--resume" in words, "a restart would begin anew"
+    assert "run_dir=" in words
     config, *rest = words.split()
     overrides = [word for word in rest if re.fullmatch(r"[a-z_.]+=[^$]+", word)]
     read = load_config(TEMPLATES.parent / pathlib.Path(config).name, overrides)

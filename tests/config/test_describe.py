@@ -53,6 +53,10 @@ def test_a_section_a_key_and_a_mistake(capsys):
         "optimizer", "optimizer.schedule", "optimizer.groups",
     }  # fmt: skip
     assert len(describe(parts=False)) == 1
+    assert [row.variant for row in describe("data.jsonl")] == ["kind: jsonl"]
+    assert [row.meaning for row in describe("validation")] == [
+        "a key of the top level, beside the sections."
+    ]
     ((key,),) = (row.keys for row in describe("train.ema"))
     assert key.path == "train.ema"
     with pytest.raises(ConfigError, match=r"no section or key 'trian'. Did you mean 'train'\?"):

@@ -1,17 +1,22 @@
 """`model: {hub: ...}`: sizes from the config.json of a snapshot, and its weights."""
 
+import dataclasses
+import json
 import sys
 import types
 
 import numpy as np
 import pytest
+from flax import nnx
 from rich.console import Console
 from safetensors.numpy import load_file
 
+from axon_dist.app import export_run, run_model
 from axon_dist.app.training import train
 from axon_dist.cli.main import main
 from axon_dist.config import RunConfig, describe
 from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.models import Transformer
 from axon_dist.weights import find_tensors, hub_config
 
 from ..weights import hub
@@ -48,6 +53,38 @@ def test_what_is_no_snapshot_is_said_at_its_key(snapshot, tmp_path):
         with pytest.raises((ConfigError, CheckpointError), match=text):
             RunConfig.from_dict({"model": model, "weights": None, **SHORT})
     assert describe("model.hub")[0].keys[0].meaning.startswith("a folder with config.json")
+
+
+def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
+    def exported(config, name, **options):
+        model = Transformer(config.model, rngs=nnx.Rngs(0))
+        monkeypatch.setattr(run_model, "load_model", lambda *_, **__: (model, config))
+        export_run("run", tmp_path / name, "hf-mistral", tell=said.append, **options)
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        return [written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")]
+
+    said = []
+    hub.write(snapshot, {**WINDOWED, "bos_token_id": 1, "eos_token_id": [2, 3]}, {})
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (snapshot / name).write_text(name)
+    chats = {"kind": "jsonl", "files": ["a.jsonl"], "tokenizer": str(snapshot / "tokenizer.json")}
+    plain = {"model": {"hub": str(snapshot)}, "data": {**chats, "sequence_length": 16}}
+    assert exported(RunConfig.from_dict(plain), "out") == [1, [2, 3], None]
+    copied = {path.name for path in (tmp_path / "out").iterdir()} - {"model.safetensors"}
+    assert copied == {path.name for path in snapshot.iterdir()} - {"model.safetensors"}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
+    assert said == ["the tensors are float32; --dtype bfloat16 (dtype='bfloat16') rounds them"]
+
+    (snapshot / "tokenizer.json").unlink()
+    config, said = RunConfig.from_dict(plain), []
+    exported(config, "moved", dtype="float32")
+    assert [line.partition(":")[0] for line in said] == ["the tokenizer is not copied"]
+    said = []
+    assert exported(dataclasses.replace(config, weights=None), "drawn", dtype="float32")[1] is None
+    assert said[0].startswith("config.json has no ids of tokens: data.tokenizer=")
+    said, on_bytes = [], RunConfig.from_dict({**plain, "weights": None, **SHORT})
+    assert exported(on_bytes, "bytes", dtype="float32") == [None, 0, None]
+    assert said == ["no tokenizer.json is beside the weights, for the run names no data.tokenizer"]
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -75,10 +76,25 @@ def test_every_option_reaches_optax(ours, theirs):
 
 
 def test_every_row_has_a_case_above():
-    assert set(OPTIMIZERS.values()) == {AdamW, Adam, Lion, Muon, SGD}
+    missing = "add a case above (of a schedule: below) and the class here"
+    assert set(OPTIMIZERS.values()) == {AdamW, Adam, Lion, Muon, SGD}, missing
     assert set(SCHEDULES.values()) == {
         ConstantRate, Cosine, InverseSquareRoot, Linear, WarmupStableDecay,
-    }  # fmt: skip
+    }, missing  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_dtype_of_the_momentum_is_kept_or_refused(name):
+    given = {"schedule": "constant", "momentum_dtype": "bfloat16"}
+    try:
+        optimizer = read(OPTIMIZERS[name], given)
+    except ConfigError as error:
+        assert "momentum_dtype=bfloat16" in str(error)  # noqa: PT017
+    else:
+        state = jax.eval_shape(optimizer.build(1).init, {"w": jnp.ones((2, 2))})
+        assert jnp.dtype("bfloat16") in {x.dtype for x in jax.tree.leaves(state)}, (
+            "its rule keeps no mean of the gradients: let validate refuse momentum_dtype"
+        )
 
 
 @pytest.mark.parametrize(

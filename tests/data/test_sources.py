@@ -171,6 +171,9 @@ def test_every_document_is_in_one_row_with_its_own_segment(texts):
     assert samples.padding == pytest.approx(padding)
     assert padding < 0.1
     assert f"{100 * padding:.1f} % is padding" in samples.description
+    assert "raise data.sequence_length" not in samples.description
+    lonely = JsonlSource((texts,), validation_fraction=0.25, too_long="drop").open(3)
+    assert "; no two fit into 3 tokens: raise data.sequence_length" in lonely.description
     alone = JsonlSource((texts,), validation_fraction=0.25, packed=False).open(40)
     assert (everything(alone)["segments"].max(), documents(everything(alone))) == (
         1,

@@ -51,6 +51,23 @@ def test_waiting_for_data_and_saving_are_told_apart(world):
     assert set(result.step_percentiles) == {50, 90, 99, 100}
 
 
+def test_the_first_batch_that_is_validated_is_compiled_for(world):
+    import time
+
+    class Slow(FakeStep):
+        def evaluate_sums(self, state, batch, *, ema=False):
+            time.sleep(0.2 * (not hasattr(self, "compiled")))
+            self.compiled = True
+            return super().evaluate_sums(state, batch, ema=ema)
+
+    result = Trainer(
+        step=Slow(world), batches=itertools.count(), validation=lambda: range(3),
+        options=LoopOptions(num_steps=4, eval_every=2),
+    ).fit()  # fmt: skip
+    assert result.seconds["compile"] == result.compile_seconds >= 0.2
+    assert 0 < result.seconds["validation"] < 0.2
+
+
 def test_what_is_known_of_a_step_is_in_its_record(world):
     writer = ListWriter()
     Trainer(
