@@ -187,7 +187,8 @@ def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, told: dict[str, An
         if re.match("No `(deterministic|use_running_average)` argument was provided", str(error)):
             raise ConfigError(
                 f"{str(error).splitlines()[0].rstrip('.')}. Say it in each layer, or call "
-                "model.train() in the function that makes the model; validation switches to model.eval() by itself"
+                "model.train() in the function that makes the model; validation switches to "
+                "model.eval() by itself"
             ) from error
         error.add_note(f"raised by loss_fn(model, batch) for a batch of {_shapes(batch)}")
         raise
