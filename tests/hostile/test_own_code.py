@@ -139,3 +139,13 @@ def test_a_run_says_what_a_batch_is_and_what_is_narrowed(capsys, config):
     out = capsys.readouterr().out
     assert "6 steps of 8 samples, 6 epochs of 8 samples; validated every " in out
     assert "batch: tokens int32[8, 17], x float32[8]\nbatch x: float64 is taken as float32\n" in out
+
+
+def test_a_layer_that_was_not_told_whether_it_trains_names_the_way_out(capsys, config):
+    model = "model={{factory: 'own_code:drops', told: {}}}"
+    assert main(["train", str(config), "--dry-run", model.format("false")]) == 2
+    assert "argument was provided to Dropout. Say it in each layer, or call model.train() in the " \
+        "function that makes the model; validation switches to model.eval() by itself" in (
+        capsys.readouterr().err
+    )  # fmt: skip
+    assert main(["train", str(config), "--dry-run", model.format("true")]) == 0
