@@ -184,10 +184,12 @@ def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, told: dict[str, An
                 f"loss_fn looks up {key!r}, and the batch has {_shapes(batch)}; give the batch "
                 "what the loss reads, or correct the name"
             ) from error
-        if re.match("No `(deterministic|use_running_average)` argument was provided", str(error)):
+        untold = "No `(deterministic|use_running_average)` argument was provided to \\w+"
+        if found := re.match(untold, str(error)):
             raise ConfigError(
-                f"{str(error).splitlines()[0].rstrip('.')}. Say it in each layer, or call "
-                "model.train() in the function that makes the model; validation switches to model.eval() by itself"
+                f"{found[0]}. Say it in each layer, or call "
+                "model.train() in the function that makes the model; validation switches to "
+                "model.eval() by itself"
             ) from error
         error.add_note(f"raised by loss_fn(model, batch) for a batch of {_shapes(batch)}")
         raise

@@ -29,7 +29,7 @@ def number(rngs): return 3
 def kind(rngs): return Tiny
 def ends(rngs): sys.exit(0)
 def drops(rngs, told):
-    model = nnx.Sequential(Tiny(rngs), nnx.Dropout(0.9, rngs=rngs))
+    model = nnx.Sequential(Tiny(rngs), nnx.Dropout(0.9, deterministic=None, rngs=rngs))
     if told: model.train()
     return model
 def raises(rngs): raise ValueError("no such thing")
@@ -132,6 +132,15 @@ def test_what_is_raised_names_who_raised_it(capsys, config, override):
     assert err.count("\n") == 1
 
 
+def test_a_run_says_what_a_batch_is_and_what_is_narrowed(capsys, config):
+    loss = "loss={function: 'own_code:loss_of_zero'}"
+    data = "data={factory: 'own_code:data_of_wide'}"
+    assert main(["train", str(config), "--dry-run", data, loss]) == 0
+    out = capsys.readouterr().out
+    assert "6 steps of 8 samples, 6 epochs of 8 samples; validated every " in out
+    assert "batch: tokens int32[8, 17], x float32[8]\nbatch x: float64 is taken as float32\n" in out
+
+
 def test_a_layer_that_was_not_told_whether_it_trains_names_the_way_out(capsys, config):
     model = "model={{factory: 'own_code:drops', told: {}}}"
     assert main(["train", str(config), "--dry-run", model.format("false")]) == 2
@@ -140,12 +149,3 @@ def test_a_layer_that_was_not_told_whether_it_trains_names_the_way_out(capsys, c
         capsys.readouterr().err
     )  # fmt: skip
     assert main(["train", str(config), "--dry-run", model.format("true")]) == 0
-
-
-def test_a_run_says_what_a_batch_is_and_what_is_narrowed(capsys, config):
-    loss = "loss={function: 'own_code:loss_of_zero'}"
-    data = "data={factory: 'own_code:data_of_wide'}"
-    assert main(["train", str(config), "--dry-run", data, loss]) == 0
-    out = capsys.readouterr().out
-    assert "6 steps of 8 samples, 6 epochs of 8 samples; validated every " in out
-    assert "batch: tokens int32[8, 17], x float32[8]\nbatch x: float64 is taken as float32\n" in out
