@@ -202,11 +202,11 @@ def test_what_cannot_be_written(rules, text, tmp_path):
 def test_large_weights_are_cut_into_files_and_never_mixed(tmp_path):
     config = TransformerConfig(vocab_size=32, width=16, num_layers=2, num_heads=2, ffn_width=16)
     model = Transformer(config, rngs=nnx.Rngs(0))
-    given = {"max_file": 3500, "dtype": "bfloat16", "keys": {"eos_token_id": [2, 3]}}
-    save_weights(model, tmp_path / "hub", "hf-llama", **given)
+    keys = {"eos_token_id": [2, 3]}
+    save_weights(model, tmp_path / "hub", "hf-llama", max_file=3500, dtype="bfloat16", keys=keys)
     assert json.loads((tmp_path / "hub" / "config.json").read_text())["eos_token_id"] == [2, 3]
     with pytest.raises(ConfigError, match=r"got keys=.* without a hub's format"):
-        save_weights(model, tmp_path / "w.safetensors", keys={"eos_token_id": 2})
+        save_weights(model, tmp_path / "w.safetensors", keys=keys)
     names = sorted(path.name for path in (tmp_path / "hub").iterdir())
     assert names[:2] == ["config.json", "model-00001-of-00003.safetensors"]
     assert names[-1] == "model.safetensors.index.json"
