@@ -31,8 +31,14 @@ from axon_dist.nn import merge_lora
 from axon_dist.ops.int8 import NUMBERS, SCALE, Int8Form, narrowed, widened
 from axon_dist.step import ModelParts, take_apart
 from axon_dist.step.replicas import mean_rows
-from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
-from axon_dist.weights.formats import token_ids
+from axon_dist.weights import (
+    MAX_FILE,
+    NATIVE_NAME,
+    find_tensors,
+    format_of,
+    save_weights,
+    token_ids,
+)
 
 from ..config import RunConfig, load_untrusted
 from .directory import open_directory

@@ -14,6 +14,7 @@ from .formats import NATIVE_NAME as NATIVE_NAME
 from .formats import format_name as format_name
 from .formats import format_of as format_of
 from .formats import hub_config as hub_config
+from .formats import token_ids as token_ids
 from .load import load_weights as load_weights
 from .rule import NATIVE as NATIVE
 from .rule import Form as Form
