@@ -147,6 +147,7 @@ class Optimizer(abc.ABC):
         """The learning rate of every step of a run, `[num_steps]`.
 
         Example:
+            >>> from axon_dist.config.rates import Linear
             >>> SGD(learning_rate=1.0, schedule=Linear(warmup_fraction=0.5)).rates(4).tolist()
             [0.0, 0.5, 1.0, 0.5]
         """

@@ -377,7 +377,7 @@ def splash_flops(
 
     Example:
         >>> splash_flops("splash_mha_fwd_residuals", [(8, 64, 32)], [(8, 64, 32)])
-        2097152
+        4194304
     """
     if "splash_m" not in name:
         return 0

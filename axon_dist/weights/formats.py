@@ -400,7 +400,7 @@ def check_snapshot(
     files: Files,
     model: nnx.Module,
     rules: WeightRules | str | None = None,
-    differ: Iterable[str] = (),
+    differ: str | Iterable[str] = (),
 ) -> None:
     """Compares a `Transformer` with the `config.json` that lies beside weights, where one does.
 

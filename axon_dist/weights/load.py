@@ -59,7 +59,7 @@ def load_weights(
     *,
     cast: bool = False,
     keep: Iterable[str] = (),
-    differ: Iterable[str] = (),
+    differ: str | Iterable[str] = (),
 ) -> TrainState: ...
 @overload
 def load_weights(
@@ -69,7 +69,7 @@ def load_weights(
     *,
     cast: bool = False,
     keep: Iterable[str] = (),
-    differ: Iterable[str] = (),
+    differ: str | Iterable[str] = (),
 ) -> nnx.Module: ...
 @checked()
 def load_weights(
@@ -79,7 +79,7 @@ def load_weights(
     *,
     cast: bool = False,
     keep: Iterable[str] = (),
-    differ: Iterable[str] = (),
+    differ: str | Iterable[str] = (),
 ) -> TrainState | nnx.Module:
     r"""Fills the first state of a training step, or a plain model, from safetensors files.
 
@@ -165,7 +165,7 @@ def check_weights(
     *,
     cast: bool = False,
     keep: Iterable[str] = (),
-    differ: Iterable[str] = (),
+    differ: str | Iterable[str] = (),
 ) -> None:
     """Compares names, shapes and dtypes of files with a step, as `load_weights` does first.
 
@@ -191,7 +191,7 @@ class _Wanted:
     rules: WeightRules | str | None
     cast: bool
     keep: tuple[str, ...]
-    differ: Iterable[str]
+    differ: str | Iterable[str]
 
     def of_step(self, step: TrainStep) -> dict[Path, ParameterSource]:
         """Where the arrays of a step lie, agreed on by all processes."""

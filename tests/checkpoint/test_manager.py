@@ -59,8 +59,8 @@ def test_the_last_the_best_and_every_nth_stay(type, background, tmp_path):
 def test_a_save_in_the_background_returns_before_it_is_written(tmp_path, monkeypatch):
     go, begin = threading.Event(), store.OrbaxStore.begin
 
-    def slow(self, folder, leaves):
-        write = begin(self, folder, leaves)
+    def slow(self, folder, leaves, save):
+        write = begin(self, folder, leaves, save)
         return lambda: (go.wait(60), write())
 
     monkeypatch.setattr(store.OrbaxStore, "begin", slow)
