@@ -744,6 +744,9 @@ def distances(mine, wanted):
 
 def distance(got, want):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    # The mean of no pairs, as one sample has, is no number on one device either.
+    both = np.isnan(got) & np.isnan(want)
+    got, want = np.where(both, 0, got), np.where(both, 0, want)
     found = np.abs(got - want).max(initial=0) / max(np.abs(want).max(initial=0), 1e-2)
     return found if np.isfinite(found) else np.inf
 
