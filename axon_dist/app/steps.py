@@ -20,13 +20,13 @@ from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.inspect import bytes_per_device, memory
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, is_on_paper, self_test
+from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.planner import AUTO, read_step, recompute_least, usable_bytes
 from axon_dist.step import TrainStep, build_train_step
 from axon_dist.step.parts import trainable_filter
-from axon_dist.weights.formats import NATIVE_NAME, format_of
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
 

@@ -47,8 +47,7 @@ from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wa
 from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
-from .programs import keep_programs
-from .resume import check_copies, check_resume, open_checkpoints, open_states
+from .resume import check_copies, check_resume, keep_programs, open_checkpoints, open_states
 from .runs import Run, build_run, compiling_ahead
 from .summary import opening_lines, summarize, summary_table
 

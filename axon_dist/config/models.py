@@ -31,7 +31,7 @@ from axon_dist.models import (
     classification_loss,
     next_token_loss,
 )
-from axon_dist.weights import format_name, hub_config
+from axon_dist.models.snapshot import format_name, hub_config
 
 from .read import HUB, write
 from .sections import (

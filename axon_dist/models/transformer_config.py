@@ -76,7 +76,7 @@ NORMS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {"rms": ("scale",), "rms_plus_one": ("scale",), "layer": ("scale", "bias")}
 )
 """The norms of a decoder, each with its parameters of `width` numbers; `_norm` of the transformer
-makes the layer, and `weights/family.py` reads the names of its parameters here."""
+makes the layer, and `family.py` reads the names of its parameters here."""
 
 _CHOICES: tuple[tuple[str, Collection[str], str], ...] = (
     ("attention", ATTENTION_FORMS, "a form of attention"),

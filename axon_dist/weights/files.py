@@ -8,14 +8,11 @@ counts `lora_alpha / r`, which `nnx.LoRA` has not, so that it is multiplied into
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import importlib
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,92 +21,16 @@ from axon_dist.core.errors import (
     CheckpointError,
     ConfigError,
     UnsupportedError,
-    install_command,
 )
-from axon_dist.core.files import Address, Place, as_path, as_place, kind_at, read_text, snapshot
+from axon_dist.core.files import as_path, kind_at, read_text
 from axon_dist.core.typing import Shape
 from axon_dist.core.words import pattern_error
 
-from .rule import WeightRule, WeightRules, shorten
-
-ENDING = ".safetensors"
-INDEX = ".index.json"
-"""What follows the name of a file that was cut into several, to say which tensor is where."""
+from ..models.snapshot import ADAPTER_CONFIG, ENDING, INDEX, Files, fetched
+from ..models.weight_rules import WeightRule, WeightRules, shorten
 
 MOST_INDEX = 2**28
 """Bytes of an index, which has a line for every tensor."""
-
-Files = str | Path | Sequence[str | Path]
-
-
-REMOTE = "hf://"
-"""How a repository of the Hugging Face hub begins: `hf://org/name`, or `hf://org/name@revision`."""
-
-_BUCKETS = ("gs:/", "s3:/")
-
-ADAPTER_CONFIG = "adapter_config.json"
-CONFIG_FILE = "config.json"
-_WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", CONFIG_FILE, ADAPTER_CONFIG)
-
-
-def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
-    """Where a repository of a hub, or what is in a bucket, lies here, fetched if need be.
-
-    Args:
-        path: a path, which is returned as it is; `hf://`, which needs huggingface_hub, in whose
-            cache it then is; or `gs://` or `s3://`, a folder, or a file in one.
-        patterns: of the files that are wanted, none of them in a folder.
-
-    Raises:
-        CheckpointError: when it cannot be fetched.
-        StoreError: when a bucket cannot be read.
-    """
-    if isinstance(path, (str, Path)) and str(path).startswith(_BUCKETS):
-        return _copied(as_place(path, "the weights", CheckpointError), patterns)
-    if not isinstance(path, str) or not path.startswith(REMOTE):
-        return path
-    name, _, revision = path.removeprefix(REMOTE).partition("@")
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path!r} is fetched with huggingface_hub, which is not installed: "
-            f"{install_command('hub')}, or name a local snapshot"
-        ) from error
-    try:
-        folder = hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=[*patterns], ignore_patterns=["*/*"]
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot fetch {path!r}: {error}; check the name and that you may read it, or name a "
-            "local snapshot"
-        ) from error
-    return Path(folder)
-
-
-def _copied(place: Place, patterns: tuple[str, ...]) -> Path:
-    """A folder of a bucket, or a file in one with what is said of it there, copied here."""
-    assert isinstance(place, Address)
-    folder, _, file = place.key.rpartition("/")
-    is_file = any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
-    inside = dataclasses.replace(place, key=folder) if is_file else place
-
-    def wanted(name: str) -> bool:
-        is_asked = name == file or name.endswith(".json") or file.endswith(INDEX)
-        is_there = "/" not in name and any(fnmatch.fnmatchcase(name, p) for p in patterns)
-        return is_there and (is_asked or not is_file)
-
-    copy = snapshot(inside, wanted)
-    return copy / file if is_file else copy
-
-
-def configs_beside(files: Files) -> list[Path]:
-    """The configs beside files, each of them once."""
-    several = [files] if isinstance(files, str | Path) or not isinstance(files, Sequence) else files
-    paths = [as_path(fetched(path), "the weights", CheckpointError) for path in several]
-    folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
-    return [folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()]
 
 
 def find_tensors(files: Files) -> dict[str, TensorEntry]:

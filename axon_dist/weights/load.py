@@ -16,11 +16,12 @@ from ..core.errors import AxonDistError
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path
 from ..mesh import World, agree
+from ..models.formats import rules_for
+from ..models.snapshot import Files, check_snapshot
+from ..models.weight_rules import WeightRules
 from ..step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
-from .files import Files, adapter_rules, find_tensors
-from .formats import check_snapshot, rules_for
+from .files import adapter_rules, find_tensors
 from .match import ParameterSource, match_weights
-from .rule import WeightRules
 
 
 def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:

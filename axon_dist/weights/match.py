@@ -16,7 +16,7 @@ from ..core.checks import is_dtype
 from ..core.errors import CheckpointError
 from ..core.typing import Path, Shape
 from ..core.words import first_few
-from .rule import Form, WeightRule, WeightRules, shorten
+from ..models.weight_rules import Form, WeightRule, WeightRules, shorten
 
 CHUNK = 64 * 2**20
 """The most bytes of a file that are in memory at a time, unless one row has more."""

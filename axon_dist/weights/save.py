@@ -21,19 +21,11 @@ from ..core.errors import ConfigError, DTypeError
 from ..core.files import as_path, read_bytes
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, JsonDict, Path, Shape
+from ..models.formats import FORMATS, config_of, rules_for
+from ..models.snapshot import ADAPTER_CONFIG, CONFIG_FILE, ENDING, INDEX
+from ..models.weight_rules import WeightRule, WeightRules, shorten
 from ..step import TrainState, TrainStep
-from .files import (
-    ADAPTER_CONFIG,
-    ADAPTER_STEM,
-    CONFIG_FILE,
-    ENDING,
-    INDEX,
-    adapter_config,
-    adapter_rules,
-    check_named,
-)
-from .formats import FORMATS, config_of, rules_for
-from .rule import WeightRule, WeightRules, shorten
+from .files import ADAPTER_STEM, adapter_config, adapter_rules, check_named
 
 
 @dataclasses.dataclass(frozen=True)

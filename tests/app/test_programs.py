@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
-from axon_dist.app.programs import ProgramStore, keep_programs
+from axon_dist.app.resume import ProgramStore, keep_programs
 from axon_dist.core.compat import keep_executables
 from axon_dist.launch.distributed import keeps_collectives_apart
 from axon_dist.parallel import ddp
@@ -56,7 +56,7 @@ def test_a_foreign_folder_is_refused(foreign, tmp_path, monkeypatch):
     if foreign == "user":
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     else:
-        monkeypatch.setattr("axon_dist.app.programs._host", lambda: "host")
+        monkeypatch.setattr("axon_dist.app.resume._host", lambda: "host")
         folder = tmp_path / "axon_dist" / ("host" if foreign == "mode" else "")
         folder.chmod(0o770)
     (said,) = told()

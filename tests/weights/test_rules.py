@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 from axon_dist.models import Transformer, TransformerConfig
+from axon_dist.models.weight_rules import shorten
 from axon_dist.weights import (
     WeightRule,
     WeightRules,
@@ -20,7 +21,6 @@ from axon_dist.weights import (
     load_weights,
     save_weights,
 )
-from axon_dist.weights.rule import shorten
 
 from . import hub
 

@@ -17,10 +17,11 @@ from axon_dist.models import (
     TransformerConfig,
     next_token_loss,
 )
+from axon_dist.models.formats import FORMATS
+from axon_dist.models.snapshot import meaning
 from axon_dist.parallel import fsdp
 from axon_dist.step import build_train_step
 from axon_dist.weights import hub_config, load_weights, save_weights
-from axon_dist.weights.formats import FORMATS, meaning
 
 from . import hub
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from axon_dist.core.errors import UnsupportedError
-from axon_dist.models import ExpertConfig, RopeScaling, TransformerConfig
-from axon_dist.models.transformer_config import NORMS
-
-from .rule import WeightRule, WeightRules
+from ..core.errors import UnsupportedError
+from .config import ExpertConfig
+from .rotary import RopeScaling
+from .transformer_config import NORMS, TransformerConfig
+from .weight_rules import WeightRule, WeightRules
 
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 LAYER, EXPERT = "layer", "expert"

@@ -1,35 +1,21 @@
-"""The families of decoders that hubs know, one row each; whether a model is that of a snapshot.
-
-Names and shapes of tensors say nothing of the base of rotary positions, of the number of heads, of
-what is added inside norms: weights that fit may still belong to another function.
-"""
+"""The families of decoders that hubs know, one row each, and the formats that are named by them."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from flax import nnx
 
-from axon_dist.core.checks import TEXTS
 from axon_dist.core.errors import (
-    AxonDistError,
-    CheckpointError,
     ConfigError,
-    UnsupportedError,
     did_you_mean,
 )
-from axon_dist.core.files import as_path, read_text
-from axon_dist.models import Transformer, TransformerConfig
-from axon_dist.models.config import check_fields
 
-from .family import RESOLVED, TOKEN_IDS, ExpertKeys, Family, TensorNames
-from .files import CONFIG_FILE, Files, configs_beside, fetched
-from .rule import NATIVE, WeightRules
+from .family import ExpertKeys, Family, TensorNames
+from .transformer import Transformer
+from .transformer_config import TransformerConfig
+from .weight_rules import NATIVE, WeightRules
 
 _FUSED: Mapping[str, str | tuple[str, ...]] = {
     "self_attn.qkv_proj": ("attention/q", "attention/k", "attention/v"),
@@ -262,85 +248,6 @@ FORMATS: MappingProxyType[str, Family] = MappingProxyType(
 """By the name that `load_weights`, `save_weights` and `axon export` take."""
 
 
-def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
-    """The sizes of a `Transformer` that takes up the weights of a hub's repository.
-
-    Args:
-        path: a local snapshot with a `config.json`, or that file; or `hf://org/name`.
-        **changes: fields to set besides, such as `dtype="bfloat16"`.
-
-    Returns:
-        The config.
-
-    Raises:
-        CheckpointError: when it cannot be read.
-        UnsupportedError: for a family without a row in `FORMATS`, or a model of one that a
-            `Transformer` cannot be.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "config.json")
-        >>> sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}
-        >>> _ = path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
-        >>> hub_config(path.parent).positions
-        'learned'
-    """
-    name, data, file = _read_config(path)
-    check_fields(TransformerConfig, changes)
-    config = dataclasses.replace(_from_hub(FORMATS[name], data, file), **changes)
-    config.validate()
-    return config
-
-
-def format_name(path: str | Path) -> str:
-    """The key of `FORMATS` that a snapshot's weights have.
-
-    Args:
-        path: as of `hub_config`.
-
-    Raises:
-        CheckpointError: as `hub_config` does.
-        UnsupportedError: likewise.
-    """
-    return _read_config(path)[0]
-
-
-def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
-    """The format of a snapshot, its config, and where that lies."""
-    path = as_path(fetched(path, (CONFIG_FILE,)), "the config of a model", CheckpointError)
-    file = path / CONFIG_FILE if path.is_dir() else path
-    try:
-        data = json.loads(
-            read_text(file, f"{str(file)!r} as the config of a model", CheckpointError)
-        )
-        kind = data["model_type"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"cannot read {str(file)!r} as the config of a model: {error!r}; name the folder of a "
-            f"snapshot with its {CONFIG_FILE}"
-        ) from error
-    for name, row in FORMATS.items():
-        if row.model_type == kind:
-            return name, data, file
-    known = ", ".join(row.model_type for row in FORMATS.values())
-    raise UnsupportedError(
-        f"{str(file)!r} is of the family {kind!r}; those known here are {known}. Make the model "
-        "yourself, and give load_weights rules of your own"
-    )
-
-
-def _from_hub(row: Family, data: Mapping[str, Any], file: Path) -> TransformerConfig:
-    try:
-        return row.from_hub(data)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        if isinstance(error, AxonDistError):
-            raise
-        raise CheckpointError(
-            f"{str(file)!r} is no config of the family {row.model_type!r}: {error!r}; take that of "
-            "the snapshot as it was published"
-        ) from error
-
-
 def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules:
     """The table that rules given by name, or not at all, stand for.
 
@@ -383,118 +290,3 @@ def config_of(model: nnx.Module, name: str) -> TransformerConfig:
             f"{type(model).__name__}; give rules of its own: WeightRules((WeightRule(...), ...))"
         )
     return model.config
-
-
-FREE = frozenset(
-    (
-        *("max_length", "dropout", "param_dtype", "dtype", "attention", "scan_layers"),
-        *("logits", "logits_dtype", "experts"),
-    )
-)
-"""The fields that change neither the function of a model nor the meaning of its weights."""
-
-_OF_EXPERTS = ("count", "per_token", "width", "shared", "normalize")
-
-
-def check_snapshot(
-    files: Files,
-    model: nnx.Module,
-    rules: WeightRules | str | None = None,
-    differ: str | Iterable[str] = (),
-) -> None:
-    """Compares a `Transformer` with the `config.json` that lies beside weights, where one does.
-
-    Args:
-        files: as of `load_weights`.
-        model: its arrays may be shapes; models of other classes are taken as they are.
-        rules: as of `load_weights`. With the name of a hub's format the config must be one that
-            can be compared; with rules of one's own, one that cannot is left alone.
-        differ: fields of a `TransformerConfig` in which the model is to be another, such as
-            `rope_theta` where it is to learn longer sequences.
-
-    Raises:
-        ConfigError: naming every field that differs, with both values.
-        CheckpointError: when the file cannot be read, with a hub's format.
-        UnsupportedError: when a `Transformer` cannot be what it describes, with a hub's format.
-
-    Example:
-        >>> import json, tempfile
-        >>> path = Path(tempfile.mkdtemp())
-        >>> sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}
-        >>> _ = (path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-        >>> config = hub_config(path, num_heads=8)
-        >>> check_snapshot(path, Transformer(config, rngs=nnx.Rngs(0)), "hf-gpt2")
-        Traceback (most recent call last):
-        axon_dist.core.errors.ConfigError: the model is not the one of '...config.json': num_heads
-        is 8 and 4 there, num_kv_heads is 8 and 4 there, head_dim is 8 and 16 there. Its weights ...
-    """
-    differ = (differ,) if isinstance(differ, str) else differ
-    TEXTS.check("load_weights", "differ", differ)
-    check_fields(TransformerConfig, dict.fromkeys(differ := tuple(differ)))
-    if not isinstance(model, Transformer):
-        return
-    for file in configs_beside(files):
-        try:
-            theirs = hub_config(file)
-        except (CheckpointError, UnsupportedError):
-            if rules in FORMATS:
-                raise
-            continue
-        found = list(_differences(model.config, theirs, differ))
-        if found:
-            raise ConfigError(
-                f"the model is not the one of {str(file)!r}: {', '.join(found)}. Its weights would "
-                "be those of another function: take the sizes from there, in a config by "
-                f"model: {{hub: {file.parent}}}, in Python by hub_config({str(file.parent)!r})"
-                "; or name in differ=(...) what is to differ"
-            )
-
-
-def token_ids(files: Files) -> dict[str, Any]:
-    """The ids of special tokens that the `config.json` beside weights names; else none.
-
-    Args:
-        files: as of `load_weights`.
-
-    Raises:
-        CheckpointError: when it cannot be read.
-        UnsupportedError: when it is of a family without a row in `FORMATS`.
-    """
-    found = {key: x for file in configs_beside(files) for key, x in _read_config(file)[1].items()}
-    return {key: found[key] for key in TOKEN_IDS if key in found}
-
-
-def _differences(
-    ours: TransformerConfig, theirs: TransformerConfig, differ: Iterable[str]
-) -> Iterator[str]:
-    # Windows count as far as the model sees.
-    mine, wanted = meaning(ours), meaning(dataclasses.replace(theirs, max_length=ours.max_length))
-    for field in wanted:
-        if mine[field] != wanted[field] and field.partition(".")[0] not in differ:
-            yield f"{field} is {mine[field]!r} and {wanted[field]!r} there"
-
-
-def meaning(config: TransformerConfig) -> Mapping[str, Any]:
-    """What a config says of the function of a model, every default resolved.
-
-    Args:
-        config: of the model.
-
-    Returns:
-        Values by field; those of experts as `experts.count`.
-    """
-    names = [field.name for field in dataclasses.fields(config) if field.name not in FREE]
-    found = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
-    if config.positions == "learned":
-        del found["rope_theta"]
-    is_usual = abs(config.score_scale * config.key_size**0.5 - 1) < 1e-9
-    found["attention_scale"] = None if is_usual else config.score_scale
-    far = config.max_length if config.local_rope_theta is None else float("inf")
-    each = tuple(0 if window >= far else window for window in config.layer_windows)
-    found["windows"] = each if any(each) else ()
-    experts = config.experts
-    for name in _OF_EXPERTS:
-        value = None if experts is None else getattr(experts, name)
-        is_default = name == "width" and experts is not None and value is None
-        found[f"experts.{name}"] = config.hidden_size if is_default else value
-    return found
