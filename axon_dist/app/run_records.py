@@ -15,7 +15,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import Place, host_memory, read_bytes
 from axon_dist.core.words import clock_time, plural, si
 
-from ..config.parse import sections_of
+from ..core.plain_yaml import sections_of
 from .directory import flat, open_directory
 
 Curve: TypeAlias = Sequence[tuple[float, float]]

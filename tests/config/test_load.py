@@ -1,7 +1,7 @@
 import pytest
 
 from axon_dist.config import load_config
-from axon_dist.config.parse import apply_override, read_yaml
+from axon_dist.core.plain_yaml import apply_override, read_yaml
 from axon_dist.core.errors import ConfigError
 
 
