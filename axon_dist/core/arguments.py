@@ -15,6 +15,8 @@ import itertools
 import math
 import numbers
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
@@ -182,13 +184,36 @@ def _explained(function: Callable[_P, _R], who: str, of_record: bool) -> Callabl
             return function(*args, **kwargs)
         except AxonDistError:
             raise
-        except Exception:
+        except Exception as error:
             if of_record and args and not isinstance(args[0], type):
                 check_fields(args[0])
             compare(args, kwargs)
+            if said := _said_of(error):
+                raise ConfigError(f"{who} {said}") from error
             raise
 
     return run
+
+
+_TRACED = (
+    "was called within a function that JAX traces, such as one of jax.jit, jax.grad or jax.vmap, "
+    "or with what such a function has left behind, and needs values: call it outside, with arrays"
+)
+_UNLIKE = "got trees of different structures: {}; give trees with the same keys and containers"
+_LIBRARIES = {"axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", *sys.stdlib_module_names}
+
+
+def _said_of(error: Exception) -> str | None:
+    """What JAX complains of, in a sentence; None where it is the user's code that failed."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
+    if not rooms <= _LIBRARIES:
+        return None
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    if not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError")):
+        return _TRACED
+    text = " ".join(str(error).split())
+    return _UNLIKE.format(text[:300]) if text.startswith("pytree structure error") else None
 
 
 def check_fields(thing: Any, who: str = "") -> None:

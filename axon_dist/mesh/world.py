@@ -351,7 +351,11 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
     of the ranks, but that slow axes, such as `nodes`, lie between nodes and the others within them
     (`by_links`). The axis types are always written out, for JAX's two ways to make a mesh disagree
     about the default.
+
+    Raises:
+        MeshError: when the sizes do not multiply to the number of devices.
     """
+    spec = spec.resolve(len(devices))
     types = (AxisType.Auto,) * len(spec.names)
     parts = by_links(spec, devices)
     if devices[0].platform != "tpu":

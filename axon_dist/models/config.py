@@ -16,7 +16,7 @@ from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
 from axon_dist.core.tree import has_64_bits
 from axon_dist.core.typing import Array
 
-_MOST_SIZE, _MOST_LAYERS = 2**31 - 1, 10_000
+_MOST_SIZE, MOST_LAYERS = 2**31 - 1, 10_000
 _MOST_FLOAT = 3.4e38
 
 
@@ -82,7 +82,7 @@ def check_at_least_one(config: object, fields: tuple[str, ...]) -> None:
     Arrays count their elements in 32 bits along a dim; and each layer is a part of the program.
     """
     for field in fields:
-        value, most = getattr(config, field), _MOST_LAYERS if field == "num_layers" else _MOST_SIZE
+        value, most = getattr(config, field), MOST_LAYERS if field == "num_layers" else _MOST_SIZE
         WHOLE.check(type(config).__name__, field, value)
         if value < 1:
             raise ConfigError(f"{field}={value} must be at least 1; set it so.")
