@@ -1,8 +1,8 @@
 import pytest
 
 from axon_dist.config import load_config
-from axon_dist.core.plain_yaml import apply_override, read_yaml
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.plain_yaml import apply_override, read_yaml
 
 
 def write(tmp_path, text):
