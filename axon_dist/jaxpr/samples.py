@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -72,7 +72,10 @@ RANKS = "samples_of_all_ranks"
 
 
 def follow_samples(
-    trace: Callable[[int], ClosedJaxpr], sizes: tuple[int, int], num_batch: int
+    trace: Callable[[int], ClosedJaxpr],
+    sizes: tuple[int, int],
+    num_batch: int,
+    zeros: Container[int] = (),
 ) -> list[Value]:
     """Follows the samples through a program.
 
@@ -80,6 +83,7 @@ def follow_samples(
         trace: `trace(samples)` gives the closed jaxpr for a batch of so many samples.
         sizes: the numbers of samples of a part and of the whole, the latter a multiple.
         num_batch: how many of its last inputs are leaves of the batch, samples in dim 0.
+        zeros: the numbers of the inputs that are 0.
 
     Returns:
         How each output depends on the samples.
@@ -95,8 +99,9 @@ def follow_samples(
         ('total', 1.0, 'takes `reduce_max` over the samples')
     """
     first, second = (trace(size) for size in sizes)
-    count = len(first.jaxpr.invars)
-    values = [CONSTANT] * (count - num_batch) + [rows(0)] * num_batch
+    others = range(len(first.jaxpr.invars) - num_batch)
+    values = [Value(known=(0, 0)) if n in zeros else CONSTANT for n in others]
+    values += [rows(0)] * num_batch
     walk = Walk(sizes[1] / sizes[0], is_single=sizes[0] == 1)
     return walk.program((first, second), values, "")
 
