@@ -497,5 +497,4 @@ def _buffer(value: Value) -> OutputUse:
     counts = "counts the samples of the batch" if value.kind is Kind.CONSTANT else ""
     why = counts or value.why or "changes with the samples of the batch"
     kind = Use.MEAN if value.kind is Kind.TOTAL and not value.is_scaled else Use.COUPLED
-    factor = value.scale if value.kind in (Kind.CONSTANT, Kind.TOTAL) else 1.0
-    return OutputUse(kind, factor, why, value.where)
+    return OutputUse(kind, value.scale, why, value.where)

@@ -24,6 +24,7 @@ from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from .one_sample import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_pairs import (
+    RESIZED,
     WITHIN,
     Constant,
     Operation,
@@ -260,7 +261,8 @@ class Walk:
                 found = loosely(op, operands, self._ratio)
                 return coupled(Why.DIFFERS, "") if found is None else found
         is_known = op.name in RULES or all_constant(operands)
-        return None if not is_known or are_alike(op) else coupled(Why.DIFFERS, "")
+        why = f"takes `{op.name}` {RESIZED}"
+        return None if not is_known or are_alike(op) else coupled(why, "")
 
     def _numbered(self, pair: Pair, operands: list[Value], results: list[Value]) -> list[Value]:
         """Results with the numbers of their computations: equal ones for equal ones."""

@@ -25,6 +25,7 @@ from ..core.tree import is_key, leaves_with_paths, shape_key
 from ..core.typing import Batch, LossFn, Path
 from ..jaxpr.randomness import is_added_to
 from ..jaxpr.rows import output_shapes
+from ..jaxpr.sample_pairs import RESIZED
 from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
 from ..jaxpr.walk import moves_with, sources_of
 from ..parallel import keep_samples_apart
@@ -95,8 +96,12 @@ _INSTEAD: MappingProxyType[str, str] = MappingProxyType(
 """What to write in place of something, by what is said of it."""
 
 
-def _instead_of(why: str) -> str:
-    return next((advice for said, advice in _INSTEAD.items() if said in why), BEFORE)
+def _instead_of(why: str, samples: int) -> str:
+    """What to do where parts of so many samples do not give a number of the whole."""
+    advice = next((advice for said, advice in _INSTEAD.items() if said in why), BEFORE)
+    if samples == 1 and any(said in why for said in (Why.DIFFERS, RESIZED)):
+        return f"Two samples in each part help where JAX writes another program for one. {advice}"
+    return advice
 
 
 class Separator:
@@ -173,7 +178,7 @@ class Separator:
             self._use(batch, (samples, whole), 1)
         if found is None and ranks > 1 and (why := self._obstacle(use)):
             if asked:
-                raise UnsupportedError(self._refusal(why, asked))
+                raise UnsupportedError(self._refusal(why, asked, samples // ranks))
             ranks, sizes = 1, (samples, whole)
             if samples == whole:
                 return Separation(self._loss_fn, False, why)
@@ -302,9 +307,9 @@ class Separator:
         if use.loss.kind is Use.COUPLED:
             raise UnsupportedError(
                 f"the loss {use.loss.why}{use.loss.place}, so that {count} microbatches of "
-                f"{part} samples do not give that of {whole}. {_instead_of(use.loss.why)}; or "
-                "leave the batch whole; or, if what the microbatches find is to be averaged, say "
-                "so: build_train_step(separable=False)"
+                f"{part} samples do not give that of {whole}. {_instead_of(use.loss.why, part)}; "
+                "or leave the batch whole; or, if what the microbatches find is to be averaged, "
+                "say so: build_train_step(separable=False)"
             )
         # What is said first is what keeps the others, which sums would give, from being computed.
         ends = ("of a total", "totals over", "divides one sum")
@@ -417,7 +422,7 @@ class Separator:
             use = dataclasses.replace(use, buffers=kept)
         return use.coupled
 
-    def _refusal(self, why: str, asked: list[str]) -> str:
+    def _refusal(self, why: str, asked: list[str], part: int) -> str:
         strategy, mesh = self._spec.strategy, self._spec.mesh
         ranks = "×".join(f"{axis}={mesh.shape[axis]}" for axis in strategy.batch_axes)
         what = " and ".join(asked)
@@ -426,8 +431,8 @@ class Separator:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
             f"{why}, so that {ranks} ranks cannot compute it each from its own samples, as {what} "
-            f"asks for. {_instead_of(why)}; or {instead}; or, if what ranks find on their own is "
-            "to be averaged, say so: build_train_step(separable=True)"
+            f"asks for. {_instead_of(why, part)}; or {instead}; or, if what ranks find on their "
+            "own is to be averaged, say so: build_train_step(separable=True)"
         )
 
 
