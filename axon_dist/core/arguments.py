@@ -209,10 +209,10 @@ def _said_of(error: Exception) -> str | None:
     rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
     if not rooms <= _LIBRARIES:
         return None
-    kinds = {cls.__name__ for cls in type(error).__mro__}
-    if not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError")):
+    kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())
+    is_of_tracers = not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError"))
+    if is_of_tracers or "is not available on traced array" in text:
         return _TRACED
-    text = " ".join(str(error).split())
     return _UNLIKE.format(text[:300]) if text.startswith("pytree structure error") else None
 
 

@@ -68,6 +68,9 @@ YAML = {
     "list": "- 1\n- 2",
     "text": "hello",
     "merge of a number": "model: {<<: 3}",
+    "minutes": "seed: 1:30",
+    "octal": "seed: 010",
+    "on": "deterministic: on",
     "many keys": "train: {" + ", ".join(f"k{i}: 1" for i in range(5000)) + "}",
 }
 BYTES = {
@@ -234,6 +237,8 @@ OVERRIDES = [
     "loss={function: 'math:sqrt', factory: 'math:sqrt'}",
     "loss={}",
     "nonsense=1",
+    "model={kind: resnet, stage_sizes: [1000000000]}",
+    "optimizer={name: muon, ns_steps: 1000000000}",
     "trian.steps=3",
     "\ud800=1",
     "precision={compute: float64}",
