@@ -28,7 +28,7 @@ from .verbs import VERBS
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _LONGEST = 2000
-"""The longest message in letters; a longer one repeats what somebody typed, and is cut."""
+"""The longest message in letters; one that repeats more of what somebody typed loses its middle."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,7 +116,8 @@ def one_line(message: object) -> str:
     # Half a letter, as an argument may hold it, cannot be written.
     text = " ".join(str(message).split()).encode(errors="backslashreplace").decode()
     text = printable(text)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 def _say(text: str) -> None:
