@@ -17,7 +17,7 @@ import numbers
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
@@ -102,12 +102,19 @@ def checked(
     """
 
     def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        compare = _comparison(function, who or function.__name__, kinds)
+        name = who or function.__name__
+        compare = _comparison(function, name, kinds)
 
         @functools.wraps(function)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             compare(args, kwargs)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except AxonDistError:
+                raise
+            except Exception as error:
+                _explain(error, function, name, (*args, *kwargs.values()))
+                raise
 
         return run
 
@@ -188,8 +195,7 @@ def _explained(function: Callable[_P, _R], who: str, of_record: bool) -> Callabl
             if of_record and args and not isinstance(args[0], type):
                 check_fields(args[0])
             compare(args, kwargs)
-            if said := _said_of(error):
-                raise ConfigError(f"{who} {said}") from error
+            _explain(error, function, who, (*args, *kwargs.values()))
             raise
 
     return run
@@ -203,17 +209,34 @@ _UNLIKE = "got trees of different structures: {}; give trees with the same keys 
 _LIBRARIES = {"axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", *sys.stdlib_module_names}
 
 
-def _said_of(error: Exception) -> str | None:
-    """What JAX complains of, in a sentence; None where it is the user's code that failed."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+def _explain(
+    error: Exception, function: Callable[..., Any], who: str, given: Sequence[object]
+) -> None:
+    """Raises `ConfigError` where no code of the user's, but what was given makes a function fail.
+
+    Args:
+        error: what Python or JAX says.
+        function: that failed.
+        who: its name in messages.
+        given: its arguments.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
     if not rooms <= _LIBRARIES:
-        return None
-    kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())
+        return
+    kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())[:300]
     is_of_tracers = not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError"))
+    own = inspect.unwrap(function)
+    is_own = frames[-1].f_code.co_qualname.startswith(own.__qualname__)
     if is_of_tracers or "is not available on traced array" in text:
-        return _TRACED
-    return _UNLIKE.format(text[:300]) if text.startswith("pytree structure error") else None
+        raise ConfigError(f"{who} {_TRACED}") from error
+    if text.startswith("pytree structure error"):
+        raise ConfigError(f"{who} {_UNLIKE.format(text)}") from error
+    if is_own and isinstance(error, (LookupError, ArithmeticError, AttributeError)):
+        named = ", ".join(map(_brief, given))
+        raise ConfigError(
+            f"{who} can make nothing of {named}: {text}; give what its docstring says"
+        ) from error
 
 
 def check_fields(thing: Any, who: str = "") -> None:

@@ -327,7 +327,7 @@ def _as_devices(devices: Any) -> list[Any]:
         devices = [devices]
     listed = list(devices)
     odd = [device for device in listed if not isinstance(device, jax.Device)]
-    if odd and not all(hasattr(device, "platform") for device in odd):
+    if not all(isinstance(getattr(device, "platform", None), str) for device in odd):
         raise MeshError(
             f"got {odd[0]!r:.80}, a {type(odd[0]).__name__}, among the devices; give devices of "
             "JAX, such as list(world.mesh.devices.flat), or none for all"

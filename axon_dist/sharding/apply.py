@@ -63,7 +63,7 @@ def shardings(
 def _placed(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
     try:
         return NamedSharding(mesh, spec, memory_kind=memory_kind)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"the devices cannot hold an array as {spec} in memory_kind={memory_kind!r}: {error}; "
             "leave it out for their own memory"

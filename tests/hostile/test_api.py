@@ -272,6 +272,15 @@ def test_every_public_function_compares():
         (lambda: axon_dist.muon(None), "muon got learning_rate=None; give a number, or"),
         (lambda: axon_dist.muon(0.1, mu_dtype="x"), "mu_dtype='x', a str; give a dtype, such as"),
         (lambda: axon_dist.muon(0.1, ns_steps=-1), "a whole number, at least 0"),
+        (
+            lambda: build_schedule("1f1b", 4, 8).order(10**12),
+            "Schedule.order can make nothing of a Schedule, 1000000000000, an int: tuple index out",
+        ),
+        (
+            lambda: axon_dist.PipelineSchedule("2f2b"),
+            "PipelineSchedule got '2f2b', and has no",
+        ),
+        (lambda: World.init("dp=-1", jnp.ones(3)), "a ArrayImpl, among the devices; give devices"),
         (lambda: axon_dist.muon(0.1, ns_steps=10**12), "at least 0 and at most 1000"),
         (lambda: axon_dist.suggest_plan(int), r"suggest_plan got model\(\)=0, an int; give an nnx"),
         (lambda: axon_dist.hidden_matrices(int), r"hidden_matrices got model\(\)=0, an int"),
