@@ -206,6 +206,7 @@ _TRACED = (
     "or with what such a function has left behind, and needs values: call it outside, with arrays"
 )
 _UNLIKE = "got trees of different structures: {}; give trees with the same keys and containers"
+_OF_VALUES = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError)
 _LIBRARIES = {"axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", *sys.stdlib_module_names}
 
 
@@ -226,13 +227,13 @@ def _explain(
         return
     kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())[:300]
     is_of_tracers = not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError"))
-    own = inspect.unwrap(function)
-    is_own = frames[-1].f_code.co_qualname.startswith(own.__qualname__)
+    ours = [f for f in frames if str(f.f_globals.get("__name__")).startswith("axon_dist.")]
+    is_own = ours[-1].f_code.co_qualname.startswith(inspect.unwrap(function).__qualname__)
     if is_of_tracers or "is not available on traced array" in text:
         raise ConfigError(f"{who} {_TRACED}") from error
     if text.startswith("pytree structure error"):
         raise ConfigError(f"{who} {_UNLIKE.format(text)}") from error
-    if is_own and isinstance(error, (LookupError, ArithmeticError, AttributeError)):
+    if is_own and isinstance(error, _OF_VALUES) and not isinstance(error, FloatingPointError):
         named = ", ".join(map(_brief, given))
         raise ConfigError(
             f"{who} can make nothing of {named}: {text}; give what its docstring says"
