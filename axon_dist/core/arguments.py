@@ -32,7 +32,7 @@ from typing import (
     get_type_hints,
 )
 
-from .errors import AxonDistError, ConfigError
+from .errors import AxonDistError, ConfigError, OutOfMemoryError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -206,6 +206,13 @@ _TRACED = (
     "or with what such a function has left behind, and needs values: call it outside, with arrays"
 )
 _UNLIKE = "got trees of different structures: {}; give trees with the same keys and containers"
+_UNBOUND = "needs its mesh axis ({}): call it within jax.shard_map, or group.spmd(function)"
+_COMPUTING = {
+    *("collectives", "data", "inspect", "mesh", "models", "nn", "ops", "optim", "planner"),
+    *("schedule", "sharding"),
+}
+"""Rooms in which all that can fail is what somebody has called them with."""
+
 _OF_VALUES = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError)
 _LIBRARIES = {"axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", *sys.stdlib_module_names}
 
@@ -227,16 +234,24 @@ def _explain(
         return
     kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())[:300]
     is_of_tracers = not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError"))
-    ours = [f for f in frames if str(f.f_globals.get("__name__")).startswith("axon_dist.")]
-    is_own = ours[-1].f_code.co_qualname.startswith(inspect.unwrap(function).__qualname__)
     if is_of_tracers or "is not available on traced array" in text:
         raise ConfigError(f"{who} {_TRACED}") from error
     if text.startswith("pytree structure error"):
         raise ConfigError(f"{who} {_UNLIKE.format(text)}") from error
+    if isinstance(error, NameError) and "unbound axis name" in text:
+        raise ConfigError(f"{who} {_UNBOUND.format(text)}") from error
+    ours = [f for f in frames if str(f.f_globals.get("__name__")).startswith("axon_dist.")]
+    own, named = inspect.unwrap(function), ", ".join(map(_brief, given))
+    # Elsewhere what fails further down may be a mistake of this package.
+    is_own = ours[-1].f_code.co_qualname.startswith(own.__qualname__)
+    is_own = is_own or own.__module__.split(".")[1] in _COMPUTING
     if is_own and isinstance(error, _OF_VALUES) and not isinstance(error, FloatingPointError):
-        named = ", ".join(map(_brief, given))
         raise ConfigError(
             f"{who} can make nothing of {named}: {text}; give what its docstring says"
+        ) from error
+    if is_own and (isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED")):
+        raise OutOfMemoryError(
+            f"{who} got {named}, and there is no memory for it ({text}); give smaller numbers"
         ) from error
 
 

@@ -198,7 +198,7 @@ class Timeline:
         """Start and end of one action.
 
         Raises:
-            KeyError: the schedule does not have the action.
+            ConfigError: the schedule does not have the action.
         """
         return self._span_of[action]
 
