@@ -30,7 +30,7 @@ from axon_dist.core.files import (
 from axon_dist.core.typing import JsonDict
 
 from ..config import RunConfig
-from ..config.parse import read_yaml
+from ..core.plain_yaml import read_yaml
 from .lock import Lease, locked
 
 AUTO = "auto"

@@ -366,8 +366,19 @@ class Manifest:
 
         Raises:
             CheckpointError: when a newer version of this library wrote it.
+            DamagedCheckpointError: when it is none that was written.
         """
-        data = json.loads(text)
+        try:
+            return cls._of(json.loads(text))
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise errors.DamagedCheckpointError(
+                f"{MANIFEST} is not one that a save writes ({error!r:.200}); use another checkpoint"
+            ) from error
+
+    @classmethod
+    def _of(cls, data: Any) -> Manifest:
         if not is_whole(data["format"]):
             raise TypeError(f"the format is {data['format']!r:.60}")
         if data["format"] > _FORMAT:

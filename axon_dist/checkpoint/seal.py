@@ -213,14 +213,9 @@ def read_manifest(folder: str | Place) -> Manifest:
             "them was changed after it was written; use another one"
         )
     try:
-        return Manifest.from_json(text.decode())
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r}: {MANIFEST} is not one that a save writes "
-            f"({error!r:.200}); use another one"
-        ) from error
+        return Manifest.from_json(text.decode(errors="replace"))
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
 
 
 def _files_of(folder: Path) -> tuple[bytes, bytes]:

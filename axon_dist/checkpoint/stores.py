@@ -32,7 +32,7 @@ from jax.experimental import multihost_utils
 
 from ..core.compat import SharedStore, end_failed_saves, process_id, stop_leaks_of_saves
 from ..core.errors import CheckpointError, UnsupportedError
-from ..core.files import kind_at
+from ..core.files import as_path, kind_at
 from ..core.typing import Array, JsonDict, PyTree
 from ..core.typing import Path as LeafPath
 from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
@@ -426,10 +426,11 @@ def export_safetensors(
         >>> open_tensors(path)["head/kernel"].shape
         (2, 3)
     """
+    file = as_path(path, "the file of tensors", CheckpointError)
     arrays = {name: as_array(name, leaf) for name, leaf in named_leaves(state).items()}
     stored = {name: to_stored(array) for name, array in arrays.items()}
     ordered = {name: stored[name] for name in plan_order(stored)}
-    write_gathered(Path(path), ordered, gather(ordered.values()), metadata)
+    write_gathered(file, ordered, gather(ordered.values()), metadata)
 
 
 def write_gathered(

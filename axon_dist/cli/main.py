@@ -28,7 +28,7 @@ from .verbs import VERBS
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _LONGEST = 2000
-"""The longest message in letters; a longer one repeats what somebody typed, and is cut."""
+"""The longest message in letters; one that repeats more of what somebody typed loses its middle."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         del os.environ["COLUMNS"]
     try:
         parsed = _parse(arguments)
+        _check_keys(parsed)
     except ConfigError as error:
         # No verb has run, so this process cannot be one of several yet.
         _say(f"error: {one_line(error)}")
@@ -115,7 +116,8 @@ def one_line(message: object) -> str:
     # Half a letter, as an argument may hold it, cannot be written.
     text = " ".join(str(message).split()).encode(errors="backslashreplace").decode()
     text = printable(text)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 def _say(text: str) -> None:
@@ -225,6 +227,35 @@ CONFIG_KEYS = Path(__file__).with_name("config_keys.txt")
 
 A shell runs `axon completion` whenever it starts; to read the keys from the code takes seconds.
 """
+
+
+def _check_keys(arguments: argparse.Namespace) -> None:
+    """Refuses a config that cannot be read, and misspelt keys of it, before seconds of imports.
+
+    What is wrong otherwise `axon_dist.config` says, which knows which keys a section has.
+    """
+    if not (getattr(arguments, "config", None) and hasattr(arguments, "overrides")):
+        return
+    # It takes PyYAML, which `axon --help` does without.
+    plain = importlib.import_module("axon_dist.core.plain_yaml")
+    data = plain.read_yaml(arguments.config)
+    for override in arguments.overrides:
+        data = plain.apply_override(data, override)
+    keys = {word[:-1] for word in CONFIG_KEYS.read_text().split() if word.endswith("=")}
+    sections = [("", data)]
+    while sections:
+        path, section = sections.pop()
+        names = {key.removeprefix(path) for key in keys if key.startswith(path)}
+        names = {name for name in names if "." not in name}
+        if not names or "factory" in names:
+            # Names of the user's own; or keys that depend on what the section is of.
+            continue
+        for key, value in section.items():
+            is_known = key in names or any(other.endswith(f".{key}") for other in keys)
+            if not is_known and (hint := did_you_mean(key, names)).startswith(" Did"):
+                raise ConfigError(f"{path}{key}: there is no such key.{hint}")
+            if isinstance(value, Mapping):
+                sections.append((f"{path}{key}.", value))
 
 
 def _words_of(parser: argparse.ArgumentParser) -> list[str]:

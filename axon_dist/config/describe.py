@@ -112,7 +112,7 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
         return found
     paths = {*kinds, *(row.path for row in sections if row.path), *(r.keys[0].path for r in keys)}
     hint = did_you_mean(section, paths).partition(" Valid")[0]
-    raise ConfigError(f"there is no section or key {section!r}.{hint} axon config lists them")
+    raise ConfigError(f"there is no section or key {section!r:.80}.{hint} axon config lists them")
 
 
 def _sections(

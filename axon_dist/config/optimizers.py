@@ -47,7 +47,7 @@ class Group:
         """Raises `ConfigError` for an invalid regular expression, or what is frozen and trained."""
         for path in self.paths:
             if why := pattern_error(path):
-                raise ConfigError(f"paths: {path!r} {why}")
+                raise ConfigError(f"paths: {path!r:.80} {why}")
         if not self.paths:
             raise ConfigError("paths names nothing; write a regular expression, such as head")
         if self.frozen and (self.rate != 1 or self.weight_decay is not None):

@@ -127,9 +127,9 @@ Devices: TypeAlias = Annotated[int, _from(1, 1024)]
 """CPU devices that are made up, each with threads of its own."""
 
 Positive: TypeAlias = Annotated[
-    float, Bound("above 0 and at most 3e38", lambda value: 0 < value <= 3e38)
+    float, Bound("above 0 and at most 3e38, in float32", lambda value: 1e-37 <= value <= 3e38)
 ]
-"""A rate or a size."""
+"""A rate or a size; a smaller one would be 0 on the devices."""
 
 NonNegative: TypeAlias = Annotated[
     float, Bound("at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
@@ -342,7 +342,7 @@ def _section(data: object, path: str) -> Mapping[str, object]:
     if data is None:
         return {}
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path}: got {data!r}, which must be a section of keys and values")
+        raise ConfigError(f"{path}: got {data!r:.80}, which must be a section of keys and values")
     return data
 
 
@@ -358,7 +358,7 @@ def _read_annotated(hint: object, value: object, path: str) -> Any:
     result = read(typing.get_args(hint)[0], value, path)
     bound = _extra(hint, Bound)
     if bound is not None and not bound.holds(result):
-        raise ConfigError(f"{path}: got {result!r}, which must be {bound.text}")
+        raise ConfigError(f"{path}: got {result!r:.80}, which must be {bound.text}")
     return result
 
 
@@ -377,7 +377,7 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
             return _read_own(choice, key, value, path)
     if not choice.table:
         keys = " or ".join(f"{{{key}: {PATH}}}" for key in choice.own)
-        raise ConfigError(f"{path}: got {value!r}, which must be {keys}")
+        raise ConfigError(f"{path}: got {value!r:.80}, which must be {keys}")
     given = {choice.tag: value} if isinstance(value, str) else _section(value, path)
     data = dict(given)
     name: Any = data.pop(choice.tag, choice.default)
@@ -405,7 +405,7 @@ def _read_own(choice: OneOf, key: str, value: Mapping[str, object], path: str) -
     given = {name: item for name, item in value.items() if name in ours}
     given = read_options(ours, given, path)
     if not isinstance(function, str):
-        raise ConfigError(f"{path}: got {function!r}, which must be a path such as {PATH}")
+        raise ConfigError(f"{path}: got {function!r:.80}, which must be a path such as {PATH}")
     rest = {str(name): x for name, x in value.items() if name not in (key, *ours)}
     return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **given), path)
 
@@ -451,7 +451,7 @@ def _has_keys(hint: object) -> bool:
 def _read_tuple(hint: object, value: object, path: str) -> tuple:
     items = [value] if isinstance(value, (str, Mapping)) else value
     if not isinstance(items, Sequence):
-        raise ConfigError(f"{path}: got {value!r}, which must be a list")
+        raise ConfigError(f"{path}: got {value!r:.80}, which must be a list")
     inner = typing.get_args(hint)[0]
     return tuple(read(inner, item, f"{path}[{index}]") for index, item in enumerate(items))
 
@@ -470,11 +470,13 @@ def _read_literal(hint: object, value: object, path: str) -> Any:
 
 def _read_scalar(hint: Any, value: object, path: str) -> Any:
     if hint not in _WORDS:
-        raise ConfigError(f"{path}: got {value!r}, but only Python code can set this; leave it out")
+        raise ConfigError(
+            f"{path}: got {value!r:.80}, but only Python code can set this; leave it out"
+        )
     if hint is float:
         value = _as_float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{path}: got {value!r}, which must be {_WORDS[hint]}")
+        raise ConfigError(f"{path}: got {value!r:.80}, which must be {_WORDS[hint]}")
     return value
 
 

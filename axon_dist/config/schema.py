@@ -95,13 +95,13 @@ def strategy_options(value: object) -> StrategyOptions:
         value = {name: {} for name in value}
     if not isinstance(value, Mapping) or not value:
         raise ValueError(
-            f"got {value!r}, which must be a strategy, a list of them, or a section "
+            f"got {value!r:.80}, which must be a strategy, a list of them, or a section "
             "{strategy: {option: value}}"
         )
     for name, options in value.items():
         if options is not None and not isinstance(options, Mapping):
             raise ValueError(
-                f"{name} has {options!r} under it, which must be a section of its options"
+                f"{name} has {options!r:.80} under it, which must be a section of its options"
             )
     return MappingProxyType({str(name): dict(options or {}) for name, options in value.items()})
 
@@ -170,7 +170,9 @@ def mesh_spec(value: object) -> MeshSpec:
         ValueError: for anything else, or for axes that make no mesh.
     """
     if not isinstance(value, (str, Mapping)):
-        raise ValueError(f"got {value!r}, which must be axes and sizes, such as dp=8 or {{dp: 8}}")
+        raise ValueError(
+            f"got {value!r:.80}, which must be axes and sizes, such as dp=8 or {{dp: 8}}"
+        )
     return MeshSpec(value)
 
 
@@ -371,13 +373,13 @@ class RunConfig:
         best = self.train.best
         if not best.metric.startswith("validation/"):
             raise ConfigError(
-                f"train.best.metric: got {best.metric!r}, which must be one of validations, such "
-                "as validation/loss"
+                f"train.best.metric: got {best.metric!r:.80}, which must be one of validations, "
+                "such as validation/loss"
             )
         name, slash, _ = best.metric.removeprefix("validation/").partition("/")
         if slash and name not in self.validation:
             raise ConfigError(
-                f"train.best.metric: got {best.metric!r}, and there is no set {name!r} in "
+                f"train.best.metric: got {best.metric!r:.80}, and there is no set {name!r:.80} in "
                 f"validation.{did_you_mean(name, self.validation)}"
             )
         if best.patience and not self.train.eval_every:

@@ -286,7 +286,7 @@ class Weights:
             raise ConfigError("weights.files names no file: name safetensors files, or a folder")
         for pattern in self.keep:
             if why := pattern_error(pattern):
-                raise ConfigError(f"weights.keep: {pattern!r} {why}; correct it")
+                raise ConfigError(f"weights.keep: {pattern!r:.80} {why}; correct it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -171,7 +171,8 @@ def find(path: str, where: str) -> Callable[..., Any]:
     module_name, _, names = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not names:
         raise ConfigError(
-            f"{where}: got {path!r}, which must be the path of a function or class, such as {PATH}"
+            f"{where}: got {path!r:.80}, which must be the path of a function or class, such as "
+            f"{PATH}"
         )
     found: Any = _import(module_name, where)
     for name in names.split("."):
@@ -181,7 +182,7 @@ def find(path: str, where: str) -> Callable[..., Any]:
         found = getattr(found, name)
     if not callable(found):
         raise ConfigError(
-            f"{where}: {path} is {found!r}, which must be a function or class; name one"
+            f"{where}: {path} is {found!r:.80}, which must be a function or class; name one"
         )
     return found
 

@@ -15,7 +15,9 @@ import itertools
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
@@ -30,7 +32,7 @@ from typing import (
     get_type_hints,
 )
 
-from .errors import AxonDistError, ConfigError
+from .errors import AxonDistError, ConfigError, OutOfMemoryError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -100,12 +102,19 @@ def checked(
     """
 
     def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        compare = _comparison(function, who or function.__name__, kinds)
+        name = who or function.__name__
+        compare = _comparison(function, name, kinds)
 
         @functools.wraps(function)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             compare(args, kwargs)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except AxonDistError:
+                raise
+            except Exception as error:
+                _explain(error, function, name, (*args, *kwargs.values()))
+                raise
 
         return run
 
@@ -182,13 +191,68 @@ def _explained(function: Callable[_P, _R], who: str, of_record: bool) -> Callabl
             return function(*args, **kwargs)
         except AxonDistError:
             raise
-        except Exception:
+        except Exception as error:
             if of_record and args and not isinstance(args[0], type):
                 check_fields(args[0])
             compare(args, kwargs)
+            _explain(error, function, who, (*args, *kwargs.values()))
             raise
 
     return run
+
+
+_TRACED = (
+    "was called within a function that JAX traces, such as one of jax.jit, jax.grad or jax.vmap, "
+    "or with what such a function has left behind, and needs values: call it outside, with arrays"
+)
+_UNLIKE = "got trees of different structures: {}; give trees with the same keys and containers"
+_UNBOUND = "needs its mesh axis ({}): call it within jax.shard_map, or group.spmd(function)"
+_COMPUTING = {
+    *("collectives", "data", "inspect", "mesh", "models", "nn", "ops", "optim", "planner"),
+    *("schedule", "sharding"),
+}
+"""Rooms in which all that can fail is what somebody has called them with."""
+
+_OF_VALUES = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError)
+_LIBRARIES = {"axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", *sys.stdlib_module_names}
+
+
+def _explain(
+    error: Exception, function: Callable[..., Any], who: str, given: Sequence[object]
+) -> None:
+    """Raises `ConfigError` where no code of the user's, but what was given makes a function fail.
+
+    Args:
+        error: what Python or JAX says.
+        function: that failed.
+        who: its name in messages.
+        given: its arguments.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
+    if not rooms <= _LIBRARIES:
+        return
+    kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())[:300]
+    is_of_tracers = not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError"))
+    if is_of_tracers or "is not available on traced array" in text:
+        raise ConfigError(f"{who} {_TRACED}") from error
+    if text.startswith("pytree structure error"):
+        raise ConfigError(f"{who} {_UNLIKE.format(text)}") from error
+    if isinstance(error, NameError) and "unbound axis name" in text:
+        raise ConfigError(f"{who} {_UNBOUND.format(text)}") from error
+    ours = [f for f in frames if str(f.f_globals.get("__name__")).startswith("axon_dist.")]
+    own, named = inspect.unwrap(function), ", ".join(map(_brief, given))
+    # Elsewhere what fails further down may be a mistake of this package.
+    is_own = ours[-1].f_code.co_qualname.startswith(own.__qualname__)
+    is_own = is_own or own.__module__.split(".")[1] in _COMPUTING
+    if is_own and isinstance(error, _OF_VALUES) and not isinstance(error, FloatingPointError):
+        raise ConfigError(
+            f"{who} can make nothing of {named}: {text}; give what its docstring says"
+        ) from error
+    if is_own and (isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED")):
+        raise OutOfMemoryError(
+            f"{who} got {named}, and there is no memory for it ({text}); give smaller numbers"
+        ) from error
 
 
 def check_fields(thing: Any, who: str = "") -> None:

@@ -93,6 +93,23 @@ OPTIMIZER = ArgumentKind(
         and not isinstance(x, nnx.Optimizer)
     ),
 )
+
+
+def made_by(model: Any, who: str) -> nnx.Module:
+    """The module that a function of no arguments makes; a module is taken as it is.
+
+    Args:
+        model: of the kind `MODEL`.
+        who: the function that was given it.
+
+    Raises:
+        ConfigError: when the function makes something else.
+    """
+    made = model if isinstance(model, nnx.Module) else model()
+    MODULE.check(who, "model()", made)
+    return made
+
+
 RNGS = ArgumentKind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
 ARRAY = ArgumentKind("an array or a number", is_array)
 ARRAYS = ArgumentKind(

@@ -106,27 +106,27 @@ class Rendered:
 
     def check(self) -> None:
         """Raises `ValueError` unless it can be read."""
-        self._process.texts([])
+        self._process.start()
 
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat."""
         turns = [n for n, message in enumerate(messages) if message["role"] == LEARNED]
-        asked = [([*messages[: n + more]], not more) for n in turns for more in (0, 1)]
+        asked = [(n + more, not more) for n in turns for more in (0, 1)]
         try:
-            whole, *texts = self._process.texts([([*messages], False), *asked])
+            whole, *ends = self._process.texts(messages, asked)
         except ValueError as error:
             raise ValueError(f"messages that its template refuses: {error}") from error
         pieces: list[tuple[str, bool]] = []
         end = 0
-        for number, asks, said in zip(turns, texts[::2], texts[1::2], strict=True):
-            if not (whole.startswith(said) and said.startswith(asks) and len(asks) >= end):
+        for number, asks, said in zip(turns, ends[::2], ends[1::2], strict=True):
+            if asks is None or said is None or not end <= asks <= said:
                 raise ValueError(
                     f"message {number + 1}, which the template {self.name!r} writes otherwise "
                     "where more follows it, so that nobody can tell what of the text is the "
                     "answer; choose data.template among " + ", ".join(TEMPLATES)
                 )
-            pieces += [(whole[end : len(asks)], False), (whole[len(asks) : len(said)], True)]
-            end = len(said)
+            pieces += [(whole[end:asks], False), (whole[asks:said], True)]
+            end = said
         return [*pieces, (whole[end:], False)] if end < len(whole) else pieces
 
 
@@ -153,17 +153,33 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
-    def texts(self, asked: Sequence[tuple[list[Message], bool]]) -> list[str]:
-        """What it makes of some messages, each with whether an answer is asked for.
+    def texts(self, messages: Sequence[Message], asked: Sequence[tuple[int, bool]]) -> list[Any]:
+        """What it makes of some messages.
+
+        Args:
+            messages: those of a chat.
+            asked: how many of the first, and whether an answer to them is asked for.
+
+        Returns:
+            The text, and for each that is asked how many of its letters are the text of so many
+            messages; None where that is no beginning of it.
 
         Raises:
             ValueError: saying in one line why it makes nothing of them.
         """
         with self._lock:
-            if self._running is None:
-                self._running = self._start()
-                self._answer(self._running, self._given)
-            return self._answer(self._running, asked)
+            return self._answer(self._started(), (messages, asked))
+
+    def start(self) -> None:
+        """Raises `ValueError` unless it can be read."""
+        with self._lock:
+            self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._running is None:
+            self._running = self._start()
+            self._answer(self._running, self._given)
+        return self._running
 
     def _start(self) -> subprocess.Popen[bytes]:
         limits = [str(_MEMORY), str(_SECONDS), str(MOST_LETTERS)]
@@ -178,7 +194,7 @@ class TemplateProcess:
         weakref.finalize(self, _end, process)
         return process
 
-    def _answer(self, process: subprocess.Popen[bytes], question: Any) -> list[str]:
+    def _answer(self, process: subprocess.Popen[bytes], question: Any) -> list[Any]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

@@ -42,7 +42,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _renderer(sandbox: Any, given: Any, letters: int) -> Callable[[Any], list[str]]:
+def _renderer(sandbox: Any, given: Any, letters: int) -> Callable[[Any], list[Any]]:
     source, tokens = given
     # As the hub's own library sets it up.
     box = sandbox.ImmutableSandboxedEnvironment(
@@ -51,17 +51,20 @@ def _renderer(sandbox: Any, given: Any, letters: int) -> Callable[[Any], list[st
     box.globals["raise_exception"] = _refuse
     template = box.from_string(source)
 
-    def render(asked: Any) -> list[str]:
-        left, texts = letters, []
-        for messages, asks in asked:
-            parts = []
-            for part in template.generate(**tokens, messages=messages, add_generation_prompt=asks):
-                left -= len(part)
-                if left < 0:
-                    raise ValueError(f"it writes more than {letters} letters")
-                parts.append(part)
-            texts.append("".join(parts))
-        return texts
+    def text(messages: Any, asks: bool) -> str:
+        left, parts = letters, []
+        for part in template.generate(**tokens, messages=messages, add_generation_prompt=asks):
+            left -= len(part)
+            if left < 0:
+                raise ValueError(f"it writes more than {letters} letters")
+            parts.append(part)
+        return "".join(parts)
+
+    def render(question: Any) -> list[Any]:
+        messages, asked = question
+        whole = text(messages, False)
+        parts = (text(messages[:count], asks) for count, asks in asked)
+        return [whole, *(len(part) if whole.startswith(part) else None for part in parts)]
 
     return render
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from ..core.compat import gpu_pipelining
 from ..core.errors import UnsupportedError
 from ..core.tree import Where, leaves_with_paths, memory_of, shard_bytes
-from ..core.typing import JsonDict, PyTree
+from ..core.typing import ArrayTree, JsonDict
 from ..core.words import byte_size, si
 from ..mesh import AxesLike, MeshSpec, World, build_mesh
 from ..mesh.chips import Hardware, machine_of, unknown_chip
@@ -142,7 +142,7 @@ class LeafBytes:
     where: Where
 
 
-def leaf_bytes(tree: PyTree) -> list[LeafBytes]:
+def leaf_bytes(tree: ArrayTree) -> list[LeafBytes]:
     """Lists what every array of a tree occupies on one device, in the order of the tree.
 
     Example:
@@ -164,7 +164,7 @@ def leaf_bytes(tree: PyTree) -> list[LeafBytes]:
     ]
 
 
-def leaf_table(tree: PyTree) -> Table:
+def leaf_table(tree: ArrayTree) -> Table:
     """The rows of `leaf_bytes` as a table for a terminal."""
     table = Table(title="bytes per device")
     for column in ("leaf", "shape", "dtype", "spec", "MB", "MB per device", "where"):

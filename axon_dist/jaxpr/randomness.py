@@ -342,3 +342,37 @@ def changed_results(program: ClosedJaxpr, first: int, count: int) -> list[int]:
     before = program.jaxpr.invars[first : first + count]
     after = program.jaxpr.outvars[len(program.jaxpr.outvars) - count :]
     return [n for n, pair in enumerate(zip(before, after, strict=True)) if pair[0] is not pair[1]]
+
+
+def is_added_to(program: ClosedJaxpr, given: int, output: int) -> bool:
+    """Whether an output is an input, of whole numbers, plus what does not follow from that input.
+
+    Args:
+        program: any.
+        given: the number of the input.
+        output: that of the output.
+
+    Example:
+        >>> program = jax.make_jaxpr(lambda n, x: (n + 2 * x, 2 * n + x, x))(1, 1)
+        >>> [is_added_to(program, 0, number) for number in range(3)]
+        [True, False, False]
+    """
+
+    def run(equation: JaxprEqn, addends: list[int]) -> list[int]:
+        """How often the input is an addend of each result; 2 for all else that it is of it."""
+        name, count = equation.primitive.name, sum(addends)
+        is_sum = name == "add" or (name in _ADDING and not any(addends[1:]))
+        is_whole = jnp.issubdtype(dtype_of(equation.outvars[0]), jnp.integer)
+        return [count if is_sum and is_whole else 2 * bool(count)] * len(equation.outvars)
+
+    values = [int(number == given) for number in range(len(program.jaxpr.invars))]
+    nothing = [0] * len(program.consts)
+    found = interpret(program.jaxpr, nothing, values, run, lambda _: 0, lambda e: True)
+    return found[output] == 1
+
+
+_ADDING = (
+    *("sub", "scatter-add", "convert_element_type", "copy"),
+    *("reshape", "broadcast_in_dim", "squeeze"),
+)
+"""What adds to its first operand, or hands it on."""

@@ -362,6 +362,9 @@ def parting(jaxprs: tuple[Jaxpr, Jaxpr]) -> str:
     return source_line(longer.eqns[-1])
 
 
+RESIZED = "with sizes that follow from the number of samples"
+"""How a reason ends of an operation that is another one for another number of them."""
+
 WITHIN = (
     "within a function that axon_dist.per_sample marks, where every rank would draw the same; draw "
     "them before it, by jax.random.uniform, normal, bernoulli and the like"

@@ -497,4 +497,4 @@ def _buffer(value: Value) -> OutputUse:
     counts = "counts the samples of the batch" if value.kind is Kind.CONSTANT else ""
     why = counts or value.why or "changes with the samples of the batch"
     kind = Use.MEAN if value.kind is Kind.TOTAL and not value.is_scaled else Use.COUPLED
-    return OutputUse(kind, 1.0, why, value.where)
+    return OutputUse(kind, value.scale, why, value.where)

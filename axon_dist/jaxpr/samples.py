@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from .one_sample import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_pairs import (
+    RESIZED,
     WITHIN,
     Constant,
     Operation,
@@ -72,7 +73,10 @@ RANKS = "samples_of_all_ranks"
 
 
 def follow_samples(
-    trace: Callable[[int], ClosedJaxpr], sizes: tuple[int, int], num_batch: int
+    trace: Callable[[int], ClosedJaxpr],
+    sizes: tuple[int, int],
+    num_batch: int,
+    zeros: Container[int] = (),
 ) -> list[Value]:
     """Follows the samples through a program.
 
@@ -80,6 +84,7 @@ def follow_samples(
         trace: `trace(samples)` gives the closed jaxpr for a batch of so many samples.
         sizes: the numbers of samples of a part and of the whole, the latter a multiple.
         num_batch: how many of its last inputs are leaves of the batch, samples in dim 0.
+        zeros: the numbers of the inputs that are 0.
 
     Returns:
         How each output depends on the samples.
@@ -95,8 +100,9 @@ def follow_samples(
         ('total', 1.0, 'takes `reduce_max` over the samples')
     """
     first, second = (trace(size) for size in sizes)
-    count = len(first.jaxpr.invars)
-    values = [CONSTANT] * (count - num_batch) + [rows(0)] * num_batch
+    others = range(len(first.jaxpr.invars) - num_batch)
+    values = [Value(known=(0, 0)) if n in zeros else CONSTANT for n in others]
+    values += [rows(0)] * num_batch
     walk = Walk(sizes[1] / sizes[0], is_single=sizes[0] == 1)
     return walk.program((first, second), values, "")
 
@@ -255,7 +261,8 @@ class Walk:
                 found = loosely(op, operands, self._ratio)
                 return coupled(Why.DIFFERS, "") if found is None else found
         is_known = op.name in RULES or all_constant(operands)
-        return None if not is_known or are_alike(op) else coupled(Why.DIFFERS, "")
+        why = f"takes `{op.name}` {RESIZED}"
+        return None if not is_known or are_alike(op) else coupled(why, "")
 
     def _numbered(self, pair: Pair, operands: list[Value], results: list[Value]) -> list[Value]:
         """Results with the numbers of their computations: equal ones for equal ones."""

@@ -21,7 +21,10 @@ _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 _ABORTS = ("coordination service", "distributed service")
 _DEATH_SECONDS = 10.0
-_GUARD = 'groups=; while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups'
+_GUARD = (
+    'groups=; while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups; '
+    'rm -rf -- "$0"'
+)
 _LOST = "it lost the coordination service, the process beside rank 0 through which all meet"
 
 
@@ -114,11 +117,14 @@ class Reaper:
 
     The kernel can end a process whose parent died, but not what that process started; and asking it
     to takes a fork, which JAX warns of.
+
+    Args:
+        doomed: a folder that goes with the launcher; "" for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, doomed: str = "") -> None:
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD],
+            ["/bin/sh", "-c", _GUARD, doomed],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

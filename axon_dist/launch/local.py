@@ -30,14 +30,15 @@ MEMORY = "AXON_MEMORY"
 
 _HOST_MEMORY = Path("/dev/shm")
 _PREFIX, _LOCK = "axon-", "lock"
+_MAKING_SECONDS = 60.0
 
 
 @contextlib.contextmanager
 def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
     """A folder in the memory of this host, for as long as the context lasts.
 
-    It is for its owner alone, and locked: what a launcher that was killed has left behind is not,
-    and is removed by the next one of the same user.
+    It is for its owner alone, and locked: what was left behind by a launcher that was killed, and
+    by what should have removed it then (`Reaper`), is not, and the next one of the user removes it.
 
     Args:
         root: where memory is mounted as files.
@@ -69,10 +70,13 @@ def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
 
 
 def _remove_unless_locked(folder: Path) -> None:
-    """Removes a folder whose launcher is gone; one without a lock is being made just now."""
-    with contextlib.suppress(OSError), open(folder / _LOCK) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
+    """Removes a folder whose launcher is gone; a new one without a lock is being made just now."""
+    with contextlib.suppress(OSError):
+        if time.time() - folder.stat().st_mtime > _MAKING_SECONDS:
+            (folder / _LOCK).touch()
+        with open(folder / _LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 USER_ERROR = 2
@@ -366,7 +370,9 @@ class _Attempt:
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none behind."""
-        with contextlib.closing(Reaper()) as guard, self._forwarding():
+        # A folder that the user has named is not this launcher's.
+        doomed = "" if MEMORY in os.environ else self.base.get(MEMORY, "")
+        with contextlib.closing(Reaper(doomed)) as guard, self._forwarding():
             try:
                 self._start(guard)
                 self.failed = self._wait()

@@ -72,14 +72,17 @@ def time_step(function: Callable[[], object], num_calls: int = 10, warmup: int =
         >>> time_step(lambda: jnp.ones(3) + 1, num_calls=5).median > 0
         True
     """
-    if num_calls < 1 or warmup < 0:
+    if not 1 <= num_calls <= _MOST_CALLS or not 0 <= warmup <= _MOST_CALLS:
         raise ConfigError(
             f"time_step got num_calls={num_calls} and warmup={warmup}; it must time at least one "
-            "call, after no fewer than zero others"
+            f"call, after no fewer than zero others, and at most {_MOST_CALLS}"
         )
     for _ in range(warmup):
         jax.block_until_ready(function())
     return StepTime(tuple(_seconds(function) for _ in range(num_calls)))
+
+
+_MOST_CALLS = 1_000_000
 
 
 def _seconds(function: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from flax.traverse_util import flatten_dict
 
 from axon_dist.core.errors import ConfigError, install_command
+from axon_dist.core.files import as_path
 
 
 def has_module(name: str) -> bool:
@@ -80,7 +81,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | Path):
-        self._path, self.was_removed = Path(path), False
+        self._path, self.was_removed = as_path(path, "the file of metrics"), False
         self._open()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -327,7 +327,7 @@ def _as_devices(devices: Any) -> list[Any]:
         devices = [devices]
     listed = list(devices)
     odd = [device for device in listed if not isinstance(device, jax.Device)]
-    if odd and not all(hasattr(device, "platform") for device in odd):
+    if not all(isinstance(getattr(device, "platform", None), str) for device in odd):
         raise MeshError(
             f"got {odd[0]!r:.80}, a {type(odd[0]).__name__}, among the devices; give devices of "
             "JAX, such as list(world.mesh.devices.flat), or none for all"
@@ -351,7 +351,11 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
     of the ranks, but that slow axes, such as `nodes`, lie between nodes and the others within them
     (`by_links`). The axis types are always written out, for JAX's two ways to make a mesh disagree
     about the default.
+
+    Raises:
+        MeshError: when the sizes do not multiply to the number of devices.
     """
+    spec = spec.resolve(len(devices))
     types = (AxisType.Auto,) * len(spec.names)
     parts = by_links(spec, devices)
     if devices[0].platform != "tpu":

@@ -16,8 +16,8 @@ from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
 from axon_dist.core.tree import has_64_bits
 from axon_dist.core.typing import Array
 
-_MOST_SIZE, _MOST_LAYERS = 2**31 - 1, 10_000
-_MOST_FLOAT = 3.4e38
+_MOST_SIZE, MOST_LAYERS = 2**31 - 1, 10_000
+_LEAST_FLOAT, _MOST_FLOAT = 1.2e-38, 3.4e38
 
 
 ACTIVATIONS: MappingProxyType[str, Callable[[Array], Array]] = MappingProxyType(
@@ -82,7 +82,7 @@ def check_at_least_one(config: object, fields: tuple[str, ...]) -> None:
     Arrays count their elements in 32 bits along a dim; and each layer is a part of the program.
     """
     for field in fields:
-        value, most = getattr(config, field), _MOST_LAYERS if field == "num_layers" else _MOST_SIZE
+        value, most = getattr(config, field), MOST_LAYERS if field == "num_layers" else _MOST_SIZE
         WHOLE.check(type(config).__name__, field, value)
         if value < 1:
             raise ConfigError(f"{field}={value} must be at least 1; set it so.")
@@ -94,7 +94,7 @@ def check_above_zero(config: object, fields: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless every one of some fields is above 0."""
     for field in fields:
         REAL.check(type(config).__name__, field, getattr(config, field))
-        if not 0 < getattr(config, field) < _MOST_FLOAT:
+        if not _LEAST_FLOAT < getattr(config, field) < _MOST_FLOAT:
             raise ConfigError(
                 f"{field}={getattr(config, field)} must be above 0, and a number that float32 "
                 "holds; set it so."
@@ -104,7 +104,7 @@ def check_above_zero(config: object, fields: tuple[str, ...]) -> None:
 def check_choice(field: str, name: str, known: Collection[str], what: str) -> None:
     """Raises `ConfigError` unless the value of a field is one of some names of something."""
     if name not in known:
-        raise ConfigError(f"{field}={name!r} is not {what}.{did_you_mean(name, known)}")
+        raise ConfigError(f"{field}={name!r:.80} is not {what}.{did_you_mean(name, known)}")
 
 
 def check_rate(config: object, field: str) -> None:
@@ -125,18 +125,18 @@ def check_floats(config: object) -> None:
 def _check_float(field: str, dtype: Any) -> None:
     try:
         known = jnp.dtype(dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise DTypeError(
-            f"{field}={dtype!r} is not a dtype; write for example 'float32' or 'bfloat16'."
+            f"{field}={dtype!r:.80} is not a dtype; write for example 'float32' or 'bfloat16'."
         ) from error
     if not jnp.issubdtype(known, jnp.floating):
         raise DTypeError(
-            f"{field}={dtype!r} has no fractions: a model needs a floating-point dtype, "
+            f"{field}={dtype!r:.80} has no fractions: a model needs a floating-point dtype, "
             "for example 'float32' or 'bfloat16'."
         )
     if known.itemsize > 4 and not has_64_bits():
         raise DTypeError(
-            f"{field}={dtype!r} is a dtype of which JAX keeps 32 bits; take 'float32', or set "
+            f"{field}={dtype!r:.80} is a dtype of which JAX keeps 32 bits; take 'float32', or set "
             "JAX_ENABLE_X64=1."
         )
 
@@ -201,9 +201,10 @@ class ExpertConfig:
                 "token goes to different experts; lower the one or raise the other."
             )
         for field in ("shared", "balance", "z_loss", "bias_rate"):
-            if not 0 <= getattr(self, field) < float("inf"):
+            if not 0 <= getattr(self, field) < _MOST_FLOAT:
                 raise ConfigError(
-                    f"experts.{field}={getattr(self, field)} must be 0 or more; set it so."
+                    f"experts.{field}={getattr(self, field)} must be 0 or more, and a number that "
+                    "float32 holds; set it so."
                 )
         if self.balance_per not in BALANCE:
             hint = did_you_mean(self.balance_per, BALANCE)

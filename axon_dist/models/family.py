@@ -239,8 +239,7 @@ class Family:
             raise self._beyond(f"{self.activation}={activation!r}")
         biases = {key: bool(data[key]) for key in self._bias_keys}
         if len({*biases.values()}) > 1:
-            said = " and ".join(f"{key}={value}" for key, value in biases.items())
-            raise self._beyond(said)
+            raise self._beyond(" and ".join(f"{key}={value}" for key, value in biases.items()))
         windows = self._windows(data)
         fields = {ours: data[theirs] for ours, theirs in {**self.sizes, **self.keys}.items()}
         fields |= {**self.parts, **self._rotation(data, bool(windows))}
@@ -377,19 +376,20 @@ class Family:
             return ()
         if self.windows == "all":
             return (int(size),)
-        kinds, count = data.get("layer_types"), data["num_hidden_layers"]
+        # A model of more layers is refused when its sizes are checked.
+        kinds, count = data.get("layer_types"), min(data["num_hidden_layers"], 2**14)
         every, first = data.get("sliding_window_pattern"), data.get("max_window_layers", 0)
         if kinds is None:
             is_full = [(every and not (i + 1) % every) or i < first for i in range(count)]
         else:
+            if len(kinds) != count or {*kinds} - {"full_attention", "sliding_attention"}:
+                raise self._beyond(f"{count} layers of the kinds {kinds!r:.90}")
             is_full = [kind == "full_attention" for kind in kinds]
-            if odd := {*kinds} - {"full_attention", "sliding_attention"}:
-                raise self._beyond(f"layers of the kind {min(odd)!r}")
         each = tuple(0 if full else int(size) for full in is_full)
         if not any(each):
             return ()
-        periods = range(1, len(each) + 1)
-        return next(each[:p] for p in periods if all(w == each[i % p] for i, w in enumerate(each)))
+        periods = ((each[:p], count // p, each[: count % p]) for p in range(1, count + 1))
+        return next(first for first, times, rest in periods if first * times + rest == each)
 
     def _window_keys(self, config: TransformerConfig) -> dict[str, Any]:
         each = config.layer_windows

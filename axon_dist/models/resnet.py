@@ -14,7 +14,14 @@ from flax import nnx
 from ..core.checks import RNGS, ArgumentKind, checked
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array
-from .config import Presets, check_above_zero, check_at_least_one, check_floats, numerics
+from .config import (
+    MOST_LAYERS,
+    Presets,
+    check_above_zero,
+    check_at_least_one,
+    check_floats,
+    numerics,
+)
 from .layers import pixels
 
 RESNET_PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
@@ -85,10 +92,11 @@ class ResNetConfig(Presets):
             DTypeError: a dtype is not a floating-point one.
         """
         check_at_least_one(self, ("num_classes", "width", "channels"))
-        if not self.stage_sizes or min(self.stage_sizes) < 1:
+        sizes = self.stage_sizes
+        if not sizes or min(sizes) < 1 or sum(sizes) > MOST_LAYERS:
             raise ConfigError(
-                f"stage_sizes={self.stage_sizes} must name at least one stage, each of 1 block or "
-                "more, for example (3, 4, 6, 3)."
+                f"stage_sizes={sizes!r:.80} must name at least one stage, each of 1 block or more, "
+                f"and at most {MOST_LAYERS} together, for example (3, 4, 6, 3)."
             )
         for field, names in (("block", tuple(EXPANSION)), ("stem", ("imagenet", "small"))):
             if (value := getattr(self, field)) not in names:

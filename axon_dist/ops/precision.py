@@ -176,12 +176,12 @@ def floating_dtype(value: DTypeField, what: str) -> np.dtype:
     """
     try:
         dtype = jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = None
     # Dtypes of 8 bits hold products with scales of their own, as `products="fp8"` has them.
     if dtype is None or dtype.name not in NAMES:
         raise ConfigError(
-            f"{what} dtype is {value!r}; it must be a floating-point dtype."
+            f"{what} dtype is {value!r:.80}; it must be a floating-point dtype."
             f"{did_you_mean(str(value), NAMES)}"
         )
     if dtype.itemsize > 4 and not has_64_bits():
@@ -358,7 +358,8 @@ class GradScaler:
         checks = {
             "init_scale must be at least min_scale": self.init_scale >= self.min_scale,
             "min_scale must be positive": self.min_scale > 0,
-            "growth_factor must be above 1": self.growth_factor > 1,
+            "init_scale must be below 3e38, which float32 holds": self.init_scale < 3e38,
+            "growth_factor must be above 1, and below 3e38": 1 < self.growth_factor < 3e38,
             "backoff_factor must lie between 0 and 1": 0 < self.backoff_factor < 1,
             "growth_interval must be at least 1": self.growth_interval >= 1,
         }

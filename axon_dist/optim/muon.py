@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, MuonState
 
-from ..core.checks import MODEL, SIZE, checked
+from ..core.checks import MODEL, SIZE, ArgumentKind, checked, made_by
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import stacks_of
 from ..core.tree import map_with_path
@@ -124,7 +124,16 @@ class NewtonSchulz:
         return x * scale, gram * scale**2
 
 
-@checked(ns_steps=SIZE)
+_MOST_STEPS = 1000
+"""Iterations of Newton–Schulz, which are written out one by one."""
+
+
+@checked(
+    ns_steps=ArgumentKind(
+        f"a whole number, at least 0 and at most {_MOST_STEPS}",
+        lambda x: SIZE.holds(x) and x <= _MOST_STEPS,
+    )
+)
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     ns_coeffs: Coefficients | str = JORDAN,
@@ -256,11 +265,12 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
         (None, (1,))
     """
     MODEL.check("hidden_matrices", "model", model)
+    whole: Any = model
     if not isinstance(model, nnx.Module):
         with nnx.use_eager_sharding(False):
-            model = nnx.eval_shape(model)
-    stacks = tuple(stacks_of(model))
-    modules = {"/".join(map(str, keys)): module for keys, module in nnx.iter_modules(model)}
+            whole = nnx.eval_shape(lambda: made_by(model, "hidden_matrices"))
+    stacks = tuple(stacks_of(whole))
+    modules = {"/".join(map(str, keys)): module for keys, module in nnx.iter_modules(whole)}
 
     def dims_of(path: Path, leaf: Leaf) -> Dims | None:
         stack = next((s for s in stacks if path.startswith(f"{s}/") or not s), None)
@@ -278,7 +288,7 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
         dims = tuple(range(lead, leaf.ndim))
         return Dims(dims[:rows], dims[rows:])
 
-    own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    own = nnx.to_pure_dict(nnx.state(whole, nnx.Param))
     found = map_with_path(dims_of, own)
     if not any(isinstance(leaf, Dims) for leaf in jax.tree.leaves(found, is_leaf=_is_dims)):
         raise ConfigError(

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..core.checks import MODEL
+from ..core.checks import MODEL, made_by
 from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths
@@ -122,13 +122,12 @@ def _split(
 ) -> tuple[nnx.GraphDef[nnx.Module], PyTree, PyTree]:
     """The structure of a model, and the shapes of its parameters and of all else."""
     MODEL.check("suggest_plan", "model", model)
-    make = model if not isinstance(model, nnx.Module) else lambda: model
     structure = []
 
     def split() -> tuple[PyTree, PyTree]:
         # Annotated models would ask for a mesh in context.
         with nnx.use_eager_sharding(False):
-            graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
+            graphdef, params, rest = nnx.split(made_by(model, "suggest_plan"), nnx.Param, ...)
         structure.append(graphdef)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import jax
 from flax import nnx
 
-from ..core.checks import COUNT, ArgumentKind
+from ..core.checks import COUNT, ArgumentKind, made_by
 from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mean
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
@@ -113,8 +113,7 @@ def workload_of(
         >>> work.num_params, work.flops  # of 8 samples: 2 x 16 forward, as many for the kernel
         (16, 512.0)
     """
-    make = model if not isinstance(model, nnx.Module) else lambda: model
-    abstract = nnx.eval_shape(make)
+    abstract = nnx.eval_shape(lambda: made_by(model, "workload_of"))
     graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
     run = functools.partial(_loss, graphdef, loss_fn, MixedPrecision.of(precision))
     closed = jax.make_jaxpr(jax.value_and_grad(run))(params, rest, batch)
@@ -125,18 +124,18 @@ def workload_of(
         flops=tape_of(closed, splits, {}, platform).flops,
         global_batch=jax.tree.leaves(batch)[0].shape[0],
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
-        num_experts=_experts(make, params),
+        num_experts=_experts(model, params),
         precision=precision,
     )
 
 
-def _experts(make: Callable[[], nnx.Module], params: PyTree) -> int:
+def _experts(model: nnx.Module | Callable[[], nnx.Module], params: PyTree) -> int:
     """How many experts the mixtures of a model have in common."""
     flat = {"/".join(map(str, k)): v.get_value().shape for k, v in nnx.to_flat_state(params)}
     if not any(len(shape) > 2 for shape in flat.values()):
         return 1
     try:
-        patterns = suggest_plan(make).experts
+        patterns = suggest_plan(model).experts
     except AxonDistError:  # A model that cannot be tried without inputs.
         patterns = EXPERTS
     policy = ByExperts(tuple((p, dim) for p, dim in patterns if dim is not None), "ep")

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from enum import StrEnum
 from types import MappingProxyType
 
 from ..core.arguments import checked
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError, NamedChoice, did_you_mean
 from ..mesh.chips import HARDWARE
 
 LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
@@ -102,7 +101,7 @@ FAST = 100e9
 """Bytes/s per device from which layers can be gathered while others compute."""
 
 
-class Direction(StrEnum):
+class Direction(NamedChoice):
     """Where to start."""
 
     DATA = "data"

@@ -6,16 +6,15 @@ import math
 import operator
 import re
 from collections.abc import Callable, Container, Sequence
-from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import inf
 from operator import add, itemgetter
 from typing import NamedTuple, SupportsIndex
 
-from ..core.errors import ScheduleError
+from ..core.errors import NamedChoice, ScheduleError
 
 
-class Phase(StrEnum):
+class Phase(NamedChoice):
     """What an action computes for its stage and microbatch.
 
     `B` is the whole backward. `I` and `W` are its two halves, split as in zero-bubble pipelines

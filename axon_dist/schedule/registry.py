@@ -5,12 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from ..core.errors import ScheduleError, did_you_mean
+from ..core.errors import NamedChoice, ScheduleError, did_you_mean
 from .action import Phase, check_sizes
 from .memory import assign_slots
 from .one_f_one_b import (
@@ -28,7 +27,7 @@ from .table import Schedule
 from .v_shaped import dual_pipe_v, v_half, v_min, zero_bubble_v
 
 
-class PipelineSchedule(StrEnum):
+class PipelineSchedule(NamedChoice):
     """The schedules that have a name.
 
     `EAGER_1F1B` is the default: the step runs a table tick by tick, and a tick of `ONE_F_ONE_B` has

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
-from ..core.errors import ScheduleError
+from ..core.errors import NamedChoice, ScheduleError
 from .action import TOGETHER, Action, Phase, receiver
 from .memory import STASH_ENDS, peak_live
 from .table import PlacedAction, Schedule, earliest_starts
 
 
-class Payload(StrEnum):
+class Payload(NamedChoice):
     """What a transfer carries."""
 
     ACTIVATION = "activation"
@@ -199,7 +198,7 @@ class Timeline:
         """Start and end of one action.
 
         Raises:
-            KeyError: the schedule does not have the action.
+            ConfigError: the schedule does not have the action.
         """
         return self._span_of[action]
 

@@ -56,11 +56,18 @@ def shardings(
         P()
     """
     return map_with_path(
-        lambda path, leaf: NamedSharding(
-            mesh, policy(path, tuple(leaf.shape), mesh), memory_kind=memory_kind
-        ),
-        tree,
+        lambda path, leaf: _placed(mesh, policy(path, tuple(leaf.shape), mesh), memory_kind), tree
     )
+
+
+def _placed(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
+    try:
+        return NamedSharding(mesh, spec, memory_kind=memory_kind)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"the devices cannot hold an array as {spec} in memory_kind={memory_kind!r}: {error}; "
+            "leave it out for their own memory"
+        ) from error
 
 
 def optimizer_shardings(
@@ -83,7 +90,7 @@ def optimizer_shardings(
         A tree like `opt_state` with a `NamedSharding` at every leaf.
     """
     return jax.tree.map(
-        lambda decision: NamedSharding(mesh, decision.spec, memory_kind=memory_kind),
+        lambda decision: _placed(mesh, decision.spec, memory_kind),
         optimizer_decisions(policy, params, opt_state, mesh),
     )
 

@@ -10,7 +10,7 @@ times the derivative of the loss by it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -137,12 +137,13 @@ class Traces:
             program = jax.make_jaxpr(run)(*self._parts.arguments, batch)
         return Traced(program, **learned)
 
-    def use(self, batch: Batch, sizes: tuple[int, int]) -> SampleUse:
+    def use(self, batch: Batch, sizes: tuple[int, int], zeros: Container[int] = ()) -> SampleUse:
         """What the loss makes of the samples of its batch, read from its programs.
 
         Args:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             sizes: the numbers of samples of a part and of the whole, the latter a multiple.
+            zeros: the numbers of the inputs of the programs that are 0.
 
         Returns:
             What it is.
@@ -161,7 +162,7 @@ class Traces:
         if (part.names, part.is_plain) != (whole.names, whole.is_plain):
             return SampleUse(OutputUse(Use.COUPLED, why=Why.DIFFERS), {}, {})
         programs = {sizes[0]: part.program, sizes[1]: whole.program}
-        values = follow_samples(programs.__getitem__, sizes, len(jax.tree.leaves(batch)))
+        values = follow_samples(programs.__getitem__, sizes, len(jax.tree.leaves(batch)), zeros)
         total, weight, *rest = values
         metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(part.names)}
         buffers = [path for path, _ in leaves_with_paths(parts.arguments[1])]

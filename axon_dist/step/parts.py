@@ -136,7 +136,7 @@ def frozen_as(dtype: DTypeLike, frozen: PyTree) -> Any:
         )
     try:
         is_int8 = jnp.dtype(dtype) == jnp.int8
-    except TypeError:
+    except (TypeError, ValueError):
         is_int8 = False
     return INT8 if is_int8 else floating_dtype(dtype, "frozen")
 

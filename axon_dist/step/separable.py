@@ -23,8 +23,10 @@ from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import is_key, leaves_with_paths, shape_key
 from ..core.typing import Batch, LossFn, Path
+from ..jaxpr.randomness import is_added_to
 from ..jaxpr.rows import output_shapes
-from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why
+from ..jaxpr.sample_pairs import RESIZED
+from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
 from ..jaxpr.walk import moves_with, sources_of
 from ..parallel import keep_samples_apart
 from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
@@ -94,8 +96,12 @@ _INSTEAD: MappingProxyType[str, str] = MappingProxyType(
 """What to write in place of something, by what is said of it."""
 
 
-def _instead_of(why: str) -> str:
-    return next((advice for said, advice in _INSTEAD.items() if said in why), BEFORE)
+def _instead_of(why: str, samples: int) -> str:
+    """What to do where parts of so many samples do not give a number of the whole."""
+    advice = next((advice for said, advice in _INSTEAD.items() if said in why), BEFORE)
+    if samples == 1 and any(said in why for said in (Why.DIFFERS, RESIZED)):
+        return f"Two samples in each part help where JAX writes another program for one. {advice}"
+    return advice
 
 
 class Separator:
@@ -164,21 +170,22 @@ class Separator:
             self._check_buffers(self._traces(True).of(batch, whole).program)
             return Separation(self._loss_fn, per_rank)
         why, is_needed = "", bool(asked) or self._microbatches > 1
-        use = self._use(batch, (samples // ranks, whole), ranks)
-        found = self._in_sums(batch, (samples // ranks, whole), ranks, use) if is_needed else None
+        sizes = samples // ranks, whole
+        use = self._use(batch, sizes, ranks)
+        found = self._in_sums(batch, sizes, ranks, use) if is_needed else None
         if use.failure and self._microbatches > 1:
             # What all ranks together cannot compute either has another way out.
             self._use(batch, (samples, whole), 1)
         if found is None and ranks > 1 and (why := self._obstacle(use)):
             if asked:
-                raise UnsupportedError(self._refusal(why, asked))
-            ranks = 1
+                raise UnsupportedError(self._refusal(why, asked, samples // ranks))
+            ranks, sizes = 1, (samples, whole)
             if samples == whole:
                 return Separation(self._loss_fn, False, why)
-            use = self._use(batch, (samples, whole), 1)
-            found = self._in_sums(batch, (samples, whole), 1, use)
+            use = self._use(batch, sizes, 1)
+            found = self._in_sums(batch, sizes, 1, use)
         self._check_buffers(self.program(batch, whole))
-        self._check_counts(self.program(batch, whole), use)
+        self._check_counts(batch, sizes, ranks, use)
         means = self._means(use) if found is not None or use.loss.is_separable else frozenset()
         if found is not None:
             is_per_rank = per_rank and not why
@@ -300,9 +307,9 @@ class Separator:
         if use.loss.kind is Use.COUPLED:
             raise UnsupportedError(
                 f"the loss {use.loss.why}{use.loss.place}, so that {count} microbatches of "
-                f"{part} samples do not give that of {whole}. {_instead_of(use.loss.why)}; or "
-                "leave the batch whole; or, if what the microbatches find is to be averaged, say "
-                "so: build_train_step(separable=False)"
+                f"{part} samples do not give that of {whole}. {_instead_of(use.loss.why, part)}; "
+                "or leave the batch whole; or, if what the microbatches find is to be averaged, "
+                "say so: build_train_step(separable=False)"
             )
         # What is said first is what keeps the others, which sums would give, from being computed.
         ends = ("of a total", "totals over", "divides one sum")
@@ -345,13 +352,20 @@ class Separator:
             "build_train_step(separable=False)"
         )
 
-    def _check_counts(self, program: ClosedJaxpr, use: SampleUse) -> None:
-        """Raises for a count that follows the samples, unless it is added to and not read."""
+    def _check_counts(
+        self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse
+    ) -> None:
+        """Raises for a count that follows the samples, unless a sum over them is added to it.
+
+        What reads such a count before the step's end finds what other microbatches have left.
+        """
         if self._promise is not None or self._microbatches == 1:
             return
+        program = self.program(batch, sizes[1])
         shapes, sources = leaves_with_paths(self._parts.arguments[1]), sources_of(program.jaxpr)
         before, after = len(leaves_with_paths(self._parts.weights)), len(sources) - len(shapes)
         samples = range(before + len(shapes), len(program.in_avals))
+        counts: dict[int, Path] = {}
         for number, (path, leaf) in enumerate(shapes):
             coupled = path in use.buffers and use.buffers[path].why != ""
             follows = coupled or not sources[after + number].isdisjoint(samples)
@@ -361,6 +375,15 @@ class Separator:
             if readers != [after + number]:
                 what = "and is read by something else" if readers else "whatever it was before"
                 raise self._in_turn(path, f"follows the samples, {what}")
+            counts[before + number] = path
+        if not counts:
+            return
+        added = self._traces(self._is_apart(ranks)).use(batch, sizes, counts).buffers
+        for given, path in counts.items():
+            is_sum = same_scale(added[path].factor, sizes[1] / sizes[0])
+            if not (is_sum and is_added_to(program, given, after + given - before)):
+                what = f" ({added[path].why}{added[path].place})" if not is_sum else ""
+                raise self._in_turn(path, f"follows the samples, and is no sum over them{what}")
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""
@@ -399,7 +422,7 @@ class Separator:
             use = dataclasses.replace(use, buffers=kept)
         return use.coupled
 
-    def _refusal(self, why: str, asked: list[str]) -> str:
+    def _refusal(self, why: str, asked: list[str], part: int) -> str:
         strategy, mesh = self._spec.strategy, self._spec.mesh
         ranks = "×".join(f"{axis}={mesh.shape[axis]}" for axis in strategy.batch_axes)
         what = " and ".join(asked)
@@ -408,8 +431,8 @@ class Separator:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
             f"{why}, so that {ranks} ranks cannot compute it each from its own samples, as {what} "
-            f"asks for. {_instead_of(why)}; or {instead}; or, if what ranks find on their own is "
-            "to be averaged, say so: build_train_step(separable=True)"
+            f"asks for. {_instead_of(why, part)}; or {instead}; or, if what ranks find on their "
+            "own is to be averaged, say so: build_train_step(separable=True)"
         )
 
 

@@ -140,6 +140,20 @@ def test_what_is_missing_or_broken_is_said_and_the_rest_is_drawn(folder, name, d
         assert "training" in page.texts["loss"]
 
 
+def test_of_a_file_without_end_so_much_is_read(folder, monkeypatch):
+    monkeypatch.setattr("axon_dist.app.run_records._MOST_READ", 2**14)
+    monkeypatch.setattr("axon_dist.app.run_records._BLOCK", 2**11)
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(20_000):
+            file.write(json.dumps({"step": step, "train/loss": step}) + "\n")
+    (folder / "summary.json").write_text(" " * 2**15)
+    page = Page(report_page(folder))
+    assert "of which 16.4 kB at even distances are read" in page.texts[""]
+    assert "final training loss19999.0000" in page.texts[""]
+    assert "lines are broken" not in page.texts[""]
+    assert "summary.json cannot be read (it has 32768 bytes" in page.texts[""]
+
+
 def test_two_runs_stand_side_by_side(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)

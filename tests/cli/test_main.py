@@ -1,3 +1,4 @@
+import pathlib
 import shlex
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from axon_dist import __version__
 from axon_dist.cli.main import CONFIG_KEYS, VERBS, _parse, main
 from axon_dist.config import completion_words
 from axon_dist.core.errors import ConfigError
+
+QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def error_of(capsys, *arguments):
@@ -88,14 +91,14 @@ def test_an_interruption_is_no_traceback(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("axon_dist.cli.runs.load_config", interrupted)
-    assert main(["train", "x.yaml"]) == 130
+    assert main(["train", str(QUICKSTART)]) == 130
     assert capsys.readouterr().err == "axon: interrupted\n"
 
 
 def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("axon_dist.cli.runs.load_config", lambda *_: 1 / 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["train", "x.yaml"]) == 1
+    assert main(["train", str(QUICKSTART)]) == 1
     out, err = capsys.readouterr()
     (file,) = tmp_path.iterdir()
     assert out == ""
@@ -110,7 +113,7 @@ def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, c
 def test_a_bug_is_one_line_where_no_file_can_be_written(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("axon_dist.cli.runs.load_config", lambda *_: 1 / 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    assert main(["train", "x.yaml"]) == 1
+    assert main(["train", str(QUICKSTART)]) == 1
     err = capsys.readouterr().err
     assert err.startswith("axon: unexpected ZeroDivisionError: division by zero; at ")
     assert err.count("\n") == 1
@@ -177,6 +180,7 @@ def test_the_words_of_a_config_are_those_of_its_code():
         (["train", "a.yaml", "--fast"], 2),
         (["trian"], 2),
         (["completion", "bash"], 0),
+        (["verify", str(QUICKSTART), "checkpoint.evry=3"], 2),
     ],
 )
 def test_what_needs_no_jax_imports_none(arguments, code):
@@ -185,6 +189,8 @@ def test_what_needs_no_jax_imports_none(arguments, code):
         "try: code = main.main(sys.argv[1:])\n"
         "except SystemExit as end: code = end.code\n"
         "heavy = {'jax', 'numpy', 'flax', 'rich', 'yaml'} & set(sys.modules)\n"
+        # Keys of a config are read by it.
+        "heavy -= {'yaml'} if '=' in sys.argv[-1] else set()\n"
         "sys.exit(f'imports {heavy}' if heavy else code)"
     )
     done = subprocess.run(

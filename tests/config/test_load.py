@@ -1,8 +1,8 @@
 import pytest
 
 from axon_dist.config import load_config
-from axon_dist.config.parse import apply_override, read_yaml
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.plain_yaml import apply_override, read_yaml
 
 
 def write(tmp_path, text):
@@ -63,6 +63,9 @@ def test_bad_overrides(override, message):
         ("- 1", r"holds \[1\]; it must be a section of keys and values"),
         ("a: 1\nb: 2\na: 3", r"is not YAML in line 3: the key 'a' stands twice"),
         ("x: &x {a: 1, a: 2}\ny: {<<: *x}", r"is not YAML in line 1: the key 'a' stands twice"),
+        ("a: 1\nb: [x, 1:30]", r"in line 2: 1:30 is one thing in YAML 1.1 and another"),
+        ("a: 'on'\nb: off", r"in line 2: off is one thing in YAML 1.1"),
+        ("a: {b: -010}", r"in line 1: -010 is one thing in YAML 1.1.* or put a text in quotes"),
         (
             "y: {<<: 3}",
             r"is not YAML in line 1: expected a mapping or list of mappings for merging",

@@ -20,7 +20,7 @@ from axon_dist import World, collectives
 from axon_dist.core.errors import AxonDistError
 from axon_dist.loop import LoopOptions, Trainer
 from axon_dist.schedule import Costs, build_schedule
-from axon_dist.sharding import LargestDim, explain
+from axon_dist.sharding import LargestDim, Replicate, explain
 from axon_dist.step import TrainState
 
 
@@ -272,6 +272,32 @@ def test_every_public_function_compares():
         (lambda: axon_dist.muon(None), "muon got learning_rate=None; give a number, or"),
         (lambda: axon_dist.muon(0.1, mu_dtype="x"), "mu_dtype='x', a str; give a dtype, such as"),
         (lambda: axon_dist.muon(0.1, ns_steps=-1), "a whole number, at least 0"),
+        (
+            lambda: build_schedule("1f1b", 4, 8).order(10**12),
+            "Schedule.order can make nothing of a Schedule, 1000000000000, an int: tuple index out",
+        ),
+        (
+            lambda: axon_dist.PipelineSchedule("2f2b"),
+            "PipelineSchedule got '2f2b', and has no",
+        ),
+        (lambda: World.init("dp=-1", jnp.ones(3)), "a ArrayImpl, among the devices; give devices"),
+        (lambda: axon_dist.muon(0.1, ns_steps=10**12), "at least 0 and at most 1000"),
+        (lambda: axon_dist.suggest_plan(int), r"suggest_plan got model\(\)=0, an int; give an nnx"),
+        (lambda: axon_dist.hidden_matrices(int), r"hidden_matrices got model\(\)=0, an int"),
+        (lambda: axon_dist.mesh.build_mesh(axon_dist.MeshSpec("dp=2"), []), "got 0 devices"),
+        (
+            lambda: axon_dist.sharding.shardings(Replicate(), NUMBERS, WORLD.mesh, "attic"),
+            "cannot hold an array as .* in memory_kind='attic': .*leave it out",
+        ),
+        (
+            lambda: axon_dist.checkpoint.target_of(NUMBERS, {}),
+            "target_of got trees of different structures: .*give trees with the same keys",
+        ),
+        (lambda: axon_dist.checkpoint.Manifest.from_json(""), "manifest.json is not one that a sa"),
+        (
+            lambda: jax.jit(lambda x: axon_dist.save_checkpoint("/none/x", {"w": x}))(1.0),
+            "save_checkpoint was called within a function that JAX traces.*call it outside",
+        ),
         (lambda: muon_of(True), "has True for an array of shape .8, 8.; give an optax.contrib.Muo"),
         (lambda: axon_dist.precision.cast_floating(NUMBERS, "x"), "cast_floating got dtype='x'"),
         (lambda: axon_dist.planner.hardware("h100").rate(0), "Hardware.rate got dtype=0, an int"),

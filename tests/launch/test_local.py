@@ -219,14 +219,14 @@ def test_no_rank_outlives_the_launcher(tmp_path, number, code, text):
         "import subprocess; "
         "signal.signal(1, lambda *a: (print('saved', flush=True), sys.exit(75))); "
         "beside = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL); "
-        "print(os.getpid(), beside.pid, flush=True); time.sleep(100)"
+        "print(os.getpid(), beside.pid, os.environ['AXON_MEMORY'], flush=True); time.sleep(100)"
     )
     starter = (
         # Whoever runs the tests may ignore these.
         "import signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (1, 3)]; "
         "from axon_dist.launch.local import LaunchPlan, launch; "
         "from pathlib import Path; sys.exit(launch(LaunchPlan("
-        f"command=(sys.executable, '-c', {RANK + program!r}), num_processes=2, "
+        f"command=(sys.executable, '-c', {RANK + program!r}), num_processes=2, max_restarts=1, "
         f"log_dir=Path({str(tmp_path)!r})), print))"
     )
     process = subprocess.Popen([sys.executable, "-c", starter])
@@ -236,12 +236,14 @@ def test_no_rank_outlives_the_launcher(tmp_path, number, code, text):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     started = [name for path in logs for name in path.read_text().split()]
+    memory = Path(started[2])
+    assert memory.is_dir()
     process.send_signal(number)
     assert process.wait(timeout=60) == code
-    while any(is_running(name) for name in started):
+    while any(is_running(name) for name in started) or memory.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert all(path.read_text().split()[2:] == text.split() for path in logs)
+    assert all(path.read_text().split()[3:] == text.split() for path in logs)
 
 
 def test_a_terminal_that_is_gone_ends_nothing(tmp_path):

@@ -105,10 +105,14 @@ def test_what_a_killed_launcher_left_is_removed_and_nothing_else():
         left = Path(root, f"axon-{os.getuid()}-left")
         left.mkdir()
         (left / "lock").touch()
+        unlocked = Path(root, f"axon-{os.getuid()}-unlocked")
+        unlocked.mkdir()
+        os.utime(unlocked, (0, 0))
         other = Path(root, "axon-other")
         other.mkdir()
         with host_folder(Path(root)) as first:
             assert not left.exists()
+            assert not unlocked.exists()
             with host_folder(Path(root)) as second:
                 assert first != second
                 assert first.exists()

@@ -8,7 +8,7 @@ import pytest
 from axon_dist.app import verify
 from axon_dist.app.verify import EXACT
 from axon_dist.config import load_config
-from axon_dist.config.parse import read_yaml
+from axon_dist.core.plain_yaml import read_yaml
 from axon_dist.step import global_view
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"

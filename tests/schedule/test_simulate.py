@@ -1,6 +1,6 @@
 import pytest
 
-from axon_dist.core.errors import ScheduleError
+from axon_dist.core.errors import ConfigError, ScheduleError
 from axon_dist.schedule import (
     Action,
     Costs,
@@ -26,7 +26,7 @@ def test_spans_of_actions():
     assert timeline.span(Action.parse("1B0")) == (2, 4)
     assert timeline.span(Action.parse("0B1")) == (7, 9)
     assert timeline.work == (6, 6)
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError, match=r"Timeline.span can make nothing of a Timeline"):
         timeline.span(Action.parse("5F0"))
 
 

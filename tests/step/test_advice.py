@@ -77,7 +77,12 @@ def balanced(dims):
     return loss
 
 
+def spectrum(dim):
+    return lambda model, batch: jnp.mean(jnp.abs(jnp.fft.fft(model(batch["x"]), axis=dim)))
+
+
 ROWS = {
+    "a transform": (spectrum(0), "loss takes `fft` with sizes that follow", spectrum(1)),
     "a product of means": (balanced((0, 1)), "tokens of each sample and then", balanced(1)),
     "a loop of Python": (one_by_one, r"jax.vmap\(function\)\(samples\) or jax.lax.map", mapped),
     "the same by map": (one_by_one, r"jax.lax.map\(function, samples\)", looped),

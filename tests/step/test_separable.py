@@ -309,11 +309,14 @@ def counted(read, change):
             lambda seen, new: new,
             "follows the samples, whatever it was before. 2 microbatches",
         ),
-        (False, lambda seen, new: seen + new, ""),
-        (False, jnp.maximum, ""),
+        (False, lambda seen, new: 2 * seen + new, "follows the samples, and is no sum over them"),
+        (False, lambda seen, new: seen + new // 2, "and is no sum over them .takes `"),
+        (False, jnp.maximum, "follows the samples, and is no sum over them"),
+        (False, lambda seen, new: jax.jit(jnp.add)(new.astype(seen.dtype), seen), ""),
+        (False, lambda seen, new: seen - new, ""),
         (True, lambda seen, new: seen + 1, ""),
     ],
-    ids=["read", "overwritten", "added to", "largest", "calls"],
+    ids=["read", "overwritten", "doubled", "halves", "largest", "added to", "taken", "calls"],
 )
 def test_a_count_of_samples_is_not_read_between_microbatches(read, change, words):
     def build(**options):
