@@ -281,6 +281,12 @@ class Report:
         yield self.memory.table()
         yield self.collectives.table(exposure=not self.is_cpu)
         yield self._summary()
+        kinds = {row.kind for row in self.collectives}
+        if self.is_cpu and "reduce-scatter" not in kinds >= {"all-gather", "all-reduce"}:
+            yield (
+                "XLA:CPU makes no reduce-scatters: a sum of which each rank keeps a part is "
+                "all-reduced here, at twice the bytes"
+            )
         yield from self.warnings()
 
     def _summary(self) -> Table:

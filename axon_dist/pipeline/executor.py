@@ -39,6 +39,7 @@ from .tables import (
     empty,
     from_rank,
     get,
+    outgoing,
     program_of,
     put,
     where,
@@ -101,7 +102,10 @@ class Executor:
             {name: jnp.asarray(x)[rank] for name, x in lane.columns.items()}
             for lane in self.program.lanes
         ]
-        channels = [jnp.asarray(channel.slot)[rank] for channel in self.program.channels]
+        channels = [
+            {lane: jnp.asarray(slot)[rank] for lane, slot in channel.slots.items()}
+            for channel in self.program.channels
+        ]
         # The scan itself is never differentiated: B, I and W are actions in the tables, so nothing
         # is kept per tick and memory is that of the slots.
         state, _ = jax.lax.scan(self._tick, self._start(), (lanes, channels))
@@ -194,7 +198,7 @@ class Executor:
         every = range(len(self.rest))
         return self._pick(every) | self._pick_frozen(every)
 
-    def _tick(self, state: State, tables: tuple[list[Tick], list[Array]]) -> tuple[State, None]:
+    def _tick(self, state: State, tables: tuple[list[Tick], list[Any]]) -> tuple[State, None]:
         lanes, arrivals = tables
         sent = []
         for lane, tick in zip(self.program.lanes, lanes, strict=True):
@@ -203,20 +207,20 @@ class Executor:
         with jax.named_scope("transfer"):
             # Every rank takes part in every permutation, in each tick, whether it has something to
             # send or not: a permutation inside a branch would wait for ranks that take another.
-            for channel, slot in zip(self.program.channels, arrivals, strict=True):
+            for channel, slots in zip(self.program.channels, arrivals, strict=True):
                 send = partial(jax.lax.ppermute, axis_name=self.axis, perm=channel.pairs)
-                arrived = jax.tree.map(send, sent[channel.lane])
-                phase = self.program.lanes[channel.lane].phase
-                state = self._receive(phase, slot, arrived, state)
+                arrived = jax.tree.map(send, outgoing(list(slots), lanes, sent))
+                for lane, slot in slots.items():
+                    state = self._receive(self.program.lanes[lane].phase, slot, arrived, state)
         return state, None
 
-    def _receive(self, phase: Phase, slot: Array, value: PyTree, state: State) -> State:
+    def _receive(self, phase: Phase, slot: Array, value: Wire, state: State) -> State:
         if phase is Phase.F:
             # What arrives with NONE is zeros or another rank's leftovers: it is written nowhere.
             return state._replace(inputs=put(state.inputs, slot, value, slot != NONE))
-        return state._replace(gradients=put(state.gradients, slot, value, slot != NONE))
+        return state._replace(gradients=put(state.gradients, slot, value.floats, slot != NONE))
 
-    def _do(self, lane: Lane, tick: Tick, state: State) -> tuple[State, PyTree]:
+    def _do(self, lane: Lane, tick: Tick, state: State) -> tuple[State, Any]:
         """Runs one lane; returns the new state and what may be sent."""
         embedding = self._embedding
         act = {
@@ -318,7 +322,7 @@ class Executor:
         gradients = put(state.gradients, tick["gradients"], result, tick["active"] & is_home)
         return state._replace(sums=sums, gradients=gradients), result
 
-    def _backward(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
+    def _backward(self, tick: Tick, state: State) -> tuple[State, Wire]:
         def run(i: int, program: StageProgram, operand: Any) -> tuple:
             state, sums, scatters, learned = operand
             at = self._operands(program, tick, state, learned)
@@ -343,9 +347,9 @@ class Executor:
         result, sums, back, learned = self._choose(
             tick, tick["active"], run, self._no_gradient, operand
         )
-        return state._replace(sums=sums, scatters=back, learned=learned), result
+        return state._replace(sums=sums, scatters=back, learned=learned), Wire(result, [])
 
-    def _input_gradient(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
+    def _input_gradient(self, tick: Tick, state: State) -> tuple[State, Wire]:
         def run(i: int, program: StageProgram, operand: Any) -> tuple:
             state, buffers, sums, scatters, learned = operand
             at = self._operands(program, tick, state, learned)
@@ -365,7 +369,8 @@ class Executor:
         result, held, sums, back, learned = self._choose(
             tick, tick["active"], run, self._no_gradient, operand
         )
-        return state._replace(sums=sums, held=held, scatters=back, learned=learned), result
+        state = state._replace(sums=sums, held=held, scatters=back, learned=learned)
+        return state, Wire(result, [])
 
     def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
         def run(i: int, program: StageProgram, operand: Any) -> Totals:

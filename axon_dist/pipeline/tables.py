@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,17 +45,24 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """Results of one lane on their way to a neighbour, one permutation of the ranks.
+    """Results of lanes on their way to a neighbour, one permutation of the ranks.
 
     Args:
-        lane: the lane that produces them.
         pairs: (source, target), each rank at most once on either side.
-        slot: [D, T] where the receiver puts what arrives at the end of a tick; `NONE` for nothing.
+        slots: by the number of a lane that produces them, [D, T] where the receiver puts what
+            arrives of it at the end of a tick; `NONE` for nothing. No rank is in a tick at two of
+            them.
     """
 
-    lane: int
     pairs: tuple[tuple[int, int], ...]
-    slot: np.ndarray
+    slots: Mapping[int, np.ndarray]
+
+
+class _Sent(NamedTuple):
+    source: int
+    target: int
+    tick: int
+    slot: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +114,14 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
     """
     phases = lane_phases(cell for row in schedule.rows for cell in row)
     lanes = [_empty_lane(phase, schedule, buffers) for phase in phases]
-    arrivals: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    arrivals: dict[tuple[int, int], list[_Sent]] = {}
     for device, row in enumerate(schedule.rows):
         for tick, cell in enumerate(row):
             for lane, action in zip(_lanes_for(cell, phases), cell, strict=True):
                 placed = PlacedAction(action, device, tick, lane)
                 _fill(lanes[lane], placed, schedule.num_stages - 1, buffers)
                 _route(placed, lanes[lane], schedule, buffers, arrivals)
-    channels = [_channel(lane, sent, schedule) for (lane, _), sent in sorted(arrivals.items())]
+    channels = [_channel(sent, schedule) for sent in _shared(arrivals, lanes)]
     return TickProgram(tuple(lanes), tuple(channels), schedule.num_ticks)
 
 
@@ -180,7 +188,7 @@ def _route(
     lane: Lane,
     schedule: Schedule,
     buffers: Mapping[str, Slots],
-    arrivals: dict[tuple[int, int], list[tuple[int, int, int, int]]],
+    arrivals: dict[tuple[int, int], list[_Sent]],
 ) -> None:
     """Notes where the result of an action goes: a slot here, or one on another rank."""
     to = receiver(placed.action, schedule.num_stages)
@@ -195,16 +203,44 @@ def _route(
     # One permutation per lane and distance: ranks that send equally far share it, as in a ring.
     shift = (target - placed.device) % schedule.num_devices
     sent = arrivals.setdefault((placed.position, shift), [])
-    sent.append((placed.device, target, placed.tick, slot))
+    sent.append(_Sent(placed.device, target, placed.tick, slot))
 
 
-def _channel(lane: int, sent: list[tuple[int, int, int, int]], schedule: Schedule) -> Channel:
-    slot = np.full((schedule.num_devices, schedule.num_ticks), NONE, np.int32)
-    for _, target, tick, where in sent:
-        # The receiver's row: it has to know where to put what it did not ask for.
-        slot[target, tick] = where
-    pairs = sorted({(source, target) for source, target, _, _ in sent})
-    return Channel(lane, tuple(pairs), slot)
+def _shared(
+    arrivals: Mapping[tuple[int, int], list[_Sent]], lanes: Sequence[Lane]
+) -> list[dict[int, list[_Sent]]]:
+    """What each channel carries, by lanes: those that no rank is at in one tick share it.
+
+    A rank of a V sends forwards and gradients both ways, and one of the four in a tick.
+    """
+    channels: list[tuple[int, dict[int, list[_Sent]]]] = []
+    for (lane, shift), sent in sorted(arrivals.items()):
+        fits = (
+            of
+            for far, of in channels
+            if far == shift and all(_never_both(lanes[lane], lanes[other]) for other in of)
+        )
+        channel = next(fits, None)
+        if channel is None:
+            channels.append((shift, channel := {}))
+        channel[lane] = sent
+    return [channel for _, channel in channels]
+
+
+def _never_both(one: Lane, other: Lane) -> bool:
+    both = one.columns["active"] & other.columns["active"]
+    return one.phase is not other.phase and not both.any()
+
+
+def _channel(of: Mapping[int, list[_Sent]], schedule: Schedule) -> Channel:
+    shape = (schedule.num_devices, schedule.num_ticks)
+    slots = {lane: np.full(shape, NONE, np.int32) for lane in of}
+    for lane, sent in of.items():
+        for one in sent:
+            # The receiver's row: it has to know where to put what it did not ask for.
+            slots[lane][one.target, one.tick] = one.slot
+    pairs = sorted({(one.source, one.target) for sent in of.values() for one in sent})
+    return Channel(tuple(pairs), slots)
 
 
 class Totals(NamedTuple):
@@ -314,6 +350,16 @@ def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None)
         return jax.lax.dynamic_update_index_in_dim(buffer, value, place, 0)
 
     return jax.tree.map(write, buffers, values)
+
+
+def outgoing(lanes: Sequence[int], ticks: Sequence[Tick], results: Sequence[Wire]) -> Wire:
+    """The result of the one lane, of those that share a channel, that this rank has been at."""
+    floats = results[lanes[0]].floats
+    for lane in lanes[1:]:
+        of_lane = partial(jnp.where, ticks[lane]["active"])
+        floats = jax.tree.map(of_lane, results[lane].floats, floats)
+    # Gradients bring no others.
+    return Wire(floats, [x for lane in lanes for x in results[lane].others])
 
 
 def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:

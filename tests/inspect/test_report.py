@@ -56,3 +56,12 @@ def test_of_cpus_no_exposure_is_told_and_units_fit_the_size(compiled, mesh):
     assert "exposed" not in text
     assert "0.000" not in text
     assert "3.58 kB" in text
+
+
+def test_of_cpus_it_says_that_nothing_is_scattered(compiled, mesh):
+    split = NamedSharding(mesh, P("dp"))
+    x, w = (jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split) for _ in range(2))
+    grad = jax.grad(lambda w, x: jnp.sum((x @ w) ** 2))
+    sharded = jax.jit(grad, out_shardings=split).lower(w, x).compile()
+    assert "XLA:CPU makes no reduce-scatters" in str(report(sharded, mesh))
+    assert "XLA:CPU" not in str(report(compiled, mesh))
