@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -285,8 +285,7 @@ def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = 
                 f'<circle class="d{number % 8}{alone}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="5">'
                 f"<title>{told}</title></circle>"
             )
-    told = [*drawn, *(["dashed: resumed"] if marks else [])]
-    return "".join([*parts, "</svg>", _legend(told)])
+    return "".join([*parts, "</svg>", _legend(drawn, "dashed: resumed" if marks else "")])
 
 
 def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
@@ -309,12 +308,12 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
     return f'<div class="bar">{"".join(cells)}</div><table>{"".join(rows)}</table>'
 
 
-def _legend(names: Sequence[str]) -> str:
+def _legend(names: Iterable[str], note: str) -> str:
     items = [
         f'<span><b class="b{number % 8}"></b>{escape(name)}</span>'
         for number, name in enumerate(names)
     ]
-    return f'<p class="legend">{"".join(items)}</p>'
+    return f'<p class="legend">{"".join(items)}<span>{note}</span></p>'
 
 
 def _thinned(curve: Curve) -> Curve:

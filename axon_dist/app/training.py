@@ -142,6 +142,8 @@ def train(
         # All wait for that: a scheduler may end the other processes as soon as one has ended.
         on_main(lambda: None)
         _print_closing(console, summary, directory, time.perf_counter() - start)
+        if result.is_interrupted:
+            tell("the state is saved: --resume auto continues this run")
         if checkpoints.failure is not None:
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_kept(config, directory, writers)
