@@ -86,7 +86,8 @@ class Recorded:
 
     def figures(self) -> dict[str, str]:
         """What a reader asks first, each in words; what is not known is left out."""
-        known, unit = self.summary, str(self.summary.get("unit") or "")
+        known = self.summary
+        unit = f" {known['unit']}" if known.get("unit") else ""
         losses = self.curve("validation/loss") or self.curve("train/loss")
         what = "validation loss" if self.curve("validation/loss") else "training loss"
         best = min(losses, key=lambda point: point[1], default=None)
@@ -105,8 +106,8 @@ class Recorded:
         devices = known.get("devices") or len(self.program.get("devices") or [])
         step = self.rows[-1]["step"] if self.rows else 0
         found = {
-            f"best {what}": best and f"{best[1]:.4f} {unit}, step {best[0]:g}",
-            f"final {what}": losses and f"{losses[-1][1]:.4f} {unit}",
+            f"best {what}": best and f"{best[1]:.4f}{unit}, step {best[0]:g}",
+            f"final {what}": losses and f"{losses[-1][1]:.4f}{unit}",
             "gradient norm": norm is not None and f"{norm:.3g}",
             "speed": speed and f"{si(float(speed))} {item}/s",
             "model FLOP utilization": mfu is not None and f"{mfu:.1%}",
