@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -86,7 +86,8 @@ class Recorded:
 
     def figures(self) -> dict[str, str]:
         """What a reader asks first, each in words; what is not known is left out."""
-        known, unit = self.summary, str(self.summary.get("unit") or "")
+        known = self.summary
+        unit = f" {known['unit']}" if known.get("unit") else ""
         losses = self.curve("validation/loss") or self.curve("train/loss")
         what = "validation loss" if self.curve("validation/loss") else "training loss"
         best = min(losses, key=lambda point: point[1], default=None)
@@ -105,8 +106,8 @@ class Recorded:
         devices = known.get("devices") or len(self.program.get("devices") or [])
         step = self.rows[-1]["step"] if self.rows else 0
         found = {
-            f"best {what}": best and f"{best[1]:.4f} {unit}, step {best[0]:g}",
-            f"final {what}": losses and f"{losses[-1][1]:.4f} {unit}",
+            f"best {what}": best and f"{best[1]:.4f}{unit}, step {best[0]:g}",
+            f"final {what}": losses and f"{losses[-1][1]:.4f}{unit}",
             "gradient norm": norm is not None and f"{norm:.3g}",
             "speed": speed and f"{si(float(speed))} {item}/s",
             "model FLOP utilization": mfu is not None and f"{mfu:.1%}",
@@ -308,8 +309,7 @@ def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = 
                 f'<circle class="d{number % 8}{alone}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="5">'
                 f"<title>{told}</title></circle>"
             )
-    told = [*drawn, *(["dashed: resumed"] if marks else [])]
-    return "".join([*parts, "</svg>", _legend(told)])
+    return "".join([*parts, "</svg>", _legend(drawn, "dashed: resumed" if marks else "")])
 
 
 def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
@@ -332,12 +332,12 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
     return f'<div class="bar">{"".join(cells)}</div><table>{"".join(rows)}</table>'
 
 
-def _legend(names: Sequence[str]) -> str:
+def _legend(names: Iterable[str], note: str) -> str:
     items = [
         f'<span><b class="b{number % 8}"></b>{escape(name)}</span>'
         for number, name in enumerate(names)
     ]
-    return f'<p class="legend">{"".join(items)}</p>'
+    return f'<p class="legend">{"".join(items)}<span>{note}</span></p>'
 
 
 def _thinned(curve: Curve) -> Curve:

@@ -188,7 +188,7 @@ def remat_line(config: RunConfig, step: TrainStep) -> str | None:
 
 
 def _loss(loss: float | None, unit: str) -> str:
-    return "not measured" if loss is None else f"{loss:.4f} {unit}"
+    return "not measured" if loss is None else f"{loss:.4f} {unit}".rstrip()
 
 
 def attention_line(config: RunConfig, step: TrainStep) -> str | None:

@@ -140,7 +140,7 @@ def train(
             _plot(run, result, directory)
         # All wait for that: a scheduler may end the other processes as soon as one has ended.
         on_main(lambda: None)
-        _print_closing(console, summary, directory, time.perf_counter() - start)
+        _print_closing(console, result, summary, directory, time.perf_counter() - start)
         if checkpoints.failure is not None:
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_kept(config, directory, writers)
@@ -274,7 +274,11 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def _print_closing(
-    console: Console, summary: dict[str, object], directory: RunDirectory, seconds: float
+    console: Console,
+    result: TrainResult,
+    summary: dict[str, object],
+    directory: RunDirectory,
+    seconds: float,
 ) -> None:
     console.print(summary_table(summary, seconds))
     plot = f"none ({install_command('plots')})"
@@ -282,6 +286,8 @@ def _print_closing(
         plot = directory.place / directory.plot.name
     _print_line(console, f"run directory: {directory.place}")
     _print_line(console, f"loss curves: {plot}")
+    if result.is_interrupted:
+        _print_line(console, "--resume auto continues this run")
 
 
 PROFILE = "memory.prof"

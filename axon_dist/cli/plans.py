@@ -305,7 +305,7 @@ def _reason(plan: ReadPlan) -> str:
         "the update": time.update,
         "transfers that nothing hides": time.exposed,
     }
-    said = ", ".join(f"{seconds(part)} {what}" for what, part in parts.items() if part > 0)
+    said = ", ".join(f"{seconds(part)} of {what}" for what, part in parts.items() if part > 0)
     return f"{called(plan.arrangement.name)}: {need}; a step is {said}"
 
 

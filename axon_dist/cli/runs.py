@@ -121,7 +121,7 @@ def _table(evaluation: Evaluation) -> Table:
     table.add_row("samples", str(evaluation.num_samples))
     for name, value in evaluation.metrics.items():
         unit = f" {evaluation.unit}" if name == "loss" else ""
-        table.add_row(name.replace("_", " "), f"{value:.4f}{unit}")
+        table.add_row(name.replace("_", " "), f"{value:.4f}{unit}".rstrip())
     return table
 
 

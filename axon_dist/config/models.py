@@ -231,7 +231,7 @@ class OwnTask(Task[OwnData]):
 
     def unit(self, data: OwnData) -> str:
         """The loss alone knows."""
-        return "loss"
+        return ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -346,7 +346,10 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
             waiting.append(pool.submit(next, items))
             yield item
     finally:
-        pool.shutdown(cancel_futures=True)
+        # `shutdown(cancel_futures=True)` fails where Python ends, whose modules are empty by then.
+        for future in waiting:
+            future.cancel()
+        pool.shutdown()
         if isinstance(items, Generator):
             items.close()
 

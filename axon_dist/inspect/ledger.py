@@ -264,7 +264,8 @@ class Ledger:
         Args:
             exposure: whether to tell what hides each; on CPUs, which send nothing, it says nothing.
         """
-        table = Table(title="collectives per device and step", box=box.SIMPLE_HEAD, pad_edge=False)
+        title, tight = "collectives per device and step", (0, 1, 0, 0)
+        table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=tight)
         for column in ("kind", "axis", "dtype", "count", "each", "total"):
             right = column in ("each", "total")
             table.add_column(column, justify="right" if right else "left", no_wrap=True)

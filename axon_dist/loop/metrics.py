@@ -251,7 +251,7 @@ def plot_losses(
     figure = require("matplotlib.figure", "plots", "the loss plot").Figure(
         figsize=(8, 4.5 + 2.5 * len(metrics or {})), dpi=150, layout="constrained"
     )
-    panels = {f"loss ({unit})": (train, validation), **(metrics or {})}
+    panels = {f"loss ({unit})" if unit else "loss": (train, validation), **(metrics or {})}
     heights = [1.8] + [1.0] * len(metrics or {})
     rows = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (label, curves) in zip(rows, panels.items(), strict=True):

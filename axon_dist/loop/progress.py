@@ -207,7 +207,7 @@ class LiveProgress(Progress):
         row.add_column()
         row.add_column(ratio=1)
         row.add_column(justify="right")
-        times = f"{clock_time(time.monotonic() - self._start)} gone"
+        times = f"{clock_time(time.monotonic() - self._start)} elapsed"
         if status.seconds_left is not None:
             times += f", {clock_time(status.seconds_left)} left"
         row.add_row(

@@ -137,7 +137,7 @@ def _pipeline(
             loss, which else the end stages compute; for a loss of `linear_cross_entropy`.
     """
     if "pp" not in world.mesh.shape:
-        raise MeshError(f"mesh {world.spec} has no axis for a pipeline; add pp")
+        raise MeshError(f"mesh {world.spec} has no axis for a pipeline: add pp, as in dp=-1,pp=2")
     size = world.mesh.shape["pp"]
     return pipelined(
         size,

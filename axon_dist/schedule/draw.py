@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
@@ -158,7 +159,8 @@ def draw(
     # A row breaks where the ruler has a number, so that neither numbers nor labels are cut.
     unit = _ruler_step(length, scale) * scale
     step = length if width is None else max((width - margin) // unit, 1) * unit
-    text = [title(schedule, timeline)]
+    heading = title(schedule, timeline)
+    text = [heading] if width is None else textwrap.wrap(heading, width)
     for first in range(0, length, step):
         for name, line in zip(names, lines, strict=True):
             text.append(name.ljust(margin) + _text(line[first : first + step], color))

@@ -111,7 +111,7 @@ def test_a_run_of_own_things_is_that_of_one_device_and_goes_on(folder):
     leaves = [jax.tree.leaves(run.result.state.params) for run in (done, again)]
     for one, other in zip(*leaves, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert json.loads(done.directory.summary.read_text())["unit"] == "loss"
+    assert json.loads(done.directory.summary.read_text())["unit"] == ""
 
 
 def test_a_loss_by_its_factory_and_a_lone_path(folder):

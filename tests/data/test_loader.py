@@ -1,5 +1,7 @@
 import itertools
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -105,6 +107,18 @@ def test_what_is_loaded_ahead_is_not_counted():
         assert one.state()["samples_seen"] == 12
         one.restore({**one.state(), "samples_seen": 2})
         assert run(one, 2) == ORDER[2:10]
+
+
+def test_a_script_that_ends_within_its_data_prints_nothing():
+    program = """
+from axon_dist.data import Loader, Sequences
+rows = [{"x": [1.0]}] * 8
+batches = Loader(Sequences(rows, rows, "ones"), global_batch=4)
+next(batches)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])

@@ -114,4 +114,4 @@ def test_every_validation_stays_on_screen():
     text = console.file.getvalue()
     assert text.count("validation after step 2: ") == 1
     assert text.count("validation after step 4: ") == 1
-    assert " gone" in text
+    assert " elapsed" in text
