@@ -26,8 +26,7 @@ from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.planner import AUTO, read_step, recompute_least, usable_bytes
-from axon_dist.step import TrainStep, build_train_step
-from axon_dist.step.parts import trainable_filter
+from axon_dist.step import TrainStep, build_train_step, trainable_filter
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
 

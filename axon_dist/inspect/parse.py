@@ -250,9 +250,8 @@ def as_module(program: ProgramLike) -> Module:
     """
     if isinstance(program, Module):
         return program
-    text = program if isinstance(program, str) else repr(program)
-    if hasattr(program, "as_text"):
-        text = program.as_text()
+    as_text = getattr(program, "as_text", None)
+    text = as_text() if as_text else str(program)
     if not text or not text.lstrip().startswith("HloModule"):
         start = (text or "").lstrip()[:40]
         raise UnsupportedError(

@@ -13,6 +13,7 @@ from .options import StepOptions as StepOptions
 from .parts import ModelLike as ModelLike
 from .parts import ModelParts as ModelParts
 from .parts import take_apart as take_apart
+from .parts import trainable_filter as trainable_filter
 from .rules import RULES as RULES
 from .spec import StepSpec as StepSpec
 from .spec import deterministic_options as deterministic_options
