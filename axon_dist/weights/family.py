@@ -375,7 +375,7 @@ class Family:
         if not self.windows or not size or not data.get("use_sliding_window", True):
             return ()
         if self.windows == "all":
-            return (int(size),)
+            return (size,)
         # A model of more layers is refused when its sizes are checked.
         kinds, count = data.get("layer_types"), min(data["num_hidden_layers"], 2**14)
         every, first = data.get("sliding_window_pattern"), data.get("max_window_layers", 0)
@@ -385,7 +385,7 @@ class Family:
             if len(kinds) != count or {*kinds} - {"full_attention", "sliding_attention"}:
                 raise self._beyond(f"{count} layers of the kinds {kinds!r:.90}")
             is_full = [kind == "full_attention" for kind in kinds]
-        each = tuple(0 if full else int(size) for full in is_full)
+        each = tuple(0 if full else size for full in is_full)
         if not any(each):
             return ()
         periods = ((each[:p], count // p, each[: count % p]) for p in range(1, count + 1))
