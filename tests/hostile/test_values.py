@@ -354,6 +354,9 @@ ONE_BY_ONE = {
     "program of a number": lambda: axon_dist.inspect.flops(3),
     "calls without end": lambda: axon_dist.train.time_step(len, 10**12),
     "attention of rows": lambda: axon_dist.nn.softmax_attention(STACKED, STACKED, STACKED),
+    "an axis of nowhere": lambda: axon_dist.nn.ring_attention(
+        *[jnp.ones((1, 4, 2, 8))] * 3, "cp", True
+    ),
     "MLP of a text": lambda: axon_dist.models.MLP("34", rngs=nnx.Rngs(0)),
     "MLP of one": lambda: axon_dist.models.MLP((3,), rngs=nnx.Rngs(0)),
     "MLP of halves": lambda: axon_dist.models.MLP((3, 2.5), rngs=nnx.Rngs(0)),
