@@ -272,8 +272,7 @@ def _memory(plan: LaunchPlan) -> Iterator[dict[str, str]]:
         yield dict(os.environ)
         return
     with host_folder() as folder:
-        kept = {} if folder is None else {MEMORY: str(folder)}
-        yield {**kept, **os.environ}
+        yield dict(os.environ) if folder is None else {MEMORY: str(folder), **os.environ}
 
 
 def _run_attempts(plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None]) -> int:
