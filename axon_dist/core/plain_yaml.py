@@ -115,7 +115,7 @@ class _StrictLoader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
-    def compose_scalar_node(self, anchor: str | None) -> yaml.ScalarNode:
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         """Reads a value that has none within it, and that all versions of YAML read alike."""
         is_plain = self.peek_event().implicit[0]
         node = super().compose_scalar_node(anchor)

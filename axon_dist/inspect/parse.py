@@ -250,9 +250,8 @@ def as_module(program: ProgramLike) -> Module:
     """
     if isinstance(program, Module):
         return program
-    text = program if isinstance(program, str) else repr(program)
-    if hasattr(program, "as_text"):
-        text = program.as_text()
+    as_text = getattr(program, "as_text", None)
+    text = str(program) if as_text is None else as_text()
     if not text or not text.lstrip().startswith("HloModule"):
         start = (text or "").lstrip()[:40]
         raise UnsupportedError(

@@ -358,7 +358,7 @@ def is_added_to(program: ClosedJaxpr, given: int, output: int) -> bool:
         [True, False, False]
     """
 
-    def run(equation: JaxprEqn, addends: list[int]) -> list[int]:
+    def run(equation: JaxprEqn, addends: Sequence[int]) -> list[int]:
         """How often the input is an addend of each result; 2 for all else that it is of it."""
         name, count = equation.primitive.name, sum(addends)
         is_sum = name == "add" or (name in _ADDING and not any(addends[1:]))
