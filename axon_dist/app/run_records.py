@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -57,7 +58,11 @@ class Recorded:
 
     def metrics(self, prefix: str) -> list[str]:
         """The names of all metrics that begin so, in the order in which they came."""
-        return list(dict.fromkeys(n for row in self.rows for n in row if n.startswith(prefix)))
+        return [name for name in self._names if name.startswith(prefix)]
+
+    @functools.cached_property
+    def _names(self) -> dict[str, None]:
+        return dict.fromkeys(name for row in self.rows for name in row)
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric."""
@@ -67,16 +72,17 @@ class Recorded:
     @property
     def resumes(self) -> tuple[float, ...]:
         """The steps after which a further leg of the run began."""
-        return tuple(float(before["step"]) for before, _ in self._legs())
+        return tuple(float(before["step"]) for before, _ in self._legs)
 
     @property
     def restart_seconds(self) -> float:
         """From the last record that a leg of the run kept to the beginning of the next leg."""
         return sum(
             max(float(after["time/unix"]) - after["time/elapsed_seconds"] - before["time/unix"], 0)
-            for before, after in self._legs()
+            for before, after in self._legs
         )
 
+    @functools.cached_property
     def _legs(self) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """The last record of each leg but the last, and the first of the next."""
         clock = ("time/unix", "time/elapsed_seconds")
@@ -95,7 +101,7 @@ class Recorded:
         item = rates[0].removeprefix("time/").removesuffix("_per_second") if rates else "items"
         speed = known.get("items_per_second") or (self.last(rates[0]) if rates else None)
         mfu, norm = self.last("time/model_flops_utilization"), self.last("train/grad_norm")
-        seconds = sum(float(before["time/elapsed_seconds"]) for before, _ in self._legs())
+        seconds = sum(float(before["time/elapsed_seconds"]) for before, _ in self._legs)
         spent = sum(map(float, (known.get("seconds") or {}).values()))
         seconds += spent or self.last("time/elapsed_seconds") or 0.0
         leaves = self.program.get("leaves") or []
@@ -188,7 +194,7 @@ def read_recorded(folder: str | Path) -> Recorded:
     return found
 
 
-_MOST_READ, _BLOCK = 2**26, 2**18
+_MOST_READ, _BLOCK = 2**24, 2**18
 """Bytes of a record: more would take long, and several times as much memory."""
 
 

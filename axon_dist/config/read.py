@@ -470,9 +470,7 @@ def _read_literal(hint: object, value: object, path: str) -> Any:
 
 def _read_scalar(hint: Any, value: object, path: str) -> Any:
     if hint not in _WORDS:
-        raise ConfigError(
-            f"{path}: got {value!r:.80}, but only Python code can set this; leave it out"
-        )
+        raise ConfigError(f"{path}: got {value!r:.80}, but only Python can set this; leave it out")
     if hint is float:
         value = _as_float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

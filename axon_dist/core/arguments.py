@@ -214,7 +214,10 @@ _COMPUTING = {
 """Rooms in which all that can fail is what somebody has called them with."""
 
 _OF_VALUES = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError)
-_LIBRARIES = {"axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", *sys.stdlib_module_names}
+_LIBRARIES = {
+    *("axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", "opt_einsum"),
+    *sys.stdlib_module_names,
+}
 
 
 def _explain(

@@ -67,8 +67,8 @@ class Turns:
             role, said = message["role"], message["content"] + self.tail
             if role not in self.heads:
                 raise ValueError(
-                    f"the role {role!r}, which the template {self.name!r} does not have."
-                    f"{did_you_mean(role, self.heads)}"
+                    f"the role {role!r:.80}, which the template {self.name!r} does not have."
+                    f"{did_you_mean(role[:80], self.heads)}"
                 )
             given += self.heads[role]
             if role == LEARNED:

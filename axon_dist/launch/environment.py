@@ -132,7 +132,7 @@ def parse_host(text: str, name: str) -> str:
         '[::1]'
     """
     host = text.strip()
-    if re.fullmatch(r"[\w.-]{1,253}", host):
+    if re.fullmatch(r"[\w.-]{1,253}", host, re.ASCII):
         return host
     address = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:

@@ -29,16 +29,15 @@ MEMORY = "AXON_MEMORY"
 """The variable with a folder in the memory of the host, for copies of the state of a run."""
 
 _HOST_MEMORY = Path("/dev/shm")
-_PREFIX, _LOCK = "axon-", "lock"
-_MAKING_SECONDS = 60.0
+_PREFIX, _LOCK, _MAKING_SECONDS = "axon-", "lock", 60.0
 
 
 @contextlib.contextmanager
 def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
     """A folder in the memory of this host, for as long as the context lasts.
 
-    It is for its owner alone, and locked: what was left behind by a launcher that was killed, and
-    by what should have removed it then (`Reaper`), is not, and the next one of the user removes it.
+    It is for its owner alone, and locked: what was left behind where `Reaper` was killed too is
+    not, and is removed by the next launcher of the same user.
 
     Args:
         root: where memory is mounted as files.
@@ -72,9 +71,8 @@ def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
 def _remove_unless_locked(folder: Path) -> None:
     """Removes a folder whose launcher is gone; a new one without a lock is being made just now."""
     with contextlib.suppress(OSError):
-        if time.time() - folder.stat().st_mtime > _MAKING_SECONDS:
-            (folder / _LOCK).touch()
-        with open(folder / _LOCK) as lock:
+        mode = "a" if time.time() - folder.stat().st_mtime > _MAKING_SECONDS else "r"
+        with open(folder / _LOCK, mode) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -274,8 +272,7 @@ def _memory(plan: LaunchPlan) -> Iterator[dict[str, str]]:
         yield dict(os.environ)
         return
     with host_folder() as folder:
-        kept = {} if folder is None else {MEMORY: str(folder)}
-        yield {**kept, **os.environ}
+        yield dict(os.environ) if folder is None else {MEMORY: str(folder), **os.environ}
 
 
 def _run_attempts(plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None]) -> int:
@@ -370,7 +367,6 @@ class _Attempt:
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none behind."""
-        # A folder that the user has named is not this launcher's.
         doomed = "" if MEMORY in os.environ else self.base.get(MEMORY, "")
         with contextlib.closing(Reaper(doomed)) as guard, self._forwarding():
             try:
@@ -382,9 +378,7 @@ class _Attempt:
                 for child in self.children:
                     if not child.kill():
                         self.tell(f"rank {child.rank}, process {child.process.pid}, outlives it")
-        if self.failed is not None:
-            return self.failed.code or 0
-        return max(child.code or 0 for child in self.children)
+        return max(child.code or 0 for child in ([self.failed] if self.failed else self.children))
 
     def _start(self, guard: Reaper) -> None:
         plan = self.plan

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 from flax import nnx
 
-from axon_dist.core.checks import REAL, WHOLE
+from axon_dist.core.checks import REAL, WHOLE, ArgumentKind
 from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
 from axon_dist.core.tree import has_64_bits
 from axon_dist.core.typing import Array
@@ -107,6 +107,16 @@ def check_choice(field: str, name: str, known: Collection[str], what: str) -> No
         raise ConfigError(f"{field}={name!r:.80} is not {what}.{did_you_mean(name, known)}")
 
 
+def check_flags(config: Any) -> None:
+    """Raises `ConfigError` unless every field that is true or false by default is either."""
+    for field in dataclasses.fields(config):
+        if isinstance(field.default, bool):
+            _FLAG.check(type(config).__name__, field.name, getattr(config, field.name))
+
+
+_FLAG = ArgumentKind("True or False", lambda x: isinstance(x, bool))
+
+
 def check_rate(config: object, field: str) -> None:
     """Raises `ConfigError` unless a field is a rate of dropout."""
     rate = getattr(config, field)
@@ -195,6 +205,7 @@ class ExpertConfig:
             ConfigError: a number is out of range, or a name is unknown.
         """
         check_at_least_one(self, ("count", "per_token", *(("width",) if self.width else ())))
+        check_flags(self)
         if self.per_token > self.count:
             raise ConfigError(
                 f"experts.per_token={self.per_token} is more than experts.count={self.count}: a "

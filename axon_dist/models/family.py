@@ -375,17 +375,17 @@ class Family:
         if not self.windows or not size or not data.get("use_sliding_window", True):
             return ()
         if self.windows == "all":
-            return (int(size),)
-        # A model of more layers is refused when its sizes are checked.
+            return (size,)
         kinds, count = data.get("layer_types"), min(data["num_hidden_layers"], 2**14)
         every, first = data.get("sliding_window_pattern"), data.get("max_window_layers", 0)
         if kinds is None:
             is_full = [(every and not (i + 1) % every) or i < first for i in range(count)]
         else:
-            if len(kinds) != count or {*kinds} - {"full_attention", "sliding_attention"}:
-                raise self._beyond(f"{count} layers of the kinds {kinds!r:.90}")
+            odd = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+            if odd or len(kinds) != count:
+                raise self._beyond(f"{count} layers of the kind {[*odd, kinds][0]!r:.90}")
             is_full = [kind == "full_attention" for kind in kinds]
-        each = tuple(0 if full else int(size) for full in is_full)
+        each = tuple(0 if full else size for full in is_full)
         if not any(each):
             return ()
         periods = ((each[:p], count // p, each[: count % p]) for p in range(1, count + 1))

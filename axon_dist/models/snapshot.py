@@ -169,8 +169,8 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
             return name, data, file
     known = ", ".join(row.model_type for row in FORMATS.values())
     raise UnsupportedError(
-        f"{str(file)!r} is of the family {kind!r}; those known here are {known}. Make the model "
-        "yourself, and give load_weights rules of your own"
+        f"{str(file)!r} is of the family {kind!r:.80}; those known here are {known}. Make the "
+        "model yourself, and give load_weights rules of your own"
     )
 
 
@@ -181,8 +181,8 @@ def _from_hub(row: Family, data: Mapping[str, Any], file: Path) -> TransformerCo
         if isinstance(error, AxonDistError):
             raise
         raise CheckpointError(
-            f"{str(file)!r} is no config of the family {row.model_type!r}: {error!r}; take that of "
-            "the snapshot as it was published"
+            f"{str(file)!r} is no config of the family {row.model_type!r}: {error!r:.200}; take "
+            "that of the snapshot as it was published"
         ) from error
 
 

@@ -26,6 +26,7 @@ from .config import (
     check_above_zero,
     check_at_least_one,
     check_choice,
+    check_flags,
     check_floats,
     check_rate,
 )
@@ -266,6 +267,7 @@ class TransformerConfig(Presets):
         sizes = ("vocab_size", "width", "num_layers", "num_heads", "max_length")
         check_at_least_one(self, (*sizes, "kv_heads", "key_size", "hidden_size"))
         self._check_heads()
+        check_flags(self)
         check_rate(self, "dropout")
         check_above_zero(self, ("norm_eps", "rope_theta", "rotary_fraction", "embedding_scale"))
         check_above_zero(self, tuple(n for n in _OPTIONAL if getattr(self, n) is not None))

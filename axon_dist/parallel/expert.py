@@ -105,8 +105,10 @@ def expert_parallel(
     Source: Lepikhin et al., GShard, arXiv:2006.16668; Fedus et al., Switch Transformers,
     arXiv:2101.03961.
     """
-    if capacity is not None and not 0 < capacity < math.inf:
-        raise ConfigError(f"capacity={capacity} must be above 0, such as 1.25; or None")
+    if capacity is not None and not 0 < capacity <= 1e6:
+        raise ConfigError(
+            f"capacity={capacity} must be above 0 and at most 1e6, such as 1.25; or None"
+        )
     policy = ByExperts(tuple(experts), axis)
     return Strategy(
         "expert",

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import optax
 from flax import nnx
 
+from ..core.checks import NUMBER, ArgumentKind, checked
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
 from ..nn import ParallelMode
@@ -181,6 +182,11 @@ def _expert(
     return expert_parallel(form, capacity, experts=suggest_plan(model).experts)
 
 
+@checked(
+    "diloco",
+    lr=ArgumentKind("a number from 1e-37 to 3e38", lambda x: NUMBER.holds(x) and 1e-37 <= x < 3e38),
+    momentum=ArgumentKind("a number in [0, 1)", lambda x: NUMBER.holds(x) and 0 <= x < 1),
+)
 def _diloco(
     model: nnx.Module,
     world: World,

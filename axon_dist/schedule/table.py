@@ -17,6 +17,7 @@ from .action import Action, Cell, Phase, dependencies
 
 _LABEL = len("device 10")
 _MARGIN = 6  # ticks shown on each side of a marked cell
+_MOST_ROWS, _LONGEST = 64, 40  # devices, and letters of a cell, where one is marked
 
 
 def cell_text(cell: Cell) -> str:
@@ -44,11 +45,13 @@ def render_grid(rows: Sequence[Sequence[Cell]], marks: Collection[tuple[int, int
     """
     ticks = _window(max(map(len, rows), default=0), marks)
     header = [str(tick) for tick in ticks]
-    body = [[_entry(rows, device, tick, marks) for tick in ticks] for device in range(len(rows))]
-    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
     marked = {device for device, _ in marks}
+    # An error about one of very many devices shows that one.
+    shown = sorted(marked) if marks and len(rows) > _MOST_ROWS else range(len(rows))
+    body = [[_entry(rows, device, tick, marks) for tick in ticks] for device in shown]
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
     lines = [_line("tick", header, widths)]
-    for device, entries in enumerate(body):
+    for device, entries in zip(shown, body, strict=True):
         pointer = "  <-- here" if device in marked else ""
         lines.append(_line(f"device {device}", entries, widths) + pointer)
     return "\n".join(lines)
@@ -72,6 +75,7 @@ def _entry(
 ) -> str:
     cell = rows[device][tick] if tick < len(rows[device]) else ()
     text = cell_text(cell) or "."
+    text = f"{text[:_LONGEST]}..." if marks and len(text) > _LONGEST else text
     return f"[{text}]" if (device, tick) in marks else text
 
 
@@ -160,8 +164,8 @@ def infer_placement(rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
             devices = f"devices {sorted(homes)}" if homes else "no device"
             raise ScheduleError(
                 f"stage {stage} of 0..{max(first_ticks)} runs on {devices}. A stage must live on "
-                "exactly one device; number the stages through the whole model, without gaps.\n"
-                + render_grid(rows, list(homes.items()))
+                "exactly one device; number the stages through the whole model, without gaps."
+                + (f"\n{render_grid(rows, list(homes.items()))}" if homes else "")
             )
     return tuple(next(iter(first_ticks[stage])) for stage in range(1 + max(first_ticks)))
 

@@ -105,7 +105,7 @@ def test_a_key_that_stands_a_level_too_high():
 
 
 def test_what_only_python_can_say():
-    with pytest.raises(ConfigError, match=r"^x: got 3, but only Python code can set this; leave"):
+    with pytest.raises(ConfigError, match=r"^x: got 3, but only Python can set this; leave"):
         read(object, 3, "x")
 
 

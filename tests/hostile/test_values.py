@@ -349,6 +349,14 @@ ONE_BY_ONE = {
     "width of None": lambda: axon_dist.models.TransformerConfig(width=None).validate(),
     "dropout of a text": lambda: axon_dist.models.TransformerConfig(dropout="0.1").validate(),
     "theta of a text": lambda: axon_dist.models.TransformerConfig(rope_theta="1").validate(),
+    "a flag of a text": lambda: axon_dist.models.TransformerConfig(tied_head="no").validate(),
+    "a flag of a number": lambda: axon_dist.models.TransformerConfig(gated=1).validate(),
+    "program of a number": lambda: axon_dist.inspect.flops(3),
+    "calls without end": lambda: axon_dist.train.time_step(len, 10**12),
+    "attention of rows": lambda: axon_dist.nn.softmax_attention(STACKED, STACKED, STACKED),
+    "an axis of nowhere": lambda: axon_dist.nn.ring_attention(
+        *[jnp.ones((1, 4, 2, 8))] * 3, "cp", True
+    ),
     "MLP of a text": lambda: axon_dist.models.MLP("34", rngs=nnx.Rngs(0)),
     "MLP of one": lambda: axon_dist.models.MLP((3,), rngs=nnx.Rngs(0)),
     "MLP of halves": lambda: axon_dist.models.MLP((3, 2.5), rngs=nnx.Rngs(0)),
@@ -398,7 +406,7 @@ def test_one_by_one(name):
     "text",
     ["{}", "[1]", '{"model_type": "bert"}', '{"model_type": "llama"}',
      '{"model_type": "llama", "hidden_size": "a"}', '{"model_type": "gpt2", "n_embd": null}',
-     '{"model_type": ["llama"]}'],
+     '{"model_type": ["llama"]}', f'{{"model_type": "{"x" * 5000}"}}'],
 )  # fmt: skip
 def test_configs_of_a_hub(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
