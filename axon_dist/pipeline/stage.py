@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..core.compat import inner_programs
+from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import Piece, as_it_lies, cut
-from ..jaxpr.walk import depends_on, needed_for, opened, struct_of
+from ..jaxpr.walk import depends_on, interpret, needed_for, opened, struct_of
 
 
 class Wire(NamedTuple):
@@ -284,11 +284,15 @@ class DividedBackward:
             program: what the stage computes, for whose weights and inputs gradients are made.
             at: operands, arrays or shapes.
             cotangents: gradients of the floats of its output, arrays or shapes.
-            keeps_wire: whether the input, too, is handed over; else it is given to each part.
+            keeps_wire: whether the input, too, is handed over; else it is given to each part, and
+                the forward part runs right before the input gradient.
 
         Returns:
             The three parts.
         """
+        if not keeps_wire:
+            # Blocks that are recomputed would be run twice in one branch, which XLA undoes.
+            program = dataclasses.replace(program, middle=_kept_whole(program.middle))
 
         def whole(at: StageOperands, cotangents: list[Array]) -> tuple[Wire, list, PyTree]:
             y, pull = pull_back(program, at)
@@ -366,6 +370,22 @@ class DividedBackward:
     def _known(self, at: StageOperands, cotangents: list[Array] | None = None) -> dict[Var, Array]:
         values = jax.tree.leaves((at, cotangents or []))
         return self.consts | dict(zip(self.inputs, values, strict=False))
+
+
+def _kept_whole(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """The function without its checkpoints."""
+
+    def run(*args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+
+        def enters(equation: JaxprEqn) -> bool:
+            return equation.primitive.name in CALLS | REMATS
+
+        values = jax.tree.leaves(args)
+        found = interpret(closed.jaxpr, closed.consts, values, eval_equation, enters=enters)
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return run
 
 
 def _light(

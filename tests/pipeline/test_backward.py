@@ -1,5 +1,7 @@
 """Three parts of one program: equal to `jax.vjp`, and no product computed twice."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,9 +46,10 @@ def test_equals_the_whole_backward_pass(keeps_wire):
     jax.tree.map(close, (y, inputs, weights), (want_y, want.inputs, want.weights))
 
 
-def test_every_part_has_a_product_per_layer():
+@pytest.mark.parametrize("layers", [two_layers, jax.checkpoint(two_layers)])
+def test_every_part_has_a_product_per_layer(layers):
     at, seed = operands()
-    parts = DividedBackward.of(PROGRAM, at, seed)
+    parts = DividedBackward.of(dataclasses.replace(PROGRAM, middle=layers), at, seed)
     halves = [parts.forward_part, parts.input_part, parts.weight_part]
     assert [products(half) for half in halves] == [2, 2, 2]
 
