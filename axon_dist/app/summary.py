@@ -75,6 +75,8 @@ def _decay_line(run: Run) -> str | None:
     optimizer = run.config.optimizer
     if not isinstance(optimizer, Decaying) or optimizer.decay == "all":
         return None
+    if optimizer.weight_decay == 0:
+        return None
     decays = [flag for _, flag in leaves_with_paths(matrices(run.step.parts.params))]
     return (
         f"weight decay {optimizer.weight_decay:g} on {sum(decays)} of {len(decays)} parameters, "
