@@ -205,7 +205,7 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
         return None
     if model.has_special_scores:
         return (
-            "attention: einsum, whose scores of all pairs lie in memory: fused kernels neither cap "
+            "attention: einsum, which stores the scores of all pairs: fused kernels neither cap "
             "scores nor have windows by layer; max_length within the windows needs none"
         )
     rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]
