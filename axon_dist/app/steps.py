@@ -17,7 +17,6 @@ from flax.traverse_util import empty_node, flatten_dict
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
-from axon_dist.core.words import plural
 from axon_dist.inspect import bytes_per_device, memory
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, is_on_paper, self_test
@@ -194,7 +193,7 @@ def _check_batch(config: RunConfig, step: TrainStep) -> None:
     if batch % divisor:
         raise ConfigError(
             f"train.global_batch: got {batch} samples, which do not divide over mesh "
-            f"{step.world.spec} and {plural(step.layout.num_microbatches, 'microbatch')}; "
+            f"{step.world.spec} with num_microbatches={step.layout.num_microbatches}; "
             f"make it a multiple of {divisor}, such as {-(-batch // divisor) * divisor}"
         )
 

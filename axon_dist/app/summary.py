@@ -75,6 +75,8 @@ def _decay_line(run: Run) -> str | None:
     optimizer = run.config.optimizer
     if not isinstance(optimizer, Decaying) or optimizer.decay == "all":
         return None
+    if optimizer.weight_decay == 0:
+        return None
     decays = [flag for _, flag in leaves_with_paths(matrices(run.step.parts.params))]
     return (
         f"weight decay {optimizer.weight_decay:g} on {sum(decays)} of {len(decays)} parameters, "
@@ -203,7 +205,7 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
         return None
     if model.has_special_scores:
         return (
-            "attention: einsum, whose scores of all pairs lie in memory: fused kernels neither cap "
+            "attention: einsum, which stores the scores of all pairs: fused kernels neither cap "
             "scores nor have windows by layer; max_length within the windows needs none"
         )
     rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]

@@ -315,8 +315,8 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
     caption = f"{name} per device, and sent per step; x: microbatches; half of peak FLOP/s assumed"
     caption += "; compiled: of the program that would run" * is_measured
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
-    # Where columns are added, long names are folded and no number is cut.
-    table.add_column("plan", no_wrap=not is_measured)
+    # Where there is no room, long names are folded and no number is cut.
+    table.add_column("plan")
     headers = ("state", "temp", "peak", "fit", "sent", "step")
     for header in (*headers, *(("compiled peak", "sent") if is_measured else ())):
         table.add_column(header, justify="right", no_wrap=header != "compiled peak")

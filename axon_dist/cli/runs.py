@@ -34,6 +34,7 @@ from axon_dist.app import (
 from axon_dist.app.verify import SPREAD
 from axon_dist.config import RunConfig, describe, load_config, to_markdown, to_text
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import as_place
 from axon_dist.core.words import plural, printable
 from axon_dist.launch import INTERRUPTED
 from axon_dist.mesh import process_index
@@ -156,7 +157,8 @@ def export(arguments: argparse.Namespace) -> int:
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page, and prints where."""
     page = report_page(arguments.run, arguments.compare)
-    out = arguments.out or Path(arguments.run).expanduser() / "report.html"
+    place = as_place(arguments.run, "the run")
+    out = arguments.out or (place if isinstance(place, Path) else Path()) / "report.html"
     check_output("--out", out)
     write_output("--out", out, page)
     _print(f"report: {out}")

@@ -226,7 +226,7 @@ VERBS: tuple[Verb, ...] = (
             default=[],
             metavar="RUN2",
         ),
-        _file("--out", "the page; report.html in the run by default"),
+        _file("--out", "the page; report.html in the run, or here if that is in a bucket"),
         examples=("axon report runs/a", "axon report runs/a --compare runs/b --out both.html"),
     ),
     _verb(

@@ -331,9 +331,10 @@ class Fields:
             option = next(o for o, f in (("prompt", self.prompt), ("text", self.text)) if f == name)
             option = "response" if self.prompt and option == "text" else option
             what = f"has {text!r:.60} under" if name in record else "has no field"
+            pair = "data.prompt and data.response, or " * (option == "text")
             raise ConfigError(
                 f"{where} {what} {name!r}, which must be a text; set "
-                f"data.{option}.{did_you_mean(name, record)}"
+                f"{pair}data.{option}.{did_you_mean(name, record)}"
             )
         _utf8(text, where)
         return text

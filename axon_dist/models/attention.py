@@ -212,7 +212,7 @@ def describe_attention(
 
     Example:
         >>> describe_attention("einsum", "tpu", "bfloat16", (1024, 2, 64))
-        'einsum, whose scores of all pairs lie in memory, as asked for: "auto" takes a fused kernel'
+        'einsum, which stores the scores of all pairs, as asked for: "auto" takes a fused kernel'
     """
     length, heads, size = shape
     kernel = {"gpu": "cudnn", "tpu": "flash"}.get(platform)
@@ -239,7 +239,7 @@ def describe_attention(
 
 _NAMES = MappingProxyType(
     {
-        "einsum": "einsum, whose scores of all pairs lie in memory",
+        "einsum": "einsum, which stores the scores of all pairs",
         "tiles": "plain products, whose scores lie in memory a tile at a time",
         "cudnn": "the fused kernel of cuDNN",
         "flash": "the fused kernel for TPUs (splash attention)",

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from axon_dist.app import evaluate, export_run, report_page, train
+from axon_dist.app import evaluate, export_run, train
 from axon_dist.app.lock import LEASE, Lease
+from axon_dist.cli.main import main
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_place
@@ -60,7 +61,9 @@ def test_what_a_run_leaves_in_a_bucket(config, store, tiny):
 
 
 @pytest.mark.full
-def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_and_is_read(config, store, tmp_path):
+def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_and_is_read(
+    config, store, tmp_path, monkeypatch
+):
     whole = train(config(tmp_path / "whole"))
     store.faults = 0.1
     address = "gs://bucket/run"
@@ -83,7 +86,9 @@ def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_and_is_read(config, store, t
     assert str(found.checkpoint) == f"{address}/checkpoints/step_00000006"
     assert found.metrics == expected.metrics
     assert export_run(address, tmp_path / "out.safetensors", step=6)
-    assert "final validation loss" in report_page(address)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", address]) == 0
+    assert "final validation loss" in (tmp_path / "report.html").read_text()
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(config, tmp_path):

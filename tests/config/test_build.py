@@ -70,8 +70,8 @@ def test_the_world_takes_what_there_is_without_emulation():
         (
             {"train": {"global_batch": 12}},
             ConfigError,
-            r"train.global_batch: got 12 samples, which do not divide over mesh dp=8 and "
-            r"1 microbatch; make it a multiple of 8, such as 16",
+            r"train.global_batch: got 12 samples, which do not divide over mesh dp=8 with "
+            r"num_microbatches=1; make it a multiple of 8, such as 16",
         ),
         ({"train": {"global_batch": 8, "accumulate": 2}}, ConfigError, r"a multiple of 16, such a"),
         (

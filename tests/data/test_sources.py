@@ -291,7 +291,7 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
         ('{"text": "a"}\n\n{"text": 3}\n', {}, r"a.jsonl:3 has 3 under 'text', which must be a te"),
         ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is no JSON .*: correct or remove it"),
         ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 holds \[1\], which must be an object with field"),
-        ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* set data.text. Did you mean"),
+        ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* or data.text. Did you mean"),
         ("\n \n", {}, r"a.jsonl holds no record; give files with records"),
         ('{"text": ""}\n{"text": ""}', {}, r"none of 1 documents has from 2 to 9 tokens"),
         ("", {"prompt": "q"}, r"data.prompt='q' and data.response=None: name both fields"),

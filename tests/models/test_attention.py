@@ -145,10 +145,10 @@ def test_every_form_has_a_name():
 def test_what_runs_is_told_with_what_would_fuse_it(monkeypatch):
     shape = 1024, 4, 64
     assert describe_attention("auto", "cpu", "float32", shape) == (
-        "einsum, whose scores of all pairs lie in memory: there is no fused kernel for CPUs"
+        "einsum, which stores the scores of all pairs: there is no fused kernel for CPUs"
     )
     told = describe_attention("auto", "gpu", "float32", shape)
-    assert told.startswith("einsum, whose scores of all pairs lie in memory, for cudnn cannot run:")
+    assert told.startswith("einsum, which stores the scores of all pairs, for cudnn cannot run:")
     assert "precision bf16" in told
     assert describe_attention("auto", "tpu", "float32", shape).startswith(
         "the fused kernel for TPU"
