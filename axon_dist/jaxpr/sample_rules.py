@@ -248,7 +248,7 @@ def _select(op: Operation, values: list[Value]) -> Value:
         return beside
     if beside.is_constant or beside.is_rows:
         return aligned([which, beside], beside.scale)
-    raise Coupling("puts a total over the samples together with each of them")
+    raise Coupling(Why.EACH)
 
 
 def _iota(op: Operation, values: list[Value]) -> Value:

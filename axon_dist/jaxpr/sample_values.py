@@ -69,6 +69,7 @@ class Why(enum.StrEnum):
         "what weighs nothing is a loss of 0"
     )
     PRODUCT = "multiplies or divides totals over the samples"
+    EACH = "puts a total over the samples together with each of them"
     NUMBERS = (
         "numbers the samples, and what is first in a part of a batch is not first in the whole"
     )
@@ -247,7 +248,7 @@ def _plus_special(left: Value, right: Value, kinds: set[Kind], is_alike: bool) -
         ratio = left if left.kind is Kind.RATIO else right
         if is_alike and {left.over, right.over} <= {ratio.over, 0}:
             return ratio
-    raise Coupling("puts a total over the samples together with each of them")
+    raise Coupling(Why.EACH)
 
 
 def times(left: Value, right: Value) -> Value:
@@ -292,7 +293,7 @@ def _scaled(value: Value, scale: float) -> Value:
 
 def _product(left: Value, right: Value) -> str:
     each = left.is_rows or right.is_rows
-    return "puts a total over the samples together with each of them" if each else Why.PRODUCT
+    return Why.EACH if each else Why.PRODUCT
 
 
 def _one_scale(*values: Value) -> float:

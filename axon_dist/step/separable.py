@@ -291,11 +291,10 @@ class Separator:
     def _check_related(self, use: SampleUse, part: int, whole: int, ranks: int) -> None:
         """Raises where the loss or a metric of the whole batch does not follow from the parts'."""
         count = self._microbatches
-        statistics = [
-            path for path, found in use.buffers.items() if self._is_statistic(path, found)
-        ]
-        if statistics and not use.loss.is_separable:
-            warn_of_parts(statistics[0], count)
+        means = [path for path in use.buffers if self._is_mean(path, use)]
+        if means and use.loss.why == Why.EACH:
+            # What a normalisation by the statistics of a batch does, and no comparison of samples.
+            warn_of_parts(means[0], count, use.loss.place)
             return
         if use.loss.kind is Use.COUPLED:
             raise UnsupportedError(
@@ -317,6 +316,9 @@ class Separator:
                     "of such numbers; or use one microbatch; or build_train_step(separable=True) "
                     "for the mean over the parts"
                 )
+
+    def _is_mean(self, path: Path, use: SampleUse) -> bool:
+        return self._is_statistic(path, use.buffers[path]) and use.buffers[path].is_separable
 
     def _is_statistic(self, path: Path, found: OutputUse) -> bool:
         shapes = dict(leaves_with_paths(self._parts.arguments[1]))

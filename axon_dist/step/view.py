@@ -363,10 +363,10 @@ def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
         warn_of_parts("/".join(map(str, found[0])) or type(model).__name__, num_microbatches)
 
 
-def warn_of_parts(path: Path, num_microbatches: int) -> None:
+def warn_of_parts(path: Path, num_microbatches: int, place: str = "") -> None:
     """Warns of statistics, by their path, of one microbatch and not of the whole batch."""
     warn(
-        f"BatchNorm at {path!r} takes its statistics of each of {num_microbatches} "
+        f"BatchNorm at {path!r}{place} takes its statistics of each of {num_microbatches} "
         "microbatches, and one device would take them of the whole batch: losses and weights "
         "differ from one device's. Use one microbatch, a normalisation of each sample such as "
         "nnx.LayerNorm, or freeze the statistics with use_running_average=True"

@@ -329,3 +329,45 @@ def test_a_count_of_samples_is_not_read_between_microbatches(read, change, words
     with pytest.raises(UnsupportedError, match=words):
         build()
     build(separable=False)
+
+
+class Normed(nnx.Module):
+    """Centres its samples by their mean, or by the mean that it has seen."""
+
+    def __init__(self, own=False):
+        self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.own, self.mean = own, nnx.BatchStat(jnp.zeros(4))
+
+    def __call__(self, x):
+        seen, mean = self.mean[...], x.mean(0)
+        self.mean[...] = 0.9 * seen + 0.1 * mean
+        return self.layer(x - (mean if self.own else seen))
+
+
+OF_SAMPLES = {
+    "pairs": (lambda y: jnp.mean(jax.nn.logsumexp(y @ y.T, -1)), "multiplies every sample with ev"),
+    "hardest": (lambda y: jax.lax.top_k(y[:, 0], 2)[0].mean(), "along the samples"),
+    "turned": (lambda y: jnp.mean((y - y[::-1]) ** 2), "reverses the order"),
+    "mean": (lambda y: jnp.mean(y**2), ""),
+}
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_statistics_excuse_no_loss_that_compares_samples(name, recwarn):
+    loss, words = OF_SAMPLES[name]
+
+    def build(own):
+        batch, loss_fn = {"x": np.ones((8, 4), np.float32)}, lambda m, b: loss(m(b["x"]))
+        make, world = lambda: Normed(own), World.emulate(2)
+        return build_train_step(
+            make, optax.sgd(0.1), loss_fn, ddp(), world, accumulate=2, batch=batch
+        )
+
+    if words:
+        with pytest.raises(UnsupportedError, match=rf"the loss .*{words}.*\(test_separable.py:"):
+            build(own=False)
+        return
+    build(own=False)
+    assert not recwarn.list
+    build(own=True)
+    assert "BatchNorm at 'mean' (test_separable.py:" in str(recwarn.pop(UserWarning).message)
