@@ -354,12 +354,12 @@ def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
 
 
 def parting(jaxprs: tuple[Jaxpr, Jaxpr]) -> str:
-    """The line where two programs part."""
-    for one, two in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=False):
-        if one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
-            return source_line(one)
-    longer = max(jaxprs, key=lambda jaxpr: len(jaxpr.eqns))
-    return source_line(longer.eqns[-1])
+    """The line where two programs part, of the longer one: it has what the other lacks."""
+    at = max((0, 1), key=lambda number: len(jaxprs[number].eqns))
+    for pair in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=False):
+        if pair[0].primitive.name != pair[1].primitive.name or not have_one_form(*pair, "invars"):
+            return source_line(pair[at])
+    return source_line(jaxprs[at].eqns[-1])
 
 
 RESIZED = "with sizes that follow from the number of samples"

@@ -292,8 +292,7 @@ def _scaled(value: Value, scale: float) -> Value:
 
 
 def _product(left: Value, right: Value) -> str:
-    each = left.is_rows or right.is_rows
-    return Why.EACH if each else Why.PRODUCT
+    return Why.EACH if left.is_rows or right.is_rows else Why.PRODUCT
 
 
 def _one_scale(*values: Value) -> float:

@@ -1,4 +1,4 @@
-"""What keeps a compiled pipeline from waiting forever: the deadlock guard."""
+"""What a step must not be: a pipeline that waits forever, a program of values that do not exist."""
 
 from __future__ import annotations
 
@@ -64,6 +64,26 @@ class DeadlockGuard:
             UnsupportedError: as `trace`.
         """
         return self.trace(*args).lower()
+
+
+ESCAPED = (
+    "a value that a block computes is kept outside of the model, as in a list to which each call "
+    "appends, and read there by the loss: a block is a program of its own, out of which nothing "
+    "comes but what it returns. Return the value beside the block's result, or keep it in an "
+    "attribute of the block made by nnx.data, which the loss reads"
+)
+
+
+def trace(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Traced:
+    """Traces a jitted function.
+
+    Raises:
+        UnsupportedError: when it reads values of other traces, as hidden arguments.
+    """
+    traced = jitted.trace(*arguments)
+    if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(arguments)):
+        raise UnsupportedError(ESCAPED)
+    return traced
 
 
 def jit_of(spec: StepSpec) -> Function:

@@ -171,8 +171,7 @@ class Separator:
             return Separation(self._loss_fn, per_rank)
         why, is_needed = "", bool(asked) or self._microbatches > 1
         sizes = samples // ranks, whole
-        use = self._use(batch, sizes, ranks)
-        found = self._in_sums(batch, sizes, ranks, use) if is_needed else None
+        use, found = self._related(batch, sizes, ranks, is_needed)
         if use.failure and self._microbatches > 1:
             # What all ranks together cannot compute either has another way out.
             self._use(batch, (samples, whole), 1)
@@ -182,8 +181,7 @@ class Separator:
             ranks, sizes = 1, (samples, whole)
             if samples == whole:
                 return Separation(self._loss_fn, False, why)
-            use = self._use(batch, sizes, 1)
-            found = self._in_sums(batch, sizes, 1, use)
+            use, found = self._related(batch, sizes, 1)
         self._check_buffers(self.program(batch, whole))
         self._check_counts(batch, sizes, ranks, use)
         means = self._means(use) if found is not None or use.loss.is_separable else frozenset()
@@ -197,6 +195,20 @@ class Separator:
         averaged = use.coupled if is_averaged else ""
         loss_fn = in_parts(self._loss_fn, use)
         return Separation(loss_fn, per_rank and not why, why, averaged, means=means)
+
+    def _related(
+        self, batch: Batch, sizes: tuple[int, int], ranks: int, in_sums: bool = True
+    ) -> tuple[SampleUse, Separation | None]:
+        """What the loss is to the samples; and how it is computed of sums, if it is."""
+        use = self._use(batch, sizes, ranks)
+        found = self._in_sums(batch, sizes, ranks, use) if in_sums else None
+        metrics = {name: one for name, one in use.metrics.items() if one.is_separable}
+        if in_sums and found is None and not use.loss.is_separable and metrics != use.metrics:
+            alone = dataclasses.replace(use, metrics=metrics)
+            if self._in_sums(batch, sizes, ranks, alone) is not None:
+                # Not the loss is what is to be told of, but the metric that keeps it from sums.
+                use = dataclasses.replace(use, loss=OutputUse(Use.MEAN))
+        return use, found
 
     def _in_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse
@@ -213,20 +225,21 @@ class Separator:
             return None
         loss_fn: Any = OfSums(in_parts(self._loss_fn, use), frozenset(names))
         traces = Traces(self._parts, loss_fn, self._adapted(self._is_apart(ranks)))
-        of_sums = traces.use(batch, sizes)
-        numbers = (of_sums.loss, *of_sums.metrics.values())
+        of_sums, whole = traces.use(batch, sizes), traces.of(batch, sizes[1])
+        sums = [sum_name(number) for number in range(len(whole.ending.sums))]
+        asked = {n: x for n, x in of_sums.metrics.items() if n in use.metrics or n in sums}
+        of_sums = dataclasses.replace(of_sums, metrics=asked)
+        numbers = (of_sums.loss, *asked.values())
         is_lost = ranks > 1 and self._obstacle(of_sums) != ""
         if is_lost or not all(found.is_separable for found in numbers):
             return None
-        whole = traces.of(batch, sizes[1])
         completion = LossEnding(whole.ending, loss_fn)
-        sums = [of_sums.metrics[sum_name(n)] for n in range(len(whole.ending.sums))]
-        if any(found.kind is Use.WEIGHTED for found in sums):
+        if any(asked[name].kind is Use.WEIGHTED for name in sums):
             return None
         leads = completion.leads(functools.partial(self._moves, whole)) if LOSS in names else ()
         if leads is None:
             return None
-        factors = tuple(found.factor for found in sums)
+        factors = tuple(asked[name].factor for name in sums)
         chosen: Any = dataclasses.replace(loss_fn, leads=leads, factors=factors)
         return Separation(chosen, True, complete=dataclasses.replace(completion, loss_fn=chosen))
 

@@ -22,7 +22,7 @@ from ..mesh import agree, digest, is_on_paper
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
 from .global_view import evaluation, means
-from .guards import jit_of
+from .guards import ESCAPED, jit_of, trace
 from .replicas import separation_of, shared_metrics
 from .separable import Separation
 from .spec import StepSpec
@@ -188,6 +188,9 @@ class TrainStep:
             if self.spec.batch is None:
                 error.args = (f"{error}. build_train_step(batch=...) says so at build",)
             raise
+        except jax.errors.UnexpectedTracerError as error:
+            told = f"{ESCAPED}. build_train_step(batch=...) says so at build"
+            raise UnsupportedError(told) from error
         if self._outer_steps:
             metrics = self._report(metrics)
             for number in self.form.due(taken + 1):
@@ -330,7 +333,7 @@ class TrainStep:
             leaves of the state first, which it returns first, then those of the batch.
         """
         arguments = self._arguments(batch, 1)
-        return self._step.trace(*arguments).jaxpr, jax.tree.leaves(arguments)
+        return trace(self._step, arguments).jaxpr, jax.tree.leaves(arguments)
 
     def outer_step_programs(self) -> tuple[tuple[Any, list[jax.ShapeDtypeStruct]], ...]:
         """Traces what follows the steps after which replicas synchronize; one program a fragment.
@@ -355,7 +358,7 @@ class TrainStep:
             AxonDistError: about what the step cannot do with such a batch.
         """
         if is_on_paper(self.world):
-            self._step.trace(*self._arguments(batch, 1))
+            trace(self._step, self._arguments(batch, 1))
         else:
             self._lower(batch, 1)
 
@@ -364,7 +367,7 @@ class TrainStep:
         self._lower(batch, self.layout.num_processes)
 
     def _lower(self, batch: Batch, num_processes: int) -> jax.stages.Lowered:
-        traced = self._step.trace(*self._arguments(batch, num_processes))
+        traced = trace(self._step, self._arguments(batch, num_processes))
         try:
             return traced.lower()
         except Exception as error:

@@ -164,6 +164,34 @@ def test_an_array_where_the_module_had_none_is_refused(make_world):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("way", ["fsdp", "pipeline"])
+def test_a_value_kept_outside_of_the_model_is_refused(make_world, way):
+    kept = []
+
+    class Collects(Block):
+        def scale(self, x, flag):
+            kept.append(x)
+            return 1.0
+
+    def loss_fn(model, batch):
+        kept.clear()
+        return jnp.mean(model(batch["x"])) + sum(jnp.mean(x) for x in kept)
+
+    def build(batch):
+        mesh, strategy, _ = WAYS[way]
+        return build_train_step(
+            lambda: Net(Collects), optax.sgd(1.0), loss_fn, strategy(), make_world(mesh),
+            batch=batch,
+        )  # fmt: skip
+
+    words = r"kept outside of the model, as in a list.*nnx\.data"
+    with pytest.raises(UnsupportedError, match=words):
+        build(BATCH)
+    step = build(None)
+    with pytest.raises(UnsupportedError, match=words + r".*\(batch=\.\.\.\) says so at build"):
+        step(step.init(), BATCH)
+
+
 class Leaves(nnx.Module):
     """Leaves an array behind in a plain attribute, a list, a dict and a list within a dict."""
 

@@ -374,3 +374,15 @@ def test_statistics_excuse_no_loss_that_compares_samples(name, recwarn):
     assert not recwarn.list
     build(own=True)
     assert "BatchNorm at 'mean' (test_separable.py:" in str(recwarn.pop(UserWarning).message)
+
+
+@pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=64)], ids=["ddp", "buckets"])
+def test_a_loss_of_sums_is_not_blamed_for_a_metric(strategy):
+    case = CASES["mlp"]
+
+    def loss_fn(model, batch):
+        squares = (model(batch["x"]) - batch["y"]) ** 2
+        return jnp.sqrt(jnp.mean(squares)), {"spread": jnp.std(squares[:, 0])}
+
+    with pytest.raises(UnsupportedError, match=r"the metric 'spread' .*\(test_separable.py:"):
+        split_in(2, loss_fn, strategy=strategy).separation(case.batch(0))
