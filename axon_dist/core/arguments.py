@@ -107,8 +107,8 @@ def checked(
 
         @functools.wraps(function)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            compare(args, kwargs)
             try:
+                compare(args, kwargs)
                 return function(*args, **kwargs)
             except AxonDistError:
                 raise
@@ -208,14 +208,14 @@ _TRACED = (
 _UNLIKE = "got trees of different structures: {}; give trees with the same keys and containers"
 _UNBOUND = "needs its mesh axis ({}): call it within jax.shard_map, or group.spmd(function)"
 _COMPUTING = {
-    *("collectives", "data", "inspect", "mesh", "models", "nn", "ops", "optim", "planner"),
-    *("schedule", "sharding"),
+    *("collectives", "core", "data", "inspect", "jaxpr", "mesh", "models", "nn", "ops", "optim"),
+    *("planner", "schedule", "sharding"),
 }
 """Rooms in which all that can fail is what somebody has called them with."""
 
 _OF_VALUES = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError)
 _LIBRARIES = {
-    *("axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", "opt_einsum"),
+    *("axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", "opt_einsum", "grain"),
     *sys.stdlib_module_names,
 }
 

@@ -448,7 +448,7 @@ def estimate(
 
 
 def measure(
-    strategy: Strategy, params: PyTree, grads: PyTree, opt_state: PyTree
+    strategy: Strategy, params: ArrayTree, grads: ArrayTree, opt_state: ArrayTree
 ) -> FSDPMemoryStats:
     """Bytes per device as they are: the shards that the fullest device holds.
 
