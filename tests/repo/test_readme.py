@@ -67,7 +67,7 @@ PROMISES = {
         "contracts/test_draws.py::test_statistics_of_microbatches_are_told_of",
         "contracts/test_pipelines.py::test_statistics_outside_blocks_are_told_of",
     ],
-    "is a function of sums over the samples": [
+    "and a loss of one such sum": [
         "contracts/test_samples.py::test_metrics_are_those_of_the_whole_batch",
         "contracts/test_samples.py::test_equals_one_device_or_says_what_couples_the_samples",
         "contracts/test_samples.py::test_a_metric_that_couples_samples_is_not_averaged",
