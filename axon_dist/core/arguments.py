@@ -233,7 +233,9 @@ def _explain(
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
-    if not rooms <= _LIBRARIES:
+    # A layer of Flax fails over what the user's model is, and says so itself.
+    of_layers = (str(f.f_globals.get("__name__")) for f in frames if f.f_code.co_name == "__call__")
+    if not rooms <= _LIBRARIES or any(name.startswith("flax.") for name in of_layers):
         return
     kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())[:300]
     is_of_tracers = not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError"))

@@ -188,7 +188,7 @@ def _expert(
     momentum=ArgumentKind("a number in [0, 1)", lambda x: NUMBER.holds(x) and 0 <= x < 1),
 )
 def _diloco(
-    model: nnx.Module,
+    model: Any,
     world: World,
     every: int,
     lr: float = 0.7,

@@ -48,7 +48,9 @@ ROWS = {
         "norm": "rms_plus_one", "norms": "both", "qk_norm": "head", "windows": (4, 4, 0),
         "local_rope_theta": 50.0, "rope_scaling": RopeScaling("linear", 3.0),
     },
-    "olmo 2": {"norms": "after", "qk_norm": "all"},
+    # With a small eps a norm of small outputs multiplies rounding: the loss of one device itself
+    # moves by 5e-5 between optimisation levels of XLA.
+    "olmo 2": {"norms": "after", "qk_norm": "all", "norm_eps": 0.1},
     "mistral": {"windows": (5,), "qkv_bias": True, "rotary_fraction": 0.5},
     "llama 3": {"rope_scaling": RopeScaling("llama3", 8.0, 16)},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 16, 1.0, 32.0)},
