@@ -142,7 +142,7 @@ def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, J
     for name in parallel:
         if name not in STRATEGIES:
             hint = did_you_mean(_OTHER_NAMES.get(name.lower(), name), STRATEGIES)
-            raise ConfigError(f"parallel.{name}: there is no such strategy.{hint}")
+            raise ConfigError(f"parallel.{name:.80}: there is no such strategy.{hint}")
     return {
         name: read_options(
             options_of(STRATEGIES[name]), given, f"parallel.{name}", "option", _says_missing

@@ -78,8 +78,8 @@ class TextSource:
             )
         if self.validation_files and not self.files:
             raise ConfigError(
-                f"data.validation_files={self.validation_files} without data.files: name the "
-                "training files as well."
+                f"data.validation_files={self.validation_files!s:.80} without data.files: name "
+                "the training files as well."
             )
 
     @property

@@ -194,7 +194,7 @@ def _parse_axis(part: str, text: str) -> tuple[str, int]:
         return name.strip(), int(size)
     except ValueError:
         raise MeshError(
-            f"cannot read {part.strip()!r} in mesh {text!r}; write axes as name=size, "
+            f"cannot read {part.strip()!r:.80} in mesh {text!r:.80}; write axes as name=size, "
             "separated by commas: 'dp=4,tp=2'"
         ) from None
 

@@ -219,4 +219,4 @@ class ExpertConfig:
                 )
         if self.balance_per not in BALANCE:
             hint = did_you_mean(self.balance_per, BALANCE)
-            raise ConfigError(f"experts.balance_per={self.balance_per!r} is not known.{hint}")
+            raise ConfigError(f"experts.balance_per={self.balance_per!r:.80} is not known.{hint}")

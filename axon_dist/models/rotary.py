@@ -61,7 +61,7 @@ class RopeScaling:
         """
         if self.kind not in ROPE_SCALINGS:
             hint = did_you_mean(self.kind, ROPE_SCALINGS)
-            raise ConfigError(f"rope_scaling.kind={self.kind!r} is no kind of scaling.{hint}")
+            raise ConfigError(f"rope_scaling.kind={self.kind!r:.80} is no kind of scaling.{hint}")
         numbers = ("factor", "low", "high")
         if self.attention_factor is not None:
             numbers += ("attention_factor",)

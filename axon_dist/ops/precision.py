@@ -79,14 +79,14 @@ class MixedPrecision:
             object.__setattr__(self, name, dtype)
         object.__setattr__(self, "skip", tuple(self.skip))
         if self.products not in (None, "fp8"):
-            raise ConfigError(f"products is {self.products!r}; it must be 'fp8', or None")
+            raise ConfigError(f"products is {self.products!r:.80}; it must be 'fp8', or None")
         if self.skip and self.products is None:
             raise ConfigError(
-                f"skip={self.skip} names layers that fp8 leaves out, and products is None; say "
-                "products='fp8', or leave skip out"
+                f"skip={self.skip!s:.80} names layers that fp8 leaves out, and products is None; "
+                "say products='fp8', or leave skip out"
             )
         if self.gather not in (None, "fp8"):
-            raise ConfigError(f"gather is {self.gather!r}; it must be 'fp8', or None")
+            raise ConfigError(f"gather is {self.gather!r:.80}; it must be 'fp8', or None")
         if self.gather is not None and self.products is None:
             raise ConfigError(
                 "gather='fp8' has weights travel as products in fp8 read them, and products is "
@@ -135,7 +135,7 @@ class MixedPrecision:
         }
         if not isinstance(choice, Hashable) or choice not in presets:
             names = [name for name in presets if isinstance(name, str)]
-            raise ConfigError(f"precision: got {choice!r}.{did_you_mean(str(choice), names)}")
+            raise ConfigError(f"precision: got {choice!r:.80}.{did_you_mean(str(choice), names)}")
         return presets[choice]
 
     @property

@@ -60,7 +60,7 @@ class Reduction:
         """Raises `ConfigError` unless every field has a possible value."""
         if self.per not in (None, "step", "microbatch"):
             raise ConfigError(
-                f"reduction per {self.per!r} is unknown."
+                f"reduction per {self.per!r:.80} is unknown."
                 f"{did_you_mean(str(self.per), ['step', 'microbatch'])}"
             )
         if self.bucket_capacity is not None and self.bucket_capacity < 1:
