@@ -157,7 +157,8 @@ MUTATIONS = (
     ),
     row(
         "jaxpr/sample_rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
-        "result = losses", "contracts/test_linear_loss.py::test_equals_the_loss_of_all_logits",
+        "result = losses",
+        "jaxpr/test_samples.py::test_the_weights_of_a_loss_without_logits_are_seen",
     ),
     # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
     row(

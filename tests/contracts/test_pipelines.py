@@ -342,6 +342,7 @@ def check(row: Row, has_gradients: bool = True) -> None:
     "interleaved_1f1b-pp=2-m4-mlp--recompute",
     "1f1b-pp=1-m1-mlp--recompute",
     "zero_bubble_v-pp=2-m4-mlp--residuals",
+    "zero_bubble_h1-pp=2,dp=2-m4-weighted-ddp-recompute",
 )
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equals_one_device(row):

@@ -12,6 +12,7 @@ from axon_dist.core.weighted import per_sample
 from axon_dist.jaxpr import samples
 from axon_dist.jaxpr.sample_values import Use, nonlinear, use_of
 from axon_dist.jaxpr.samples import follow_samples
+from axon_dist.ops.linear_loss import linear_cross_entropy
 
 KEY = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 PARAMS = {
@@ -558,3 +559,16 @@ def test_a_reshape_that_turns_samples_is_seen():
     for sizes in ((4, 8), (1, 4)):
         (found,) = follow_samples(trace, sizes, 1)
         assert found.kind.value == "coupled", found
+
+
+def test_the_weights_of_a_loss_without_logits_are_seen():
+    def use(weigh):
+        def loss_fn(params, batch):
+            weights = weigh(batch["mask"])
+            return linear_cross_entropy(batch["x"], params["w"], batch["label"], weights).total
+
+        return find(loss_fn).loss.kind
+
+    assert use(lambda mask: mask) is Use.SUM
+    assert use(lambda mask: mask / len(mask)) is Use.MEAN
+    assert use(lambda mask: jnp.broadcast_to(jnp.sum(mask), mask.shape)) is Use.COUPLED

@@ -79,3 +79,32 @@ def test_equals_one_device(name):
     np.testing.assert_allclose(mine, theirs, atol=1e-6)
     table = state.params["table"]["embedding"]
     assert table.addressable_shards[0].data.shape == (8, 8)
+
+
+class LinenPassing(nn.Dense):
+    """A layer that calls its superclass, and does nothing else."""
+
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class LinenHead(nn.Module):
+    kind: type
+
+    def setup(self):
+        self.out = self.kind(4)
+
+    def __call__(self, x):
+        return self.out(x)
+
+
+def test_a_layer_that_calls_its_superclass_is_pinned_once():
+    batch = {"ids": np.ones((4, 8), np.float32)}
+
+    def constraints(kind):
+        make = lambda: nnx.bridge.ToNNX(LinenHead(kind), rngs=nnx.Rngs(0)).lazy_init(batch["ids"])
+        plan, world = tensor_parallel({"out$": "column"}), World.emulate(2, "tp=2")
+        step = build_train_step(make, optax.sgd(0.5), loss_fn, plan, world)
+        return step.lower(batch).as_text().count("sharding_constraint")
+
+    assert constraints(LinenPassing) == constraints(nn.Dense) > 0
