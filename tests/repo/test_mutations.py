@@ -66,3 +66,8 @@ def test_only_failing_tests_count(outcomes, capsys, codes, result, text):
     outcomes += codes
     assert main(["--only", "planner/reading.py"]) == result
     assert text in capsys.readouterr().out
+
+
+def test_the_readme_counts_them():
+    text = (ROOT / "README.md").read_text()
+    assert f"{len(MUTATIONS)} faults into the code" in " ".join(text.split())
