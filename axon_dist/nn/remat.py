@@ -75,8 +75,7 @@ class ActivationCheckpointing:
         whole = isinstance(self.interval, int) and not isinstance(self.interval, bool)
         if self.interval != "sqrt" and not (whole and int(self.interval) >= 1):
             raise ConfigError(
-                f"checkpoint interval is {self.interval!r:.80}; it must be at least 1 block, or "
-                "'sqrt'"
+                f"checkpoint interval is {self.interval!r}; it must be at least 1 block, or 'sqrt'"
             )
         valid = [*POLICIES, OFFLOAD]
         if self.policy not in valid:
