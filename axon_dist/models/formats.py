@@ -7,11 +7,7 @@ from types import MappingProxyType
 
 from flax import nnx
 
-from axon_dist.core.errors import (
-    ConfigError,
-    did_you_mean,
-)
-
+from ..core.errors import ConfigError, did_you_mean
 from .family import ExpertKeys, Family, TensorNames
 from .transformer import Transformer
 from .transformer_config import TransformerConfig
