@@ -214,10 +214,8 @@ _COMPUTING = {
 """Rooms in which all that can fail is what somebody has called them with."""
 
 _OF_VALUES = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError)
-_LIBRARIES = {
-    *("axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", "opt_einsum", "grain"),
-    *sys.stdlib_module_names,
-}
+_LIBRARIES = {"axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", "opt_einsum", "grain"}
+_LAYERS = ("flax.nnx.nn", "flax.linen")
 
 
 def _explain(
@@ -235,7 +233,8 @@ def _explain(
     rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
     # A layer of Flax fails over what the user's model is, and says so itself.
     of_layers = (str(f.f_globals.get("__name__")) for f in frames if f.f_code.co_name == "__call__")
-    if not rooms <= _LIBRARIES or any(name.startswith("flax.") for name in of_layers):
+    others = rooms - _LIBRARIES - sys.stdlib_module_names
+    if others or any(name.startswith(_LAYERS) for name in of_layers):
         return
     kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())[:300]
     is_of_tracers = not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError"))

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from flax.traverse_util import flatten_dict
 
 from axon_dist.core.errors import ConfigError, install_command
-from axon_dist.core.files import as_path
+from axon_dist.core.files import as_path, kind_at
 
 
 def has_module(name: str) -> bool:
@@ -82,6 +82,8 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self._path, self.was_removed = as_path(path, "the file of metrics"), False
+        if (kind := kind_at(self._path)) not in (None, "a file"):
+            raise ConfigError(f"{str(path)!r} is {kind}; name a file, which metrics are added to")
         self._open()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -77,14 +77,10 @@ from .wrappers import format_bytes as format_bytes
 from .wrappers import measure as measure
 
 GATHERS = frozenset(
-    [
-        "GlobalGather",
-        "LocalGather",
-        "all_gather_by",
-        "only_axes",
-        "reduce_by",
-        "regather_in_backward",
-    ]
+    (
+        *("GlobalGather", "LocalGather", "all_gather_by"),
+        *("only_axes", "reduce_by", "regather_in_backward"),
+    )
 )
 """Names of `axon_dist.step.gather` that are found here too."""
 
@@ -94,5 +90,7 @@ explain_calls(globals())
 def __getattr__(name: str) -> object:
     """How a step gathers weights lives in `step`, above this room; asked for here, it is found."""
     if name in GATHERS:
-        return getattr(importlib.import_module("axon_dist.step.gather"), name)
+        found = {name: getattr(importlib.import_module("axon_dist.step.gather"), name)}
+        explain_calls(found)
+        return found[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -276,7 +276,7 @@ class Pipeline:
 
 
 def _in_order(modules: Sequence[nnx.Module]) -> list[nnx.Module]:
-    if not modules:
+    if len(modules) == 0:
         raise ConfigError("got no modules; a pipeline needs at least one, and each is a stage")
     ids = [m.stage_id if isinstance(m, PipelineStage) else i for i, m in enumerate(modules)]
     if sorted(ids) != list(range(len(modules))):

@@ -148,7 +148,7 @@ def draw(
         F forward   B backward
     """
     Schedule.check(schedule, "a drawing")
-    if width is not None and width < 40:
+    if width is not None and not width >= 40:  # which NaN is not either
         raise ScheduleError(f"got width={width}. A drawing needs at least 40 columns.")
     rows = boxes(schedule, timeline)
     scale, end = _scale(schedule, rows), max(box.end for row in rows for box in row)

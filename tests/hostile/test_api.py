@@ -479,6 +479,16 @@ ONE_BY_ONE = {
     "simulate costs": lambda _: axon_dist.schedule.simulate(TABLE, 3),
     "validate a text": lambda _: axon_dist.schedule.validate("x"),
     "draw None": lambda _: axon_dist.schedule.draw(None, None),
+    "draw in no number of columns": lambda _: axon_dist.schedule.draw(TABLE, width=float("nan")),
+    "adapters of 10**12": lambda _: axon_dist.lora(NET, 10**12, "up", rngs=RNGS),
+    "adapters of 2**63": lambda _: axon_dist.lora(NET, 2**63, "up", rngs=RNGS),
+    "stages of no array": lambda _: axon_dist.Pipeline.from_modules(
+        jnp.ones(0), num_microbatches=2
+    ),
+    "metrics into a folder": lambda path: axon_dist.train.JsonlWriter(path),
+    "reduce None": lambda _: axon_dist.parallel.reduce_by(None, jax.P("dp"), ("dp",)),
+    "axes of None": lambda _: axon_dist.parallel.only_axes(None, ("dp",)),
+    "keep a number": lambda _: axon_dist.parallel.regather_in_backward(3),
     "weights of a number": lambda _: Costs(stage_weights=3),
     "memory of a text": lambda _: axon_dist.schedule.search(2, 4, memory="x"),
     "memory that is none": lambda _: axon_dist.schedule.search(2, 4, memory=float("nan")),
