@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
@@ -95,58 +94,29 @@ class Own:
         taken = parameters_of(function)
         if taken is None:
             return
-        self._check_positions(taken)
-        rest = dict(list(taken.items())[len(self.by_position) :])
-        named = {name for name, p in taken.items() if p.kind in _BY_NAME}
+        options = [p for p in list(taken.values())[len(self.by_position) :] if p.kind in _BY_NAME]
+        valid = {p.name for p in options}
         accepts_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         for name in () if accepts_any else self.options:
-            if name not in named & set(rest):
-                valid = (named & set(rest)) - {*self.given, *self.offered}
+            if name not in valid:
+                valid -= {*self.given, *self.offered}
                 hint = did_you_mean(name, valid) if valid else " It takes none."
                 raise ConfigError(
                     f"{self.section}.{name}: {self.path} takes no such argument.{hint}"
                 )
-        for name in () if accepts_any else self.given:
-            if name not in named:
-                raise ConfigError(
-                    f"{self.section}.{self.key}: {self.path} takes ({', '.join(taken)}) and must "
-                    f"take the keyword {name}, {GIVEN[name]}; add it"
-                )
-        self._check_required(rest)
-
-    def _check_positions(self, taken: Mapping[str, inspect.Parameter]) -> None:
-        places = [p for p in taken.values() if p.kind in _BY_PLACE]
-        endless = any(p.kind is p.VAR_POSITIONAL for p in taken.values())
-        if len(places) < len(self.by_position) and not endless:
+        offered = [name for name in self.offered if name in taken]
+        named = dict.fromkeys((*self.options, *self.given, *offered))
+        try:
+            inspect.Signature(list(taken.values())).bind(*self.by_position, **named)
+        except TypeError as error:
             raise ConfigError(
                 f"{self.section}.{self.key}: {self.path} takes ({', '.join(taken)}) and is called "
-                f"with {' and '.join(self.by_position)}; let it take these first"
-            )
-
-    def _check_required(self, parameters: Mapping[str, inspect.Parameter]) -> None:
-        known = {*self.options, *self.given, *self.offered}
-        for name, p in parameters.items():
-            if p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                continue
-            if p.kind is p.POSITIONAL_ONLY:
-                raise ConfigError(
-                    f"{self.section}.{self.key}: {self.path} takes {name} by position alone; let "
-                    "it take keywords"
-                )
-            if name not in known:
-                raise ConfigError(
-                    f"{self.section}.{name}: {self.path} needs this argument; set it beside "
-                    f"{self.key}"
-                )
+                f"with {' and '.join((*self.by_position, *named)) or 'nothing'}: {error}; set what "
+                f"is missing beside {self.key}, and let it take the rest"
+            ) from None
 
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-GIVEN: MappingProxyType[str, str] = MappingProxyType(
-    {"rngs": "an nnx.Rngs of the run's seed, from which the initial weights come"}
-)
-"""What functions of the user's own must take, and why."""
 
 
 def find(path: str, where: str) -> Callable[..., Any]:
