@@ -216,13 +216,20 @@ class _Search:
 
     @property
     def platform(self) -> str:
-        """What JAX calls the platform."""
-        return platform_of_chip(self.hardware)
+        """What JAX calls the platform; a chip that cannot be compiled for is taken for a GPU."""
+        wiring = self.hardware.wiring
+        return "gpu" if wiring is None or wiring.platform == "cuda" else wiring.platform
 
     @functools.cached_property
     def work(self) -> Workload:
-        """What is trained."""
-        return workload(self.config, self.platform)
+        """What is trained, read from the model and its loss; nothing is made."""
+        return workload_of(
+            functools.partial(model_of, self.config),
+            self.config.kind.task.loss_fn,
+            abstract_batch(self.config),
+            self.config.precision,
+            self.platform,
+        )
 
     @property
     def usable(self) -> float:
@@ -293,28 +300,6 @@ def _apart_in(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
     own = config.parallel[named]
     apart = SlowReplicas(named, own["every"], own.get("axis", "nodes"))
     return apart, max(config.mesh[apart.axis], nodes)
-
-
-def workload(config: RunConfig, platform: str) -> Workload:
-    """What a config trains, read from its model and its loss; nothing is made.
-
-    Args:
-        config: a run, checked.
-        platform: `cpu`, `gpu` or `tpu`.
-    """
-    return workload_of(
-        functools.partial(model_of, config),
-        config.kind.task.loss_fn,
-        abstract_batch(config),
-        config.precision,
-        {"gpu": "cuda"}.get(platform, platform),
-    )
-
-
-def platform_of_chip(hardware: Hardware) -> str:
-    """What JAX calls the platform of a chip; one that cannot be compiled for is taken for a GPU."""
-    known = None if hardware.wiring is None else hardware.wiring.platform
-    return {"cuda": "gpu", None: "gpu"}.get(known, known or "gpu")
 
 
 def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
@@ -459,20 +444,15 @@ def _time(reading: Reading, arrangement: Arrangement, search: _Search) -> StepCo
     )
 
 
-def _simplicity(plan: ReadPlan) -> tuple[int, bool]:
-    return _complexity(plan.arrangement), plan.arrangement.remat
-
-
 def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
     """Fits, fast, simple; of what does not fit, the smallest first."""
     left = sorted(plans, key=lambda p: (not p.fits, p.time.total if p.fits else p.reading.peak))
     ranked: list[ReadPlan] = []
     while left:
-        first = left[0]
-        alike = [p for p in left if p.fits and p.time.total <= (1 + ALIKE) * first.time.total]
-        chosen = min(alike, key=_simplicity) if first.fits else first
-        ranked.append(chosen)
-        left.remove(chosen)
+        limit = (1 + ALIKE) * left[0].time.total
+        alike = [p for p in left if p.fits and p.time.total <= limit] or left[:1]
+        ranked.append(min(alike, key=lambda p: (_complexity(p.arrangement), p.arrangement.remat)))
+        left.remove(ranked[-1])
     return ranked
 
 

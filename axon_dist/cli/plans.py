@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import yaml
 from rich import box
@@ -21,11 +19,10 @@ from axon_dist.app.config_plans import Tell
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
-from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, plural
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
-from axon_dist.planner import Arrangement, parse_count, parse_memory
+from axon_dist.planner import parse_count, parse_memory
 
 from .values import notice
 
@@ -255,31 +252,21 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
         kinds = ", ".join(called(kind) for kind, other in found.refused if other == why)
         console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
     if found.fits:
-        print_lines(best.arrangement, console, _of_config(best))
+        _print_lines(best, console)
     if found.others:
         console.print("\nFaster, and trains to other numbers than this config:", style="bold")
         console.print(_table(found.others, None))
         for other in found.others[:1]:
-            print_lines(other.arrangement, console, _of_config(other))
+            _print_lines(other, console)
 
 
-def _of_config(plan: ReadPlan) -> JsonDict:
-    """The lines that say more than the arrangement: options of strategies, another precision."""
+def _print_lines(plan: ReadPlan, console: Console) -> None:
+    """Prints what a config says to run so, with the options that its strategies had."""
+    console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
-    lines = {"parallel": plain["parallel"]}
+    lines = {**plan.arrangement.to_config(), "parallel": plain["parallel"]}
     if plan.changed is not None and plan.arrangement.apart is None:
         lines["precision"] = plain["precision"]
-    return lines
-
-
-def print_lines(
-    arrangement: Arrangement, console: Console, also: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Prints what a config says to run so."""
-    console.print("\nLines of a config:", style="bold")
-    lines = arrangement.to_config()
-    lines["parallel"] = {called(name): row for name, row in lines["parallel"].items()}
-    lines.update(also)
     console.print(yaml.safe_dump(lines, sort_keys=False), end="")
 
 
@@ -329,11 +316,9 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
 def _title(plan: ReadPlan) -> str:
     """What a plan is called, with what its name does not say."""
     one = plan.arrangement
-    also = [str(one.schedule)] if one.pp > 1 else []
-    also += [form for form in [_form(plan)] if form]
-    also += ["remat"] if one.remat else []
-    also += [plan.changed] if plan.changed else []
-    return ", ".join([called(one.name), *also])
+    schedule, remat = one.schedule if one.pp > 1 else "", "remat" * one.remat
+    also = (schedule, _form(plan), remat, plan.changed)
+    return ", ".join([called(one.name), *map(str, filter(None, also))])
 
 
 def _form(plan: ReadPlan) -> str | None:

@@ -97,7 +97,7 @@ def workload_of(
         loss_fn: `loss_fn(model, batch)`, as `build_train_step` takes it.
         batch: a global batch of shapes; leaves `[B, ...]`.
         precision: a policy or a preset's name; None is float32.
-        platform: `"cpu"`, `"cuda"` or `"tpu"`, which branches are taken for.
+        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, which branches are taken for.
 
     Returns:
         The workload.

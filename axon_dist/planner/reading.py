@@ -226,8 +226,7 @@ def read_program(
     Returns:
         The reading.
     """
-    compiler = {"gpu": "cuda"}.get(platform, platform)
-    tape = tape_of(program, [_splits(leaf) for leaf in arguments], mesh, compiler, num_state)
+    tape = tape_of(program, [_splits(leaf) for leaf in arguments], mesh, platform, num_state)
     sizes = [tape.sizes[buffer] for buffer in tape.inputs]
     return Reading(
         state=sum(sizes[:num_state]),
