@@ -235,11 +235,8 @@ def check_resume(resume: str | None) -> None:
     if step_of(path.name) is not None or is_checkpoint(path):
         return
     folder = _folder_of(path)
-    if isinstance(folder, Address):
-        names = [name.split("/")[0] for name in folder.names()]
-    else:
-        names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-    if not any(step_of(name) is not None for name in names):
+    manager = CheckpointManager(folder)
+    if not (manager.entries() or manager.passed_over()):
         raise _none_in(folder)
 
 

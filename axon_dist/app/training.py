@@ -102,7 +102,9 @@ def train(
     on_main(lambda: check_resume(resume))
     console = console if run.is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)
-    directory = _made_directory(config, resume)
+    directory = directory_at(
+        Path(on_main(lambda: str(create_directory(config, resume).path))), config
+    )
     for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.place}"]:
         tell(line)
     with contextlib.ExitStack() as stack:
@@ -145,12 +147,6 @@ def train(
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_kept(config, directory, writers)
     return RunResult(result, directory, summary)
-
-
-def _made_directory(config: RunConfig, resume: str | None) -> RunDirectory:
-    """The folder of the run, made by process 0, on every process."""
-    path = Path(on_main(lambda: str(create_directory(config, resume).path)))
-    return directory_at(path, config)
 
 
 def _open_port(run: Run) -> list[str]:
