@@ -63,7 +63,17 @@ class Own:
             ConfigError: when there is no such module or no such name in it, when importing the
                 module fails, or it cannot be called.
         """
-        return find(self.path, f"{self.section}.{self.key}".lstrip("."))
+        return find(self.path, self.where)
+
+    @property
+    def where(self) -> str:
+        """The key of the config that names it."""
+        return f"{self.section}.{self.key}".lstrip(".")
+
+    def returned(self, made: object, what: str) -> ConfigError:
+        """The error of a function that returned something else than what it must."""
+        kind = type(made).__name__
+        return ConfigError(f"{self.where}: {self.path} returns a {kind}, which must be {what}")
 
     def call(self, **given: object) -> Any:
         """Calls it with the options and what is given."""
@@ -71,17 +81,16 @@ class Own:
         taken = parameters_of(function)
         offered = {name for name in self.offered if taken is not None and name not in taken}
         given = {name: value for name, value in given.items() if name not in offered}
-        where = f"{self.section}.{self.key}".lstrip(".")
         try:
             return function(**self.options, **given)
         except SystemExit as error:
             raise ConfigError(
-                f"{where}: {self.path} ended the program by SystemExit({error.code!r}); let it "
-                "raise an error, or return what it makes"
+                f"{self.where}: {self.path} ended the program by SystemExit({error.code!r}); let "
+                "it raise an error, or return what it makes"
             ) from error
         except Exception as error:
             if not isinstance(error, AxonDistError):
-                error.add_note(f"raised by {where}, {self.path}")
+                error.add_note(f"raised by {self.where}, {self.path}")
             raise
 
     def _check_signature(self, function: Callable[..., object]) -> None:
@@ -110,7 +119,7 @@ class Own:
             inspect.Signature(list(taken.values())).bind(*self.by_position, **named)
         except TypeError as error:
             raise ConfigError(
-                f"{self.section}.{self.key}: {self.path} takes ({', '.join(taken)}) and is called "
+                f"{self.where}: {self.path} takes ({', '.join(taken)}) and is called "
                 f"with {' and '.join((*self.by_position, *named)) or 'nothing'}: {error}; set what "
                 f"is missing beside {self.key}, and let it take the rest"
             ) from None
