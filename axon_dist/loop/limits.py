@@ -274,7 +274,6 @@ BATCHES = ArgumentKind(
 STATE = ArgumentKind(
     "a TrainState, such as step.init()", lambda x: hasattr(x, "step") and hasattr(x, "params")
 ).or_none()
-_FUNCTION = FUNCTION.or_none()
 KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
     {
         "step": ArgumentKind(
@@ -294,11 +293,9 @@ KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
         "progress": ArgumentKind(
             "a Progress, such as SilentProgress()", lambda x: _has(x, "phase", "update", "note")
         ),
-        "should_stop": _FUNCTION,
-        "save": _FUNCTION,
-        "copy": _FUNCTION,
-        "give_back": _FUNCTION,
-        "go_back": _FUNCTION,
+        **dict.fromkeys(
+            ("should_stop", "save", "copy", "give_back", "go_back"), FUNCTION.or_none()
+        ),
         "history": ArgumentKind(
             "a list of dicts",
             lambda x: isinstance(x, Sequence) and all(isinstance(row, Mapping) for row in x),
