@@ -19,7 +19,7 @@ from axon_dist.app.config_plans import Tell
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
-from axon_dist.core.words import byte_size, plural
+from axon_dist.core.words import byte_size, duration, plural, si
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.planner import parse_count, parse_memory
@@ -210,23 +210,6 @@ def unit_of(largest: float) -> tuple[float, str]:
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 
 
-def seconds(time: float) -> str:
-    """A time in the unit that leaves at least one."""
-    for unit, scale in (("s", 1), ("ms", 1e3), ("us", 1e6)):
-        if time * scale >= 1:
-            return f"{time * scale:.3g}{unit}"
-    return "<1us"
-
-
-def count_of(number: float) -> str:
-    """A number of parameters as it is spoken."""
-    for unit in ("", "K", "M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.4g}B"
-
-
 def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
     """Prints the plans of a config, what was refused, and the lines of the best.
 
@@ -238,7 +221,7 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
     work, best = found.work, found.best
     rates = "h100, for emulated devices have none" if found.hardware.name == "cpu" else None
     console.print(
-        f"{name}: {count_of(work.num_params)} parameters, {work.global_batch} samples per "
+        f"{name}: {si(work.num_params)} parameters, {work.global_batch} samples per "
         f"step, {plural(found.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
         f"rates of {rates or found.hardware.name}"
     )
@@ -292,7 +275,7 @@ def _reason(plan: ReadPlan) -> str:
         "the update": time.update,
         "transfers that nothing hides": time.exposed,
     }
-    said = ", ".join(f"{seconds(part)} of {what}" for what, part in parts.items() if part > 0)
+    said = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
     return f"{called(plan.arrangement.name)}: {need}; a step is {said}"
 
 
@@ -343,6 +326,6 @@ def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
         *(digits(size / unit) for size in sizes),
         "yes" if plan.fits else "no",
         bound + digits(plan.wire_bytes / unit),
-        seconds(plan.time.total),
+        duration(plan.time.total),
         *measured,
     )
