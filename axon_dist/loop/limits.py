@@ -66,12 +66,9 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    all_before = {number: signal.getsignal(number) for number in _SIGNALS}
-    before = {
-        number: handler
-        for number, handler in all_before.items()
-        if number != signal.SIGHUP or handler is not signal.SIG_IGN
-    }
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
 
     def restore() -> None:
         for number, handler in before.items():
