@@ -420,7 +420,7 @@ class Trainer:
         assert given is not None
         sets = given if isinstance(given, Mapping) else {"": given}
         for name, make in sets.items():
-            is_first = not record.has_validated and not means
+            is_first = not record.validation and not means
             found = self._means_of(make, is_first, state, record, stops)
             if found is None:
                 return None
