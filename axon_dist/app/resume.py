@@ -357,19 +357,14 @@ class ProgramStore:
         return self.path / (key + _NAME)
 
     def _drop_oldest(self, most_bytes: int) -> None:
-        left = most_bytes
-        for file in sorted(self.path.glob("*" + _NAME), key=_last_use, reverse=True):
+        found = []
+        for file in self.path.glob("*" + _NAME):
             with contextlib.suppress(FileNotFoundError):  # another run may do the same
-                left -= file.stat().st_size
-                if left < 0:
-                    file.unlink()
-
-
-def _last_use(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+                found.append((file.stat().st_mtime, file.stat().st_size, file))
+        for _, size, file in sorted(found, reverse=True):
+            most_bytes -= size
+            if most_bytes < 0:
+                file.unlink(missing_ok=True)
 
 
 def _host() -> str:
