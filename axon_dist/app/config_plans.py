@@ -51,7 +51,7 @@ TRIES = 5
 _BEFORE_REMAT = 2
 """How often of these smaller microbatches are tried before blocks are recomputed."""
 
-SIMPLICITY = ("ddp", "shard_grad_op", "zero1", "full_shard", "hybrid_shard")
+SIMPLICITY = ("ddp", "zero2", "zero1", "full_shard", "hybrid_shard")
 """Data-parallel strategies in the order in which they are taken. ZeRO-1 holds more than ZeRO-2, and
 is for steps of so many microbatches that reducing each is no longer quiet."""
 
@@ -312,17 +312,13 @@ def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
     plain, lines = config.to_dict(), arrangement.to_config()
     own = plain.get("parallel") or {}
     lines["parallel"] = {
-        _NAMES.get(name, name): {**own.get(_NAMES.get(name, name), {}), **options}
-        for name, options in lines["parallel"].items()
+        name: {**own.get(name, {}), **options} for name, options in lines["parallel"].items()
     }
     train = {**plain["train"], "accumulate": 1, **lines.pop("train", {})}
     own = None if config.remat == AUTO else plain.get("remat")
     remat = own or {"interval": 1} if arrangement.remat else None
     here = {"emulate": None}
     return RunConfig.from_dict({**plain, **lines, "train": train, "remat": remat, "devices": here})
-
-
-_NAMES = {"shard_grad_op": "zero2"}
 
 
 def _complexity(one: Arrangement) -> int:

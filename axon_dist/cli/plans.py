@@ -187,7 +187,6 @@ _BESIDE = ("batch", "sequence", "optimizer", "precision")
 
 
 _NAMES = {
-    "shard_grad_op": "zero2",
     "tp": "tensor",
     "pp": "pipeline",
     "cp": "context",

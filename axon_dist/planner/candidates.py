@@ -163,7 +163,7 @@ DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
     {
         "ddp": ZeROStage.STAGE0,
         "zero1": ZeROStage.STAGE1,
-        "shard_grad_op": ZeROStage.STAGE2,
+        "zero2": ZeROStage.STAGE2,
         "full_shard": ZeROStage.STAGE3,
         "hybrid_shard": ZeROStage.STAGE3,
     }
@@ -174,7 +174,7 @@ ALIASES: MappingProxyType[str, str] = MappingProxyType(
     {
         "no_shard": "ddp",
         "dp": "ddp",
-        "zero2": "shard_grad_op",
+        "shard_grad_op": "zero2",
         "zero3": "full_shard",
         "fsdp": "full_shard",
     }
@@ -215,7 +215,7 @@ class SlowReplicas:
             )
 
 
-_PLACES = {"ddp": "dp", "zero1": "dp", "shard_grad_op": "dp", "full_shard": "fsdp"}
+_PLACES = {"ddp": "dp", "zero1": "dp", "zero2": "dp", "full_shard": "fsdp"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

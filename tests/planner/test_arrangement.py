@@ -11,7 +11,7 @@ from axon_dist.planner import Arrangement, SlowReplicas, arrange
         ({}, "ddp", "dp=1"),
         ({"tp": 4}, "tp", "dp=1,tp=4"),
         ({"pp": 2, "tp": 4}, "pp + tp", "pp=2,dp=1,tp=4"),
-        ({"strategy": "zero2", "dp": 8}, "shard_grad_op", "dp=8"),
+        ({"strategy": "shard_grad_op", "dp": 8}, "zero2", "dp=8"),
         ({"strategy": "fsdp", "pp": 2, "fsdp": 2, "tp": 2}, "pp + tp + full_shard", None),
         ({"strategy": "hybrid_shard", "dp": 2, "fsdp": 4}, "hybrid_shard", "dp=2,fsdp=4"),
         ({"dp": 2, "ep": 4}, "ep + ddp", "dp=2,ep=4"),
