@@ -79,9 +79,7 @@ def tape_of(
         >>> tape.flops, [sent.kind for sent, _ in tape.sends()]
         (64.0, ['all-reduce'])
     """
-    # A lowering calls by the maker what devices call gpu.
-    platform = {"gpu": "cuda"}.get(platform, platform)
-    reader, jaxpr = _Reader(sizes, platform), closed.jaxpr
+    reader, jaxpr = _Reader(sizes, {"gpu": "cuda"}.get(platform, platform)), closed.jaxpr
     inputs = [reader.input(v, s) for v, s in zip(jaxpr.invars, splits, strict=True)]
     own = for_platform(jaxpr, reader.branch_of)
     needed, read = needed_for(own, range(len(jaxpr.outvars)))
@@ -90,7 +88,7 @@ def tape_of(
     for place, variable in enumerate(jaxpr.outvars[:num_kept]):
         outputs[place] = reader.placed(outputs[place], splits[place], variable)
     tape = reader.tape(inputs, outputs)
-    return postponed(tape) if platform == "cuda" else tape
+    return postponed(tape) if reader.platform == "cuda" else tape
 
 
 class _Reader:
