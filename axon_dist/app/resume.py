@@ -49,24 +49,6 @@ _DIGEST, _NAME = 32, "-program"
 _CPU = ("model name", "flags", "Features", "CPU part")
 
 
-def open_checkpoints(
-    run: Run, directory: RunDirectory, tell: Callable[[str], None]
-) -> CheckpointManager:
-    """The checkpoints that a run writes.
-
-    Args:
-        run: what is trained, with its loader.
-        directory: its folder.
-        tell: takes a sentence when something fails.
-    """
-    config = run.config.checkpoint
-    own = config.dir is None
-    folder = directory.checkpoints if own else as_place(config.dir, "checkpoint.dir")
-    return CheckpointManager(
-        folder, config.retention, type=config.type, background=config.background, tell=tell
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class SavedStates:
     """The states that a run saves, and goes on from: its checkpoints, and copies in host memory.
@@ -184,12 +166,16 @@ def open_states(
     Raises:
         ConfigError: when the state is split over hosts that cannot keep copies for each other.
     """
-    asked = run.config.checkpoint.memory_every
-    copies = HostCopies(Path(env[MEMORY]), tell) if asked else None
+    asked = run.config.checkpoint
+    folder = directory.checkpoints if asked.dir is None else as_place(asked.dir, "checkpoint.dir")
+    checkpoints = CheckpointManager(
+        folder, asked.retention, type=asked.type, background=asked.background, tell=tell
+    )
+    copies = HostCopies(Path(env[MEMORY]), tell) if asked.memory_every else None
     form = PortableForm(run.step)
     if copies is not None:
         copies.check(form.target)
-    return SavedStates(run, form, open_checkpoints(run, directory, tell), copies, directory)
+    return SavedStates(run, form, checkpoints, copies, directory)
 
 
 def _check_empty(checkpoints: CheckpointManager) -> None:

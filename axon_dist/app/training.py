@@ -47,7 +47,7 @@ from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wa
 from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
-from .resume import check_copies, check_resume, keep_programs, open_checkpoints, open_states
+from .resume import check_copies, check_resume, keep_programs, open_states
 from .runs import Run, build_run, compiling_ahead
 from .summary import opening_lines, summarize, summary_table
 
@@ -120,8 +120,8 @@ def train(
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
             writers = _open_writers(config, directory, inner) if run.is_main else []
-            checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
-            saved = dataclasses.replace(saved, checkpoints=checkpoints)
+            checkpoints = inner.enter_context(saved.checkpoints)
+            checkpoints.tell = progress.note
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
             keep = _keep_program(run, directory, progress, inner.enter_context(ahead))
             trainer = run.trainer(
