@@ -158,7 +158,7 @@ def _waits(
     return waits
 
 
-class Timed(NamedTuple):
+class Execution(NamedTuple):
     """One execution of a computation.
 
     Attributes:
@@ -188,15 +188,15 @@ class WireModel:
         self.module: Module = module
         self.machine: Hardware | None = machine
         self._costs = CostModel(module)
-        self._known: dict[str, Timed] = {}
+        self._known: dict[str, Execution] = {}
 
-    def timed(self, computation: Computation) -> Timed:
+    def timed(self, computation: Computation) -> Execution:
         """Judges what a computation launches, and times it."""
         if computation.name not in self._known:
             self._known[computation.name] = self._timed(computation)
         return self._known[computation.name]
 
-    def _timed(self, computation: Computation) -> Timed:
+    def _timed(self, computation: Computation) -> Execution:
         sent = transfers(self.module, computation)
         work = [self._costs.instruction(computation, i) for i in computation.instructions]
         beside = [
@@ -207,7 +207,7 @@ class WireModel:
         wire = sum(alone) + sum(within)
         if self.machine is None:
             kinds: list[Exposure] = ["light" if covered else "exposed" for covered in beside]
-            return Timed(
+            return Execution(
                 [(one, kind, None) for one, kind in zip(sent, kinds, strict=True)], wire, 0.0
             )
         compute = [cost.seconds(self.machine) for cost in work]
@@ -217,7 +217,7 @@ class WireModel:
             taken if i.opcode in _CALLS else least
             for i, least, (_, taken) in zip(computation.instructions, compute, called, strict=True)
         )
-        return Timed(list(zip(sent, kinds, waits, strict=True)), wire, sum(waits) + sum(runs))
+        return Execution(list(zip(sent, kinds, waits, strict=True)), wire, sum(waits) + sum(runs))
 
     def _called(self, computation: Computation, instruction: Instruction) -> tuple[float, float]:
         """What the computations take that an instruction calls: of the wire, and in all."""
