@@ -66,8 +66,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.num_params < 1:
             raise ConfigError("the model has no trainable parameters; there is nothing to plan")
-        if self.global_batch < 1:
-            raise ConfigError(f"global_batch={self.global_batch} must be at least 1 sample")
+        COUNT.check("Workload", "global_batch", self.global_batch)
         MixedPrecision.of(self.precision)
 
     @property
@@ -274,14 +273,9 @@ class Arrangement:
             raise ConfigError(
                 f"unknown strategy {self.strategy!r}.{did_you_mean(self.strategy, names)}"
             )
-        if self.schedule not in list(PipelineSchedule):
-            raise ConfigError(
-                f"unknown schedule {self.schedule!r}."
-                f"{did_you_mean(self.schedule, list(PipelineSchedule))}"
-            )
+        PipelineSchedule(self.schedule)
         for field in (*AXES, "replicas", "num_microbatches"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)} must be at least 1; set it so")
+            COUNT.check("Arrangement", field, getattr(self, field))
         if (self.replicas > 1) != (self.apart is not None):
             raise ConfigError(
                 f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "

@@ -68,9 +68,9 @@ def test_the_lines_of_a_config_are_read_by_the_config(arrangement, make_world):
     ("fields", "message"),
     [
         ({"strategy": "zero4"}, "unknown strategy 'zero4'. Did you mean 'zero"),
-        ({"schedule": "1f2b"}, "unknown schedule '1f2b'. Did you mean '1f1b'"),
-        ({"tp": 0}, "tp=0 must be at least 1; set it so"),
-        ({"ep": 0}, "ep=0 must be at least 1; set it so"),
+        ({"schedule": "1f2b"}, "PipelineSchedule got '1f2b', .* Did you mean '1f1b'"),
+        ({"tp": 0}, "Arrangement got tp=0, an int; give a whole number, at least 1"),
+        ({"ep": 0}, "Arrangement got ep=0, an int; give a whole number, at least 1"),
         (
             {"replicas": 2},
             "got replicas=2 and apart=None; replicas over slow links need a SlowReplicas",
