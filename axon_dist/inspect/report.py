@@ -27,7 +27,7 @@ from ..mesh.chips import Hardware, machine_of, unknown_chip
 from ..mesh.targets import Target, as_target, prepare_environment
 from .calls import Recomputed, attention_kernels, recomputed
 from .flops import Flops, flops
-from .ledger import Ledger
+from .ledger import Ledger, as_text
 from .parse import as_module
 from .transfers import collectives
 
@@ -267,10 +267,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None)
-        with console.capture() as text:
-            console.print(self)
-        return text.get()
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.memory.table()
