@@ -118,13 +118,15 @@ class Own:
         try:
             inspect.Signature(list(taken.values())).bind(*self.by_position, **named)
         except TypeError as error:
+            words = [*self.by_position, *(_GIVEN.get(name, name) for name in named)]
             raise ConfigError(
                 f"{self.where}: {self.path} takes ({', '.join(taken)}) and is called "
-                f"with {' and '.join((*self.by_position, *named)) or 'nothing'}: {error}; set what "
-                f"is missing beside {self.key}, and let it take the rest"
+                f"with {' and '.join(words) or 'nothing'}: {error}; set what is missing beside "
+                f"{self.key}, and let it take the rest"
             ) from None
 
 
+_GIVEN = {"rngs": "rngs, an nnx.Rngs"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

@@ -186,7 +186,7 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         (
             {"model": {"factory": "own_things:no_rngs", "width": 1}},
             r"^model.factory: own_things:no_rngs takes \(width\) and is called with width and "
-            r"rngs: got an unexpected keyword argument 'rngs'; .* let it take the rest",
+            r"rngs, an nnx.Rngs: got an unexpected keyword argument 'rngs'; .* take the rest",
         ),
         (
             {"optimizer": {"factory": "own_things:decayed"}},
