@@ -51,7 +51,7 @@ TRIES = 5
 _BEFORE_REMAT = 2
 """How often of these smaller microbatches are tried before blocks are recomputed."""
 
-SIMPLICITY = ("ddp", "shard_grad_op", "zero1", "full_shard", "hybrid_shard")
+SIMPLICITY = ("ddp", "zero2", "zero1", "full_shard", "hybrid_shard")
 """Data-parallel strategies in the order in which they are taken. ZeRO-1 holds more than ZeRO-2, and
 is for steps of so many microbatches that reducing each is no longer quiet."""
 
@@ -216,13 +216,20 @@ class _Search:
 
     @property
     def platform(self) -> str:
-        """What JAX calls the platform."""
-        return platform_of_chip(self.hardware)
+        """What JAX calls the platform; a chip that cannot be compiled for is taken for a GPU."""
+        wiring = self.hardware.wiring
+        return "gpu" if wiring is None or wiring.platform == "cuda" else wiring.platform
 
     @functools.cached_property
     def work(self) -> Workload:
-        """What is trained."""
-        return workload(self.config, self.platform)
+        """What is trained, read from the model and its loss; nothing is made."""
+        return workload_of(
+            functools.partial(model_of, self.config),
+            self.config.kind.task.loss_fn,
+            abstract_batch(self.config),
+            self.config.precision,
+            self.platform,
+        )
 
     @property
     def usable(self) -> float:
@@ -295,28 +302,6 @@ def _apart_in(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
     return apart, max(config.mesh[apart.axis], nodes)
 
 
-def workload(config: RunConfig, platform: str) -> Workload:
-    """What a config trains, read from its model and its loss; nothing is made.
-
-    Args:
-        config: a run, checked.
-        platform: `cpu`, `gpu` or `tpu`.
-    """
-    return workload_of(
-        functools.partial(model_of, config),
-        config.kind.task.loss_fn,
-        abstract_batch(config),
-        config.precision,
-        {"gpu": "cuda"}.get(platform, platform),
-    )
-
-
-def platform_of_chip(hardware: Hardware) -> str:
-    """What JAX calls the platform of a chip; one that cannot be compiled for is taken for a GPU."""
-    known = None if hardware.wiring is None else hardware.wiring.platform
-    return {"cuda": "gpu", None: "gpu"}.get(known, known or "gpu")
-
-
 def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
     """The config with the mesh and strategies of an arrangement; what else it says of them stays.
 
@@ -327,17 +312,13 @@ def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
     plain, lines = config.to_dict(), arrangement.to_config()
     own = plain.get("parallel") or {}
     lines["parallel"] = {
-        _NAMES.get(name, name): {**own.get(_NAMES.get(name, name), {}), **options}
-        for name, options in lines["parallel"].items()
+        name: {**own.get(name, {}), **options} for name, options in lines["parallel"].items()
     }
     train = {**plain["train"], "accumulate": 1, **lines.pop("train", {})}
     own = None if config.remat == AUTO else plain.get("remat")
     remat = own or {"interval": 1} if arrangement.remat else None
     here = {"emulate": None}
     return RunConfig.from_dict({**plain, **lines, "train": train, "remat": remat, "devices": here})
-
-
-_NAMES = {"shard_grad_op": "zero2"}
 
 
 def _complexity(one: Arrangement) -> int:
@@ -459,20 +440,15 @@ def _time(reading: Reading, arrangement: Arrangement, search: _Search) -> StepCo
     )
 
 
-def _simplicity(plan: ReadPlan) -> tuple[int, bool]:
-    return _complexity(plan.arrangement), plan.arrangement.remat
-
-
 def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
     """Fits, fast, simple; of what does not fit, the smallest first."""
     left = sorted(plans, key=lambda p: (not p.fits, p.time.total if p.fits else p.reading.peak))
     ranked: list[ReadPlan] = []
     while left:
-        first = left[0]
-        alike = [p for p in left if p.fits and p.time.total <= (1 + ALIKE) * first.time.total]
-        chosen = min(alike, key=_simplicity) if first.fits else first
-        ranked.append(chosen)
-        left.remove(chosen)
+        limit = (1 + ALIKE) * left[0].time.total
+        alike = [p for p in left if p.fits and p.time.total <= limit] or left[:1]
+        ranked.append(min(alike, key=lambda p: (_complexity(p.arrangement), p.arrangement.remat)))
+        left.remove(ranked[-1])
     return ranked
 
 

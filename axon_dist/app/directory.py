@@ -350,16 +350,13 @@ def take_folders(
     if config.checkpoint.dir is None:
         return
     folder = as_place(config.checkpoint.dir, "checkpoint.dir")
-    if isinstance(folder, Address):
-        if folder != directory.address:
-            _take_folder(directory, folder, "checkpoint.dir", stack, tell)
-        return
-    try:
-        check_writable(folder)
-    except OSError as error:
-        raise _cannot_write("checkpoint.dir", folder, error.strerror) from error
-    if folder.resolve() != directory.path.resolve():
-        stack.enter_context(locked(folder, "checkpoint.dir", tell))
+    if isinstance(folder, Path):
+        try:
+            check_writable(folder)
+        except OSError as error:
+            raise _cannot_write("checkpoint.dir", folder, error.strerror) from error
+    if folder.resolve() != directory.place.resolve():
+        _take_folder(directory, folder, "checkpoint.dir", stack, tell)
 
 
 def _take_folder(

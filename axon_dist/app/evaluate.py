@@ -108,9 +108,7 @@ def evaluate(
     checkpoint = find_checkpoint(run, config, step, tell)
     task = config.kind.task
     measure = SCORES.get(task.loss_fn, task.loss_fn)
-    built = build_step(
-        config, world, optax.identity(), loss_fn=measure, slow=lambda slow: None, trains=False
-    )
+    built = build_step(config, world, optax.identity(), loss_fn=measure, trains=False)
     loader = build_loader(config, world, built.strategy.batch_axes)
     tell(f"data: {loader.description}")
     means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
@@ -305,7 +303,7 @@ def generate_text(
 
 def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
-    step = build_step(config, world, optax.identity(), slow=lambda slow: None, trains=False)
+    step = build_step(config, world, optax.identity(), trains=False)
     targets: Any = step.weight_targets
 
     # In device memory, where a strategy that offloads them would not have them.

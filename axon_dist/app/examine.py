@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -321,9 +322,7 @@ def _shares(run: Run) -> list[str]:
     axes, mesh = run.step.strategy.batch_axes, run.world.mesh
     rows, accumulate = run.config.train.global_batch, run.config.train.accumulate
     index, count = run.world.share_of_batch(axes)
-    ranks = 1
-    for axis in axes:
-        ranks *= mesh.shape[axis]
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
     each = rows // ranks
     cut = f", in {plural(accumulate, 'microbatch')} of {each // accumulate}" * (accumulate > 1)
     return [

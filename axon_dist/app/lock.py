@@ -91,11 +91,14 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
             break
         # The run before removed it between our opening and our locking it.
         os.close(file)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
     os.ftruncate(file, 0)
-    os.write(file, json.dumps(holder).encode())
+    os.write(file, json.dumps(_this_process()).encode())
     return file
+
+
+def _this_process() -> dict[str, Any]:
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
 def _open(path: Path, key: str) -> int:
@@ -156,14 +159,8 @@ class Lease:
     ):
         self._object, self._folder, self._key = folder / LEASE, folder, key
         self._seconds, self._lost, self._mutex = seconds, "", threading.Lock()
-        self._holder = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "machine": _machine(),
-            "token": uuid.uuid4().hex,
-            "renewed": 0,
-        }
+        token = uuid.uuid4().hex
+        self._holder = {**_this_process(), "machine": _machine(), "token": token, "renewed": 0}
         before = self._take(tell)
         if self._object.write(self._text(), before) is not None:
             raise ConfigError(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from axon_dist.core.checks import checked
+from axon_dist.core.checks import COUNT, NUMBER, ArgumentKind, checked
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import JsonDict, OptionValue, PyTree
 from axon_dist.data import Loader, LocalBatch
@@ -153,7 +153,7 @@ class Tuning:
         return table
 
 
-@checked(config=CONFIG)
+@checked(config=CONFIG, rounds=COUNT, calls=COUNT)
 def tune(
     config: RunConfig, rounds: int = 5, calls: int = 4, tried: Sequence[Variant] | None = None
 ) -> Tuning:
@@ -174,8 +174,6 @@ def tune(
     Raises:
         ConfigError: for fewer than one round or call, or where nothing runs.
     """
-    if rounds < 1 or calls < 1:
-        raise ConfigError(f"tune got rounds={rounds} and calls={calls}; each must be at least 1")
     world = build_world(config)
     device = world.mesh.devices.flat[0]
     tried = variants(device.platform) if tried is None else tried
@@ -260,7 +258,6 @@ def _first_line(error: BaseException) -> str:
 
 TIMED_STEPS = 3
 """Steps that are timed, after one that compiles."""
-_MOST_SECONDS = 3600
 _BATCHES = 2
 """Batches that are loaded before the clock runs, and the fewest that it runs for."""
 
@@ -296,7 +293,11 @@ class DataCheck:
         return self.samples_per_second > self.needed_per_second
 
 
-@checked(config=CONFIG)
+@checked(
+    config=CONFIG,
+    num_samples=COUNT,
+    seconds=ArgumentKind("above 0 and at most 3600", lambda x: NUMBER.holds(x) and 0 < x <= 3600),
+)
 def check_data(
     config: RunConfig, num_samples: int = 3, seconds: float = 2.0, with_step: bool = True
 ) -> DataCheck:
@@ -326,11 +327,6 @@ def check_data(
         >>> found.item, found.padding, found.samples_per_second > 0
         ('tokens', 0.0, True)
     """
-    if num_samples < 1 or not 0 < seconds <= _MOST_SECONDS:
-        raise ConfigError(
-            f"check_data got num_samples={num_samples} and seconds={seconds}; show at least 1 "
-            f"sample, and load for longer than 0 seconds and at most {_MOST_SECONDS}"
-        )
     run = build_run(config)
     # A loader that loads ahead would hand out at once what it had while no clock ran.
     alone = dataclasses.replace(config, data=dataclasses.replace(config.data, num_ahead=0))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from axon_dist.core.words import byte_size, clock_time, duration, plural
+from axon_dist.core.words import byte_size, clock_time, duration
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
 from .run_records import Curve, Recorded, Runs, bars, compared, lines, read_recorded
@@ -63,7 +63,7 @@ def report_page(run: str | Path, compare: str | Path | Sequence[str | Path] = ()
     links = "".join(
         f'<a href="#{part.key}">{part.title}</a>' for part in PARTS if part not in absent
     )
-    notes = [f"{one.name}: {note}" for one in runs for note in _notes(one)]
+    notes = [f"{one.name}: {note}" for one in runs for note in one.notes]
     page = string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(" and ".join(one.name for one in runs)),
         head=_head(runs),
@@ -81,14 +81,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def _list(lines: Iterable[str], kind: str = "missing") -> str:
     told = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f'<ul class="{kind}">{told}</ul>' if told else ""
-
-
-def _notes(run: Recorded) -> list[str]:
-    bad = run.num_not_finite
-    finite = (
-        [f"{plural(bad, 'number')} of the metrics not finite, left out of curves"] if bad else []
-    )
-    return [*run.notes, *finite]
 
 
 def _drawn(part: Part, runs: Runs) -> str | None:

@@ -49,24 +49,6 @@ _DIGEST, _NAME = 32, "-program"
 _CPU = ("model name", "flags", "Features", "CPU part")
 
 
-def open_checkpoints(
-    run: Run, directory: RunDirectory, tell: Callable[[str], None]
-) -> CheckpointManager:
-    """The checkpoints that a run writes.
-
-    Args:
-        run: what is trained, with its loader.
-        directory: its folder.
-        tell: takes a sentence when something fails.
-    """
-    config = run.config.checkpoint
-    own = config.dir is None
-    folder = directory.checkpoints if own else as_place(config.dir, "checkpoint.dir")
-    return CheckpointManager(
-        folder, config.retention, type=config.type, background=config.background, tell=tell
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class SavedStates:
     """The states that a run saves, and goes on from: its checkpoints, and copies in host memory.
@@ -184,12 +166,16 @@ def open_states(
     Raises:
         ConfigError: when the state is split over hosts that cannot keep copies for each other.
     """
-    asked = run.config.checkpoint.memory_every
-    copies = HostCopies(Path(env[MEMORY]), tell) if asked else None
+    asked = run.config.checkpoint
+    folder = directory.checkpoints if asked.dir is None else as_place(asked.dir, "checkpoint.dir")
+    checkpoints = CheckpointManager(
+        folder, asked.retention, type=asked.type, background=asked.background, tell=tell
+    )
+    copies = HostCopies(Path(env[MEMORY]), tell) if asked.memory_every else None
     form = PortableForm(run.step)
     if copies is not None:
         copies.check(form.target)
-    return SavedStates(run, form, open_checkpoints(run, directory, tell), copies, directory)
+    return SavedStates(run, form, checkpoints, copies, directory)
 
 
 def _check_empty(checkpoints: CheckpointManager) -> None:
@@ -235,11 +221,8 @@ def check_resume(resume: str | None) -> None:
     if step_of(path.name) is not None or is_checkpoint(path):
         return
     folder = _folder_of(path)
-    if isinstance(folder, Address):
-        names = [name.split("/")[0] for name in folder.names()]
-    else:
-        names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-    if not any(step_of(name) is not None for name in names):
+    manager = CheckpointManager(folder)
+    if not (manager.entries() or manager.passed_over()):
         raise _none_in(folder)
 
 
@@ -360,19 +343,14 @@ class ProgramStore:
         return self.path / (key + _NAME)
 
     def _drop_oldest(self, most_bytes: int) -> None:
-        left = most_bytes
-        for file in sorted(self.path.glob("*" + _NAME), key=_last_use, reverse=True):
+        found = []
+        for file in self.path.glob("*" + _NAME):
             with contextlib.suppress(FileNotFoundError):  # another run may do the same
-                left -= file.stat().st_size
-                if left < 0:
-                    file.unlink()
-
-
-def _last_use(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+                found.append((file.stat().st_mtime, file.stat().st_size, file))
+        for _, size, file in sorted(found, reverse=True):
+            most_bytes -= size
+            if most_bytes < 0:
+                file.unlink(missing_ok=True)
 
 
 def _host() -> str:

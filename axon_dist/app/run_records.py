@@ -135,12 +135,6 @@ class Recorded:
             return {}
         return {key: str(value) for key, value in flat(config)}
 
-    @property
-    def num_not_finite(self) -> int:
-        """How many numbers of the metrics are infinite or none."""
-        words = {"nan", "inf", "-inf"}
-        return sum(isinstance(x, str) and x in words for row in self.rows for x in row.values())
-
 
 Runs: TypeAlias = tuple[Recorded, ...]
 """Runs that are shown beside each other, at least one."""
@@ -181,6 +175,9 @@ def read_recorded(folder: str | Path) -> Recorded:
         )
     notes: list[str] = []
     rows = tuple(_rows(directory.metrics, notes))
+    words = (x for row in rows for x in row.values() if isinstance(x, str))
+    if bad := sum(x in ("nan", "inf", "-inf") for x in words):
+        notes.append(f"{plural(bad, 'number')} of the metrics not finite, left out of curves")
     found = Recorded(
         folder=directory.place,
         rows=rows,

@@ -25,7 +25,7 @@ from axon_dist.weights import find_tensors, load_weights
 from axon_dist.weights.load import check_weights
 
 from ..config import RunConfig, abstract_batch
-from ..config.sections import ProfileConfig, SyntheticImageData, TextData
+from ..config.sections import ProfileConfig, TextData
 from .steps import build_step, build_world, check_memory
 
 
@@ -284,14 +284,9 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
         return config
     data, named = config.data, ", ".join(files)
     if not hasattr(data, "validation_files"):
-        is_made_up = isinstance(data, SyntheticImageData)
-        found = "images are made up" if is_made_up else "data name none"
-        kind = (
-            "images, files: [...]" if is_made_up else "text, files: [...], validation_files: [...]"
-        )
         raise ConfigError(
-            f"got {key} {named} for a run whose {found}; leave them out, or change its "
-            f"data: data={{kind: {kind}}}"
+            f"got {key} {named} for a run whose data are not read from files; leave them out, or "
+            "change its data, as in data={kind: images, files: [...]} or data={kind: text}"
         )
     changes = {"validation_files": tuple(files), "validation_fraction": None}
     if isinstance(data, TextData) and not data.files:

@@ -92,10 +92,9 @@ def build_step(
         metrics: what the step reports.
         loss_fn: in place of that of the config's task.
         compiler_options: beside and over those of the config.
-        slow: changes when and how replicas that train on their own synchronize; None for a plan
-            makes one model of them, as for a step that trains nothing.
+        slow: changes when and how replicas that train on their own synchronize.
         trains: whether steps will be taken, so that the loss of the config's batch has to be that
-            of its parts.
+            of its parts; where none is, such replicas are one model.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -111,7 +110,7 @@ def build_step(
         return recomputing_least(config, world, trains, lambda one: build_step(one, world, *given))
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
-    strategy = dataclasses.replace(strategy, slow=slow(strategy.slow))
+    strategy = dataclasses.replace(strategy, slow=slow(strategy.slow) if trains else None)
     own, clip_norm = _optimizer(config, factory)
     step = build_train_step(
         factory,

@@ -47,7 +47,7 @@ from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wa
 from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
-from .resume import check_copies, check_resume, keep_programs, open_checkpoints, open_states
+from .resume import check_copies, check_resume, keep_programs, open_states
 from .runs import Run, build_run, compiling_ahead
 from .summary import opening_lines, summarize, summary_table
 
@@ -102,7 +102,9 @@ def train(
     on_main(lambda: check_resume(resume))
     console = console if run.is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)
-    directory = _made_directory(config, resume)
+    directory = directory_at(
+        Path(on_main(lambda: str(create_directory(config, resume).path))), config
+    )
     for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.place}"]:
         tell(line)
     with contextlib.ExitStack() as stack:
@@ -118,8 +120,8 @@ def train(
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
             writers = _open_writers(config, directory, inner) if run.is_main else []
-            checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
-            saved = dataclasses.replace(saved, checkpoints=checkpoints)
+            checkpoints = inner.enter_context(saved.checkpoints)
+            checkpoints.tell = progress.note
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
             keep = _keep_program(run, directory, progress, inner.enter_context(ahead))
             trainer = run.trainer(
@@ -145,12 +147,6 @@ def train(
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_kept(config, directory, writers)
     return RunResult(result, directory, summary)
-
-
-def _made_directory(config: RunConfig, resume: str | None) -> RunDirectory:
-    """The folder of the run, made by process 0, on every process."""
-    path = Path(on_main(lambda: str(create_directory(config, resume).path)))
-    return directory_at(path, config)
 
 
 def _open_port(run: Run) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from axon_dist.core.checks import checked
+from axon_dist.core.checks import COUNT, ArgumentKind, checked
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path, PyTree
@@ -137,7 +137,6 @@ def _share(batch: Mapping[str, object], replica: int, count: int, microbatches: 
 
 
 LEARNING_RATE = 0.1
-_MOST_STEPS = 1000
 _POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
 """Tolerances: float32 everywhere, or a narrower compute dtype."""
@@ -228,7 +227,10 @@ def tiny(config: RunConfig) -> RunConfig:
     return RunConfig.from_dict(plain)
 
 
-@checked(config=CONFIG)
+@checked(
+    config=CONFIG,
+    steps=ArgumentKind("a number, 1 to 1000", lambda x: COUNT.holds(x) and x <= 1000),
+)
 def verify(config: RunConfig, steps: int = 5) -> Verification:
     """Trains a few steps with the config's strategy and on one device, and compares.
 
@@ -250,9 +252,6 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         ConfigError: for fewer than one step or more than a thousand, or in one of several
             processes.
     """
-    if not 1 <= steps <= _MOST_STEPS:
-        limit = "needs at least 1" if steps < 1 else f"compares at most {_MOST_STEPS}"
-        raise ConfigError(f"verify got {steps} steps; it {limit}")
     world = build_world(config)
     if world.num_processes > 1:
         raise ConfigError(

@@ -72,14 +72,11 @@ def _meshes(found: Mapping[str, object]) -> dict[str, str]:
 
 
 def _extras() -> dict[str, str]:
-    rows = {name: _state(name, missing) for name, missing in extras().items()}
+    rows = {
+        name: f"lacks {', '.join(missing)}: {install_command(name)}" if missing else "installed"
+        for name, missing in extras().items()
+    }
     return rows or {"none": "unknown, for axon_dist is not installed: pip install ."}
-
-
-def _state(name: str, missing: tuple[str, ...]) -> str:
-    if not missing:
-        return "installed"
-    return f"lacks {', '.join(missing)}: {install_command(name)}"
 
 
 def _section(console: Console, title: str, rows: Mapping[str, object]) -> None:

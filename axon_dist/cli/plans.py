@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import yaml
 from rich import box
@@ -21,11 +19,10 @@ from axon_dist.app.config_plans import Tell
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
-from axon_dist.core.typing import JsonDict
-from axon_dist.core.words import byte_size, plural
+from axon_dist.core.words import byte_size, duration, plural, si
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
-from axon_dist.planner import Arrangement, parse_count, parse_memory
+from axon_dist.planner import parse_count, parse_memory
 
 from .values import notice
 
@@ -190,7 +187,6 @@ _BESIDE = ("batch", "sequence", "optimizer", "precision")
 
 
 _NAMES = {
-    "shard_grad_op": "zero2",
     "tp": "tensor",
     "pp": "pipeline",
     "cp": "context",
@@ -213,23 +209,6 @@ def unit_of(largest: float) -> tuple[float, str]:
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 
 
-def seconds(time: float) -> str:
-    """A time in the unit that leaves at least one."""
-    for unit, scale in (("s", 1), ("ms", 1e3), ("us", 1e6)):
-        if time * scale >= 1:
-            return f"{time * scale:.3g}{unit}"
-    return "<1us"
-
-
-def count_of(number: float) -> str:
-    """A number of parameters as it is spoken."""
-    for unit in ("", "K", "M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.4g}B"
-
-
 def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
     """Prints the plans of a config, what was refused, and the lines of the best.
 
@@ -241,7 +220,7 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
     work, best = found.work, found.best
     rates = "h100, for emulated devices have none" if found.hardware.name == "cpu" else None
     console.print(
-        f"{name}: {count_of(work.num_params)} parameters, {work.global_batch} samples per "
+        f"{name}: {si(work.num_params)} parameters, {work.global_batch} samples per "
         f"step, {plural(found.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
         f"rates of {rates or found.hardware.name}"
     )
@@ -255,31 +234,21 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
         kinds = ", ".join(called(kind) for kind, other in found.refused if other == why)
         console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
     if found.fits:
-        print_lines(best.arrangement, console, _of_config(best))
+        _print_lines(best, console)
     if found.others:
         console.print("\nFaster, and trains to other numbers than this config:", style="bold")
         console.print(_table(found.others, None))
         for other in found.others[:1]:
-            print_lines(other.arrangement, console, _of_config(other))
+            _print_lines(other, console)
 
 
-def _of_config(plan: ReadPlan) -> JsonDict:
-    """The lines that say more than the arrangement: options of strategies, another precision."""
+def _print_lines(plan: ReadPlan, console: Console) -> None:
+    """Prints what a config says to run so, with the options that its strategies had."""
+    console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
-    lines = {"parallel": plain["parallel"]}
+    lines = {**plan.arrangement.to_config(), "parallel": plain["parallel"]}
     if plan.changed is not None and plan.arrangement.apart is None:
         lines["precision"] = plain["precision"]
-    return lines
-
-
-def print_lines(
-    arrangement: Arrangement, console: Console, also: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Prints what a config says to run so."""
-    console.print("\nLines of a config:", style="bold")
-    lines = arrangement.to_config()
-    lines["parallel"] = {called(name): row for name, row in lines["parallel"].items()}
-    lines.update(also)
     console.print(yaml.safe_dump(lines, sort_keys=False), end="")
 
 
@@ -305,7 +274,7 @@ def _reason(plan: ReadPlan) -> str:
         "the update": time.update,
         "transfers that nothing hides": time.exposed,
     }
-    said = ", ".join(f"{seconds(part)} of {what}" for what, part in parts.items() if part > 0)
+    said = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
     return f"{called(plan.arrangement.name)}: {need}; a step is {said}"
 
 
@@ -329,11 +298,9 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
 def _title(plan: ReadPlan) -> str:
     """What a plan is called, with what its name does not say."""
     one = plan.arrangement
-    also = [str(one.schedule)] if one.pp > 1 else []
-    also += [form for form in [_form(plan)] if form]
-    also += ["remat"] if one.remat else []
-    also += [plan.changed] if plan.changed else []
-    return ", ".join([called(one.name), *also])
+    schedule, remat = one.schedule if one.pp > 1 else "", "remat" * one.remat
+    also = (schedule, _form(plan), remat, plan.changed)
+    return ", ".join([called(one.name), *map(str, filter(None, also))])
 
 
 def _form(plan: ReadPlan) -> str | None:
@@ -358,6 +325,6 @@ def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
         *(digits(size / unit) for size in sizes),
         "yes" if plan.fits else "no",
         bound + digits(plan.wire_bytes / unit),
-        seconds(plan.time.total),
+        duration(plan.time.total),
         *measured,
     )

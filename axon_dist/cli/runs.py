@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from axon_dist.app import (
-    Completion,
     DataCheck,
     Evaluation,
     check_data,
@@ -135,13 +134,10 @@ def generate_texts(arguments: argparse.Namespace) -> int:
     for number, completion in enumerate(completions):
         if number:
             console.rule()
-        console.print(_text(completion))
+        prompt, text = printable(completion.prompt), printable(completion.text)
+        console.print(Text.assemble((prompt, "bold"), text))
     _write_json(arguments, [dataclasses.asdict(completion) for completion in completions])
     return 0
-
-
-def _text(completion: Completion) -> Text:
-    return Text.assemble((printable(completion.prompt), "bold"), printable(completion.text))
 
 
 def export(arguments: argparse.Namespace) -> int:

@@ -52,11 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"got --memory {arguments.memory:g} without --search; a named schedule has its own"
         )
-    if arguments.vocabulary is not None and arguments.search:
-        raise ConfigError(
-            f"got --vocabulary {arguments.vocabulary:g} beside --search, which knows no V; leave "
-            "one of them out"
-        )
+    _check_alone(arguments)
     costs = _costs(arguments)
     # In a pipe a line stays one line; on a screen it breaks between words.
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -111,11 +107,6 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 
 def _searched(arguments: argparse.Namespace, costs: Costs) -> Schedule:
-    if arguments.name is not None:
-        raise ConfigError(
-            f"got {arguments.name} beside --search, which tries all schedules; leave out "
-            f"{arguments.name}, or --search"
-        )
     limits = {"memory": arguments.memory, "chunks": arguments.chunks}
     given = {name: limit for name, limit in limits.items() if limit is not None}
     schedule = search(*_sizes(arguments), costs, **given).schedule
@@ -177,7 +168,6 @@ def _measures(row: ScheduleSummary) -> str:
 
 
 def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> None:
-    _check_alone(arguments)
     chunks = {} if arguments.chunks is None else {"chunks": arguments.chunks}
     rows = compare(*_sizes(arguments), costs=costs, **chunks)
     table = Table("schedule", box=None, pad_edge=False)
@@ -202,20 +192,31 @@ def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> N
             console.print(f"{row.name}: {row.reason}", markup=False)
 
 
+_ALONE = {
+    "--compare": (
+        "measures all schedules and writes no file",
+        ("name", "search", "ahead", "vocabulary", "svg", "csv"),
+    ),
+    "--search": ("tries all schedules, none of them with V", ("name", "vocabulary")),
+}
+"""Options that are about all schedules: what they do, and what is about a single one."""
+
+
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """A comparison is of all schedules, so that no single one can be named, drawn or written."""
-    flags = [arguments.name, "--search" * arguments.search, "--ahead" * arguments.ahead]
-    given = [flag for flag in flags if flag]
-    values = {"--vocabulary": arguments.vocabulary, "--svg": arguments.svg, "--csv": arguments.csv}
-    for option, value in values.items():
-        shown = f"{value:g}" if isinstance(value, float) else value
-        given += [] if value is None else [f"{option} {shown}"]
-    if given:
-        words = " and ".join(given)
-        raise ConfigError(
-            f"got {words} beside --compare, which measures all schedules and writes no file; leave "
-            f"out {words}, or --compare"
-        )
+    for option, (does, others) in _ALONE.items():
+        typed = ((name, getattr(arguments, name)) for name in others)
+        given = [_typed(*one) for one in typed if one[1] is not None and one[1] is not False]
+        if getattr(arguments, option.removeprefix("--")) and given:
+            words = " and ".join(given)
+            raise ConfigError(
+                f"got {words} beside {option}, which {does}; leave out {words}, or {option}"
+            )
+
+
+def _typed(name: str, value: object) -> str:
+    """An option as it was typed."""
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    return shown if name == "name" else f"--{name} {shown}".removesuffix(" True")
 
 
 def _cells(row: ScheduleSummary | Unavailable) -> list[str]:

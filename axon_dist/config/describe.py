@@ -16,7 +16,7 @@ import yaml
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.parallel import STRATEGIES
 
-from .read import HUB, Bound, OneOf, Option, Parsed, options_of, write
+from .read import HUB, Bound, OneOf, Option, Parsed, extra, options_of, write
 from .schema import RunConfig
 from .user_code import PATH, Own
 
@@ -140,8 +140,7 @@ def _keys(thing: Callable[..., object], path: str) -> tuple[Key, ...]:
 
 def _inside(hint: object, path: str) -> Iterator[Section]:
     """The sections that a type brings along."""
-    choice = next((x for x in typing.get_args(hint)[1:] if isinstance(x, OneOf)), None)
-    if typing.get_origin(hint) is Annotated and choice is not None:
+    if (choice := extra(hint, OneOf)) is not None:
         for name, cls in choice.table.items():
             first, *others = _sections(
                 cls, path, f"{choice.tag}: {name}", choice.presets.get(name, ())
@@ -211,7 +210,7 @@ def type_in_words(hint: object) -> str:
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _annotated(args[0], args[1:])
+        return _annotated(hint, args[0])
     if origin in (Union, types.UnionType):
         options = dict.fromkeys(type_in_words(arg) for arg in args if arg is not types.NoneType)
         return f"{' or '.join(options)}{', or null' if types.NoneType in args else ''}"
@@ -226,17 +225,16 @@ def type_in_words(hint: object) -> str:
     return _WORDS.get(hint, "any value")
 
 
-def _annotated(inner: object, extras: tuple[Any, ...]) -> str:
-    for extra in extras:
-        if isinstance(extra, Bound):
-            # The largest numbers that are taken at all say nothing about a key.
-            return f"{type_in_words(inner)}, {extra.text.partition(' and at most ')[0]}"
-        if isinstance(extra, Parsed):
-            return extra.form
-        if isinstance(extra, OneOf):
-            own = [f"{{{key}: ...}}" for key in extra.own]
-            named = f"section with {extra.tag}: {_one_of(extra.table)}" if extra.table else ""
-            return " or ".join(part for part in (named, *own) if part)
+def _annotated(hint: object, inner: object) -> str:
+    if bound := extra(hint, Bound):
+        # The largest numbers that are taken at all say nothing about a key.
+        return f"{type_in_words(inner)}, {bound.text.partition(' and at most ')[0]}"
+    if parsed := extra(hint, Parsed):
+        return parsed.form
+    if choice := extra(hint, OneOf):
+        own = [f"{{{key}: ...}}" for key in choice.own]
+        named = [f"section with {choice.tag}: {_one_of(choice.table)}"] if choice.table else []
+        return " or ".join([*named, *own])
     return type_in_words(inner)
 
 
@@ -250,9 +248,8 @@ def _default(option: Option) -> str:
     value, hint = option.default, option.hint
     if value is dataclasses.MISSING:
         return ""
-    for extra in typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ():
-        if isinstance(extra, OneOf) and value is not None:
-            return extra.name_of(value)
+    if value is not None and (choice := extra(hint, OneOf)):
+        return choice.name_of(value)
     if dataclasses.is_dataclass(value) and dataclasses.is_dataclass(hint):
         return ""
     return _yaml(write(value, hint) if value is not None else None)

@@ -304,10 +304,7 @@ class OwnModel(Own):
             remedy = "return one"
             if isinstance(made, nn.Module):
                 remedy = "wrap it, nnx.bridge.ToNNX(module, rngs=rngs).lazy_init(example)"
-            raise ConfigError(
-                f"model.factory: {self.path} returns a {type(made).__name__}, which must be an "
-                f"nnx.Module; {remedy}"
-            )
+            raise self.returned(made, f"an nnx.Module; {remedy}")
         return made
 
 
@@ -335,11 +332,8 @@ class LossFactory(Own):
         """
         made = self.call()
         if not callable(made):
-            raise ConfigError(
-                f"loss.factory: {self.path} returns a {type(made).__name__}, which must be a "
-                "function of a model and a batch; to name the function itself, write "
-                "loss: {function: ...}"
-            )
+            own = "; to name the function itself, write loss: {function: ...}"
+            raise self.returned(made, f"a function of a model and a batch{own}")
         return made
 
 

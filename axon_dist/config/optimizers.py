@@ -347,10 +347,7 @@ class OwnOptimizer(Own):
         """
         made = self.call(num_steps=num_steps)
         if not isinstance(made, optax.GradientTransformation):
-            raise ConfigError(
-                f"optimizer.factory: {self.path} returns a {type(made).__name__}, which must be "
-                "an optax.GradientTransformation; return one"
-            )
+            raise self.returned(made, "an optax.GradientTransformation; return one")
         return made
 
     def rates(self, num_steps: int) -> None:

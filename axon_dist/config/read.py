@@ -203,9 +203,9 @@ def write(value: object, hint: object = None) -> Any:
     if isinstance(value, Own):
         ours = {name: getattr(value, name) for name in options_of(type(value))}
         return {value.key: value.path, **ours, **value.options}
-    if (choice := _extra(hint, OneOf)) is not None:
+    if (choice := extra(hint, OneOf)) is not None:
         return {choice.tag: choice.name_of(value), **write(value)}
-    if (parsed := _extra(hint, Parsed)) is not None:
+    if (parsed := extra(hint, Parsed)) is not None:
         return parsed.write(value)
     if dataclasses.is_dataclass(value):
         options = options_of(type(value))
@@ -296,7 +296,7 @@ def _section_with(key: str, options: Mapping[str, Option]) -> str:
     """A section and a key of it, for a key that stands a level too high; else nothing."""
     for name, option in options.items():
         hints = [option.hint, *typing.get_args(option.hint)]
-        tables = [extra for hint in hints if (extra := _extra(hint, OneOf))]
+        tables = [found for hint in hints if (found := extra(hint, OneOf))]
         kinds = [kind for table in tables for kind in table.table.values()]
         sections = [x for x in kinds + hints if dataclasses.is_dataclass(x)]
         if key in {field.name for section in sections for field in dataclasses.fields(section)}:
@@ -304,10 +304,10 @@ def _section_with(key: str, options: Mapping[str, Option]) -> str:
     return ""
 
 
-def _extra(hint: object, kind: type[_T]) -> _T | None:
+def extra(hint: object, kind: type[_T]) -> _T | None:
     """The first thing of a kind that `Annotated` puts beside a type."""
     extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
-    return next((extra for extra in extras if isinstance(extra, kind)), None)
+    return next((one for one in extras if isinstance(one, kind)), None)
 
 
 def _read_dataclass(cls: Any, data: object, path: str) -> Any:
@@ -351,22 +351,18 @@ def _join(path: str, key: object) -> str:
 
 
 def _read_annotated(hint: object, value: object, path: str) -> Any:
-    if (choice := _extra(hint, OneOf)) is not None:
+    if (choice := extra(hint, OneOf)) is not None:
         return _read_choice(choice, value, path)
-    if (parsed := _extra(hint, Parsed)) is not None:
-        return _read_parsed(parsed, value, path)
+    if (parsed := extra(hint, Parsed)) is not None:
+        try:
+            return parsed.read(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
     result = read(typing.get_args(hint)[0], value, path)
-    bound = _extra(hint, Bound)
+    bound = extra(hint, Bound)
     if bound is not None and not bound.holds(result):
         raise ConfigError(f"{path}: got {result!r:.80}, which must be {bound.text}")
     return result
-
-
-def _read_parsed(parsed: Parsed, value: object, path: str) -> Any:
-    try:
-        return parsed.read(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _read_choice(choice: OneOf, value: object, path: str) -> Any:

@@ -455,9 +455,9 @@ class OwnData(LoadOptions, Own):
             return made
         is_pair = isinstance(made, (tuple, list)) and len(made) == 2
         if not is_pair or not all(hasattr(side, "__getitem__") for side in made):
-            raise ConfigError(
-                f"data.factory: {self.path} returns a {type(made).__name__}, which must be two "
-                "sequences of samples, (training, validation), or one axon_dist.data.Samples"
+            raise self.returned(
+                made,
+                "two sequences of samples, (training, validation), or one axon_dist.data.Samples",
             )
         train, validation = made
         return Sequences(train, validation, self.path)

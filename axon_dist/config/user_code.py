@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
@@ -64,7 +63,17 @@ class Own:
             ConfigError: when there is no such module or no such name in it, when importing the
                 module fails, or it cannot be called.
         """
-        return find(self.path, f"{self.section}.{self.key}".lstrip("."))
+        return find(self.path, self.where)
+
+    @property
+    def where(self) -> str:
+        """The key of the config that names it."""
+        return f"{self.section}.{self.key}".lstrip(".")
+
+    def returned(self, made: object, what: str) -> ConfigError:
+        """The error of a function that returned something else than what it must."""
+        kind = type(made).__name__
+        return ConfigError(f"{self.where}: {self.path} returns a {kind}, which must be {what}")
 
     def call(self, **given: object) -> Any:
         """Calls it with the options and what is given."""
@@ -72,17 +81,16 @@ class Own:
         taken = parameters_of(function)
         offered = {name for name in self.offered if taken is not None and name not in taken}
         given = {name: value for name, value in given.items() if name not in offered}
-        where = f"{self.section}.{self.key}".lstrip(".")
         try:
             return function(**self.options, **given)
         except SystemExit as error:
             raise ConfigError(
-                f"{where}: {self.path} ended the program by SystemExit({error.code!r}); let it "
-                "raise an error, or return what it makes"
+                f"{self.where}: {self.path} ended the program by SystemExit({error.code!r}); let "
+                "it raise an error, or return what it makes"
             ) from error
         except Exception as error:
             if not isinstance(error, AxonDistError):
-                error.add_note(f"raised by {where}, {self.path}")
+                error.add_note(f"raised by {self.where}, {self.path}")
             raise
 
     def _check_signature(self, function: Callable[..., object]) -> None:
@@ -95,58 +103,31 @@ class Own:
         taken = parameters_of(function)
         if taken is None:
             return
-        self._check_positions(taken)
-        rest = dict(list(taken.items())[len(self.by_position) :])
-        named = {name for name, p in taken.items() if p.kind in _BY_NAME}
+        options = [p for p in list(taken.values())[len(self.by_position) :] if p.kind in _BY_NAME]
+        valid = {p.name for p in options}
         accepts_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         for name in () if accepts_any else self.options:
-            if name not in named & set(rest):
-                valid = (named & set(rest)) - {*self.given, *self.offered}
+            if name not in valid:
+                valid -= {*self.given, *self.offered}
                 hint = did_you_mean(name, valid) if valid else " It takes none."
                 raise ConfigError(
                     f"{self.section}.{name}: {self.path} takes no such argument.{hint}"
                 )
-        for name in () if accepts_any else self.given:
-            if name not in named:
-                raise ConfigError(
-                    f"{self.section}.{self.key}: {self.path} takes ({', '.join(taken)}) and must "
-                    f"take the keyword {name}, {GIVEN[name]}; add it"
-                )
-        self._check_required(rest)
-
-    def _check_positions(self, taken: Mapping[str, inspect.Parameter]) -> None:
-        places = [p for p in taken.values() if p.kind in _BY_PLACE]
-        endless = any(p.kind is p.VAR_POSITIONAL for p in taken.values())
-        if len(places) < len(self.by_position) and not endless:
+        offered = [name for name in self.offered if name in taken]
+        named = dict.fromkeys((*self.options, *self.given, *offered))
+        try:
+            inspect.Signature(list(taken.values())).bind(*self.by_position, **named)
+        except TypeError as error:
+            words = [*self.by_position, *(_GIVEN.get(name, name) for name in named)]
             raise ConfigError(
-                f"{self.section}.{self.key}: {self.path} takes ({', '.join(taken)}) and is called "
-                f"with {' and '.join(self.by_position)}; let it take these first"
-            )
-
-    def _check_required(self, parameters: Mapping[str, inspect.Parameter]) -> None:
-        known = {*self.options, *self.given, *self.offered}
-        for name, p in parameters.items():
-            if p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                continue
-            if p.kind is p.POSITIONAL_ONLY:
-                raise ConfigError(
-                    f"{self.section}.{self.key}: {self.path} takes {name} by position alone; let "
-                    "it take keywords"
-                )
-            if name not in known:
-                raise ConfigError(
-                    f"{self.section}.{name}: {self.path} needs this argument; set it beside "
-                    f"{self.key}"
-                )
+                f"{self.where}: {self.path} takes ({', '.join(taken)}) and is called "
+                f"with {' and '.join(words) or 'nothing'}: {error}; set what is missing beside "
+                f"{self.key}, and let it take the rest"
+            ) from None
 
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_GIVEN = {"rngs": "rngs, an nnx.Rngs"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-GIVEN: MappingProxyType[str, str] = MappingProxyType(
-    {"rngs": "an nnx.Rngs of the run's seed, from which the initial weights come"}
-)
-"""What functions of the user's own must take, and why."""
 
 
 def find(path: str, where: str) -> Callable[..., Any]:

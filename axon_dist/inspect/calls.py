@@ -8,19 +8,17 @@ compiles to products over all scores.
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
 import jax
-from rich.console import Console
 
 from ..core.errors import ClaimError
 from .computations import visits
 from .flops import CostModel, target_of
-from .ledger import Ledger
+from .ledger import Ledger, as_text
 from .parse import Instruction, ProgramLike, as_module
 from .transfers import collectives
 
@@ -89,7 +87,7 @@ def expect_collectives(
         place = f" over axis {axis!r}" if axis else ""
         raise ClaimError(
             f"a step executes {', '.join(wrong)}{place}; change the claim or the shardings that "
-            f"lead to them:\n{_rendered(ledger)}"
+            f"lead to them:\n{as_text(ledger.table())}"
         )
     return ledger
 
@@ -127,7 +125,7 @@ def expect_bytes(
         raise ClaimError(
             f"a device sends {sent:,} bytes per step by {what} instead of {bytes:,.0f} within "
             f"{tolerance:.0%}; change the claim or the shardings that lead to them:\n"
-            f"{_rendered(ledger)}"
+            f"{as_text(ledger.table())}"
         )
     return ledger
 
@@ -135,13 +133,6 @@ def expect_bytes(
 def is_expected(count: int, claim: Expected) -> bool:
     """Whether a number of executions is one that is allowed."""
     return claim is None or count in (claim if isinstance(claim, range) else (claim,))
-
-
-def _rendered(ledger: Ledger) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    with console.capture() as capture:
-        console.print(ledger.table())
-    return capture.get()
 
 
 ATTENTION = re.compile(r"fmha|flash|splash|attention", re.IGNORECASE)

@@ -284,8 +284,7 @@ def _outermost(module: Module, computation: Computation) -> Iterator[Instruction
 
 
 def _rewritten(module: Module, loop: Instruction) -> int:
-    (name,) = loop.called["body"]
-    body = next(c for c in module.called(loop) if c.name == name)
+    body = module.computations[loop.called["body"][0]]
     pairs = zip(loop.shapes, body.root.operands, strict=True)
     made = [shape for at, (shape, operand) in enumerate(pairs) if not _is_kept(body, operand, at)]
     return total_bytes(tuple(made))

@@ -52,13 +52,6 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
     return 0
 
 
-def opaque_target(computation: Computation, instruction: Instruction) -> str | None:
-    """Names a custom call that may do matrix work that nothing in the text tells."""
-    is_call = instruction.opcode == "custom-call"
-    is_opaque = is_call and _custom_call(computation, instruction) is None
-    return target_of(instruction) if is_opaque else None
-
-
 def target_of(instruction: Instruction) -> str:
     """The target of a custom call; "" where it has none."""
     match = _TARGET.search(instruction.attributes)
@@ -303,10 +296,10 @@ def flops(program: ProgramLike) -> Flops:
     module = as_module(program)
     cost = CostModel(module).computation(module.entry)
     opaque = {
-        target
+        target_of(instruction)
         for computation in module.computations.values()
         for instruction in computation.instructions
-        if (target := opaque_target(computation, instruction))
+        if instruction.opcode == "custom-call" and _custom_call(computation, instruction) is None
     }
     return Flops(
         low=cost.low,

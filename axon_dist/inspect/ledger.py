@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias, get_args
 
 from rich import box
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from ..core.errors import ConfigError, MeshError, did_you_mean
@@ -311,6 +312,14 @@ class Ledger:
         if not self.mesh_axes:
             return f"axis {name!r} cannot be told: read the ledger with collectives(program, mesh)"
         return f"the mesh has no axis {name!r}.{did_you_mean(name, self.mesh_axes)}"
+
+
+def as_text(shown: RenderableType) -> str:
+    """What `rich` prints of something, for logs and errors."""
+    console = Console(width=120, color_system=None)
+    with console.capture() as text:
+        console.print(shown)
+    return text.get()
 
 
 def _ms(seconds: float) -> str:

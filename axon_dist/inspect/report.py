@@ -27,7 +27,7 @@ from ..mesh.chips import Hardware, machine_of, unknown_chip
 from ..mesh.targets import Target, as_target, prepare_environment
 from .calls import Recomputed, attention_kernels, recomputed
 from .flops import Flops, flops
-from .ledger import Ledger
+from .ledger import Ledger, as_text
 from .parse import as_module
 from .transfers import collectives
 
@@ -100,7 +100,8 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
             "target_mesh('h100:8', ...)"
         )
     temporaries = stats.temp_size_in_bytes
-    if _platforms(compiled) == {"tpu"}:
+    places = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    if {device.platform for place in places for device in place.device_set} == {"tpu"}:
         # There the size of temporaries has in it more than is in the chip's memory at once, such as
         # what lies in its vector memory. XLA's own peak has not: of a 1.3B step on v5p:2x2x2 it is
         # 3.41 GiB, XLA's report of memory in use 3.43, and by that size it would be 3.82.
@@ -173,12 +174,6 @@ def leaf_table(tree: ArrayTree) -> Table:
         sizes = (f"{row.bytes / 1e6:,.3f}", f"{row.shard_bytes / 1e6:,.3f}")
         table.add_row(row.path, str(row.shape), row.dtype, row.spec, *sizes, row.where)
     return table
-
-
-def _platforms(compiled: jax.stages.Compiled) -> set[str]:
-    """The platforms of the devices that a program was compiled for."""
-    places = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return {device.platform for place in places for device in place.device_set}
 
 
 AGREED = 0.1
@@ -272,10 +267,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None)
-        with console.capture() as text:
-            console.print(self)
-        return text.get()
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.memory.table()

@@ -16,8 +16,10 @@ On GPU a collective-permute can also be taken apart into `send` and `recv`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -31,7 +33,7 @@ from ..mesh.group import (
     spanned_axes,
 )
 from .computations import Visit, trip_count, usually_called, visits
-from .flops import Cost, CostModel
+from .flops import CostModel
 from .ledger import KINDS, Collective, Exposure, Ledger, ring_bytes
 from .parse import (
     Computation,
@@ -75,35 +77,31 @@ def collectives(
         [('all-reduce', 4, 600)]
     """
     module = as_module(program)
-    machine = machine or machine_of(mesh)
-    wires = WireModel(module, machine)
+    wires = WireModel(module, machine or machine_of(mesh))
     rows = (row for visit in visits(module) for row in _rows(wires, visit, mesh))
     axes = mesh.axis_names if mesh is not None else ()
-    return Ledger(tuple(rows), axes, wires.step_seconds(module.entry))
+    return Ledger(tuple(rows), axes, wires.timed(module.entry).step)
 
 
 def _rows(wires: WireModel, visit: Visit, mesh: jax.sharding.Mesh | None) -> Iterator[Collective]:
-    sent, judged = wires.sent(visit.computation), wires.judged(visit.computation)
-    for one, (exposure, waited) in zip(sent, judged, strict=True):
-        instruction, kind = one.transfer.instruction, one.transfer.kind
-        operands = one.transfer.owner.operand_shapes(instruction)
-        find_axes = permuted_axes if kind == "collective-permute" else spanned_axes
-        op_name, source = origin(instruction.attributes, wires.module.sources)
+    for one, exposure, waited in wires.timed(visit.computation).judged:
+        find_axes = permuted_axes if one.kind == "collective-permute" else spanned_axes
+        op_name, source = origin(one.instruction.attributes, wires.module.sources)
         axes = find_axes(one.groups, mesh)
         yield Collective(
-            name=instruction.name,
-            kind=kind,
-            dtypes=tuple(sorted({shape.dtype for shape in operands})),
-            num_arrays=len(operands),
-            bytes_in=one.bytes_in,
-            bytes_out=one.bytes_out,
+            name=one.instruction.name,
+            kind=one.kind,
+            dtypes=tuple(sorted({shape.dtype for shape in one.operands})),
+            num_arrays=len(one.operands),
+            bytes_in=total_bytes(one.operands),
+            bytes_out=total_bytes(one.results),
             group_size=one.group_size,
             wire_bytes=one.wire_bytes,
             count=visit.count,
             unknown_trip=visit.unknown_trip,
             in_conditional=visit.in_conditional,
             axes=axes,
-            is_async=one.transfer.is_async,
+            is_async=one.done > one.start,
             exposure=exposure,
             seconds=None if wires.machine is None else wires.seconds(one),
             waited=waited,
@@ -120,38 +118,6 @@ NOTHING = 0.01
 """A transfer is exposed where compute covers less than this share of its time."""
 
 
-def judge(
-    work: Sequence[Cost],
-    sent: Sequence[tuple[ScheduledCollective, float]],
-    within: Sequence[float],
-    machine: Hardware | None,
-) -> list[tuple[Exposure, float | None]]:
-    """Judges every transfer that a computation launches.
-
-    Args:
-        work: what each instruction of the computation costs, in the order of the schedule.
-        sent: the transfers with the seconds each needs alone on the wire, in the same order.
-        within: for each instruction, the seconds for which what it calls has the wire.
-        machine: whose rates apply; without one, a transfer with any compute beside it is `light`.
-
-    Returns:
-        For each transfer how much of it is hidden, and the seconds for which compute waits for it,
-        None without a machine.
-    """
-    beside = [_has_compute(work, transfer) for transfer, _ in sent]
-    if machine is None:
-        return [("light" if covered else "exposed", None) for covered in beside]
-    waits = _waits([cost.seconds(machine) for cost in work], sent, within)
-    return [
-        (_exposure(seconds, wait, covered), wait)
-        for (_, seconds), wait, covered in zip(sent, waits, beside, strict=True)
-    ]
-
-
-def _has_compute(work: Sequence[Cost], transfer: ScheduledCollective) -> bool:
-    return any(cost.low or cost.traffic for cost in work[transfer.start + 1 : transfer.done])
-
-
 def _exposure(seconds: float, waited: float, has_compute: bool) -> Exposure:
     if not has_compute or waited > (1 - NOTHING) * seconds:
         return "exposed"
@@ -161,13 +127,14 @@ def _exposure(seconds: float, waited: float, has_compute: bool) -> Exposure:
 
 def _waits(
     compute_seconds: Sequence[float],
-    sent: Sequence[tuple[ScheduledCollective, float]],
+    sent: Sequence[ScheduledCollective],
+    alone: Sequence[float],
     within: Sequence[float],
 ) -> list[float]:
     """Runs the schedule and returns how long the compute units stand still for each transfer."""
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
-    for number, (transfer, _) in enumerate(sent):
+    for number, transfer in enumerate(sent):
         starts.setdefault(transfer.start, []).append(number)
         ends.setdefault(transfer.done, []).append(number)
     clock = wire_free = 0.0
@@ -175,7 +142,7 @@ def _waits(
     pending: set[int] = set()
     for index, (seconds, called) in enumerate(zip(compute_seconds, within, strict=True)):
         for number in starts.get(index, ()):
-            wire_free = max(wire_free, clock) + sent[number][1]
+            wire_free = max(wire_free, clock) + alone[number]
             arrival[number] = wire_free
             pending.add(number)
         for number in ends.get(index, ()):
@@ -191,31 +158,21 @@ def _waits(
     return waits
 
 
-@dataclasses.dataclass(frozen=True)
-class TransferBytes:
-    """A transfer with its groups and bytes.
+class Execution(NamedTuple):
+    """One execution of a computation.
 
-    Args:
-        transfer: the collective and when it is under way.
-        groups: who takes part; pairs of a collective-permute.
-        bytes_in: bytes of its operands on one device.
-        bytes_out: bytes of its results on one device.
+    Attributes:
+        judged: what it launches itself, not in its loops or branches, in order: how much of each
+            is hidden, and the seconds for which compute waits for it, None without a machine.
+        wire: seconds for which it has the wire, with all that it calls.
+        step: seconds that it takes, one instruction after another, each bound by its matrix
+            operations or its memory traffic, and what it waits for; loops as often as they turn,
+            and of branches the longest, which some device takes. 0 where no rates are known.
     """
 
-    transfer: ScheduledCollective
-    groups: Groups
-    bytes_in: int
-    bytes_out: int
-
-    @property
-    def group_size(self) -> int:
-        """Devices that take part together."""
-        return max((len(set(group)) for group in self.groups), default=1)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that one device sends in one execution, by the ring algorithm."""
-        return ring_bytes(self.transfer.kind, self.bytes_in, self.bytes_out, self.group_size)
+    judged: Sequence[tuple[ScheduledCollective, Exposure, float | None]]
+    wire: float
+    step: float
 
 
 class WireModel:
@@ -223,102 +180,68 @@ class WireModel:
 
     Args:
         module: the parsed HLO of a compiled program.
-        machine: whose rates apply; None where they are not known.
+        machine: whose rates apply; None where they are not known, and a transfer with any compute
+            beside it is `light`.
     """
 
     def __init__(self, module: Module, machine: Hardware | None):
         self.module: Module = module
         self.machine: Hardware | None = machine
         self._costs = CostModel(module)
-        self._sent: dict[str, list[TransferBytes]] = {}
-        self._seconds: dict[str, float] = {}
-        self._steps: dict[str, float] = {}
+        self._known: dict[str, Execution] = {}
 
-    def sent(self, computation: Computation) -> list[TransferBytes]:
-        """What a computation launches itself, not in its loops or branches, in order."""
-        if computation.name not in self._sent:
-            in_order = transfers(self.module, computation)
-            self._sent[computation.name] = [self._measured(transfer) for transfer in in_order]
-        return self._sent[computation.name]
+    def timed(self, computation: Computation) -> Execution:
+        """Judges what a computation launches, and times it."""
+        if computation.name not in self._known:
+            self._known[computation.name] = self._timed(computation)
+        return self._known[computation.name]
 
-    def judged(self, computation: Computation) -> list[tuple[Exposure, float | None]]:
-        """A judgement for each of what `sent` lists."""
-        sent = [(one.transfer, self.seconds(one)) for one in self.sent(computation)]
+    def _timed(self, computation: Computation) -> Execution:
+        sent = transfers(self.module, computation)
         work = [self._costs.instruction(computation, i) for i in computation.instructions]
-        within = [self._within(computation, i) for i in computation.instructions]
-        return judge(work, sent, within, self.machine)
-
-    def step_seconds(self, computation: Computation) -> float:
-        """The time that one execution takes: compute at its peak rates, and what it waits for.
-
-        One instruction after another, each bound by its matrix operations or its memory traffic,
-        loops as often as they turn, and of branches the longest, which some device takes; 0 where
-        no rates are known.
-        """
+        beside = [
+            any(cost.low or cost.traffic for cost in work[one.start + 1 : one.done]) for one in sent
+        ]
+        called = [self._called(computation, i) for i in computation.instructions]
+        alone, within = [self.seconds(one) for one in sent], [wire for wire, _ in called]
+        wire = sum(alone) + sum(within)
         if self.machine is None:
-            return 0.0
-        if computation.name not in self._steps:
-            waits = sum(waited or 0.0 for _, waited in self.judged(computation))
-            runs = (self._runs(computation, each) for each in computation.instructions)
-            self._steps[computation.name] = waits + sum(runs)
-        return self._steps[computation.name]
+            kinds: list[Exposure] = ["light" if covered else "exposed" for covered in beside]
+            return Execution(
+                [(one, kind, None) for one, kind in zip(sent, kinds, strict=True)], wire, 0.0
+            )
+        compute = [cost.seconds(self.machine) for cost in work]
+        waits = _waits(compute, sent, alone, within)
+        kinds = [_exposure(*one) for one in zip(alone, waits, beside, strict=True)]
+        runs = (
+            taken if i.opcode in _CALLS else least
+            for i, least, (_, taken) in zip(computation.instructions, compute, called, strict=True)
+        )
+        return Execution(list(zip(sent, kinds, waits, strict=True)), wire, sum(waits) + sum(runs))
 
-    def _runs(self, computation: Computation, instruction: Instruction) -> float:
-        """For how long an instruction keeps the compute units, with what it calls waits for."""
-        assert self.machine is not None
+    def _called(self, computation: Computation, instruction: Instruction) -> tuple[float, float]:
+        """What the computations take that an instruction calls: of the wire, and in all."""
         if instruction.opcode not in _CALLS:
-            return self._costs.instruction(computation, instruction).seconds(self.machine)
-        return self._called(computation, instruction, self.step_seconds)
-
-    def _called(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        seconds: Callable[[Computation], float],
-    ) -> float:
-        """What the computations take that an instruction calls: the longest of branches."""
-        each = [seconds(called) for called in usually_called(self.module, instruction)]
+            return 0.0, 0.0
+        each = [self.timed(called) for called in usually_called(self.module, instruction)]
         if instruction.opcode == "conditional":
-            return max(each)
+            return max(one.wire for one in each), max(one.step for one in each)
         trips = None
         if instruction.opcode == "while":
             trips = trip_count(self.module, computation, instruction)
-        return sum(each) * (1 if trips is None else trips)
+        count = 1 if trips is None else trips
+        return sum(one.wire for one in each) * count, sum(one.step for one in each) * count
 
-    def leaves_node(self, sent: TransferBytes) -> bool:
+    def leaves_node(self, sent: ScheduledCollective) -> bool:
         """Whether a transfer goes from one node to another, where the machine has nodes."""
         size = 0 if self.machine is None else self.machine.node_size
         return bool(size) and any(len({d // size for d in group}) > 1 for group in sent.groups)
 
-    def _measured(self, transfer: ScheduledCollective) -> TransferBytes:
-        instruction = transfer.instruction
-        if transfer.kind == "collective-permute":
-            groups = source_target_pairs(instruction.attributes)
-        else:
-            groups = replica_groups(instruction.attributes, self.module.num_devices)
-        operands = transfer.owner.operand_shapes(instruction)
-        return TransferBytes(
-            transfer, groups, total_bytes(operands), total_bytes(results(transfer))
-        )
-
-    def seconds(self, sent: TransferBytes) -> float:
+    def seconds(self, sent: ScheduledCollective) -> float:
         """What a transfer takes alone on the wire; 0 where no rates are known."""
         if self.machine is None:
             return 0.0
         return self.machine.wire_seconds(sent.wire_bytes, sent.groups)
-
-    def _within(self, computation: Computation, instruction: Instruction) -> float:
-        """For how many seconds what an instruction calls has the wire."""
-        if instruction.opcode not in _CALLS:
-            return 0.0
-        return self._called(computation, instruction, self._total)
-
-    def _total(self, computation: Computation) -> float:
-        if computation.name not in self._seconds:
-            alone = sum(self.seconds(one) for one in self.sent(computation))
-            inner = sum(self._within(computation, i) for i in computation.instructions)
-            self._seconds[computation.name] = alone + inner
-        return self._seconds[computation.name]
 
 
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
@@ -332,28 +255,62 @@ class ScheduledCollective:
     """One collective and the part of the schedule during which it is under way.
 
     Args:
+        module: the program.
         instruction: the collective itself.
         owner: the computation that holds it, where its operands are found.
         start: position in the launching computation at which it starts.
         done: position at which its result is awaited; equal to `start` where it is synchronous.
     """
 
+    module: Module
     instruction: Instruction
     owner: Computation
     start: int
     done: int
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """One of `KINDS`."""
         if reduced_slice(self.owner, self.instruction):
             return "reduce-scatter"
         return collective_kind(self.instruction) or self.instruction.opcode
 
+    @functools.cached_property
+    def groups(self) -> Groups:
+        """Who takes part; pairs of a collective-permute."""
+        attributes = self.instruction.attributes
+        if self.kind == "collective-permute":
+            return source_target_pairs(attributes)
+        return replica_groups(attributes, self.module.num_devices)
+
     @property
-    def is_async(self) -> bool:
-        """Whether other instructions may run while it is under way."""
-        return self.done > self.start
+    def group_size(self) -> int:
+        """Devices that take part together."""
+        return max((len(set(group)) for group in self.groups), default=1)
+
+    @property
+    def operands(self) -> tuple[Shape, ...]:
+        """The arrays that go in."""
+        return self.owner.operand_shapes(self.instruction)
+
+    @property
+    def results(self) -> tuple[Shape, ...]:
+        """The arrays that come out; a `-start` may carry its operands and contexts beside them."""
+        if self.kind == "collective-permute":
+            return self.operands
+        if shard := reduced_slice(self.owner, self.instruction):
+            return shard.shapes
+        name, is_start = self.instruction.name, self.instruction.opcode.endswith("-start")
+        for later in self.owner.instructions if is_start else ():
+            if name in later.operands and later.opcode.endswith("-done"):
+                return later.shapes
+        return self.instruction.shapes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends in one execution, by the ring algorithm."""
+        sizes = total_bytes(self.operands), total_bytes(self.results)
+        return ring_bytes(self.kind, *sizes, self.group_size)
 
 
 def collective_kind(instruction: Instruction) -> str | None:
@@ -362,21 +319,6 @@ def collective_kind(instruction: Instruction) -> str | None:
         return "collective-permute"
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
-
-
-def results(transfer: ScheduledCollective) -> tuple[Shape, ...]:
-    """The arrays that come out; a `-start` may carry its operands and contexts beside them."""
-    instruction, owner = transfer.instruction, transfer.owner
-    if transfer.kind == "collective-permute":
-        return owner.operand_shapes(instruction)
-    if shard := reduced_slice(owner, instruction):
-        return shard.shapes
-    if not instruction.opcode.endswith("-start"):
-        return instruction.shapes
-    for later in owner.instructions:
-        if instruction.name in later.operands and later.opcode.endswith("-done"):
-            return later.shapes
-    return instruction.shapes
 
 
 def reduced_slice(owner: Computation, instruction: Instruction) -> Instruction | None:
@@ -421,7 +363,7 @@ def transfers(module: Module, computation: Computation) -> list[ScheduledCollect
     for index, instruction in enumerate(computation.instructions):
         for owner, inner in _launched(module, computation, instruction):
             done = _done(computation, index) if _is_start(instruction) else index
-            transfer = ScheduledCollective(inner, owner, index, done)
+            transfer = ScheduledCollective(module, inner, owner, index, done)
             chain = _chain(inner)
             if chain in chains:
                 first = collectives[chains[chain]]

@@ -64,7 +64,7 @@ def tape_of(
         closed: a closed jaxpr over global arrays.
         splits: where each input lies.
         sizes: the sizes of the mesh axes.
-        platform: `"cpu"`, `"cuda"` or `"tpu"`, which branches are taken for.
+        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, which branches are taken for.
         num_kept: how many of the first results lie where the inputs before them did, whatever the
             program says, as a state does.
 
@@ -79,7 +79,7 @@ def tape_of(
         >>> tape.flops, [sent.kind for sent, _ in tape.sends()]
         (64.0, ['all-reduce'])
     """
-    reader, jaxpr = _Reader(sizes, platform), closed.jaxpr
+    reader, jaxpr = _Reader(sizes, {"gpu": "cuda"}.get(platform, platform)), closed.jaxpr
     inputs = [reader.input(v, s) for v, s in zip(jaxpr.invars, splits, strict=True)]
     own = for_platform(jaxpr, reader.branch_of)
     needed, read = needed_for(own, range(len(jaxpr.outvars)))
@@ -88,7 +88,7 @@ def tape_of(
     for place, variable in enumerate(jaxpr.outvars[:num_kept]):
         outputs[place] = reader.placed(outputs[place], splits[place], variable)
     tape = reader.tape(inputs, outputs)
-    return postponed(tape) if platform == "cuda" else tape
+    return postponed(tape) if reader.platform == "cuda" else tape
 
 
 class _Reader:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axon_dist.core.checks import COUNT, FUNCTION, ArgumentKind, check_fields
+from axon_dist.core.checks import COUNT, FUNCTION, SIZE, ArgumentKind, check_fields
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
 from axon_dist.mesh import World
@@ -66,12 +66,9 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    all_before = {number: signal.getsignal(number) for number in _SIGNALS}
-    before = {
-        number: handler
-        for number, handler in all_before.items()
-        if number != signal.SIGHUP or handler is not signal.SIG_IGN
-    }
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
 
     def restore() -> None:
         for number, handler in before.items():
@@ -232,40 +229,25 @@ class LoopOptions:
     def validate(self) -> None:
         """Raises `ConfigError` unless the counts are possible."""
         check_fields(self)
-        for name in ("items_per_step", "sequence_length"):
-            COUNT.or_none().check("LoopOptions", name, getattr(self, name))
-        if (
-            min(self.num_steps, self.log_every) < 1
-            or min(self.eval_every, self.save_every, self.copy_every) < 0
-        ):
-            raise ConfigError(
-                f"got num_steps={self.num_steps}, log_every={self.log_every}, "
-                f"eval_every={self.eval_every}, save_every={self.save_every} and "
-                f"copy_every={self.copy_every}; the first two must be at least 1, the others at "
-                "least 0"
-            )
-        if self.profile_at < 0 or self.profile_steps < 1:
-            raise ConfigError(
-                f"got profile_at={self.profile_at} and profile_steps={self.profile_steps}; trace "
-                "from a step of at least 0, and at least 1 of them"
-            )
-        if self.best_mode not in ("min", "max") or not self.best_metric.startswith("validation/"):
-            raise ConfigError(
-                f"got best_metric={self.best_metric!r} and best_mode={self.best_mode!r}; name a "
-                "metric of validations, such as 'validation/loss', and 'min' or 'max'"
-            )
-        if self.patience < 0 or self.min_delta < 0:
-            raise ConfigError(
-                f"got patience={self.patience} and min_delta={self.min_delta}; both are at least 0"
-            )
-        if self.max_rollbacks < 1:
-            raise ConfigError(f"max_rollbacks={self.max_rollbacks} must be at least 1; raise it")
+        for name, kind in _OPTIONS.items():
+            kind.check("LoopOptions", name, getattr(self, name))
         if self.peak_flops is not None and (self.items_per_step is None or self.item != "tokens"):
             raise ConfigError(
                 f"peak_flops={self.peak_flops} needs items_per_step in tokens to measure "
                 f"utilization, and got {self.items_per_step} {self.item}; set it"
             )
 
+
+_OPTIONS = {
+    **dict.fromkeys(("num_steps", "log_every", "profile_steps", "max_rollbacks"), COUNT),
+    **dict.fromkeys(("eval_every", "save_every", "copy_every", "profile_at", "patience"), SIZE),
+    **dict.fromkeys(("items_per_step", "sequence_length"), COUNT.or_none()),
+    "min_delta": ArgumentKind("a number, at least 0", lambda x: x >= 0),
+    "best_metric": ArgumentKind(
+        "a metric of validations, such as 'validation/loss'", lambda x: x.startswith("validation/")
+    ),
+}
+"""What their annotations do not say of `LoopOptions`."""
 
 BATCHES = ArgumentKind(
     'an iterable of batches, such as a loader or a list of {"x": ..., "y": ...}',
@@ -274,7 +256,6 @@ BATCHES = ArgumentKind(
 STATE = ArgumentKind(
     "a TrainState, such as step.init()", lambda x: hasattr(x, "step") and hasattr(x, "params")
 ).or_none()
-_FUNCTION = FUNCTION.or_none()
 KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
     {
         "step": ArgumentKind(
@@ -294,11 +275,9 @@ KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
         "progress": ArgumentKind(
             "a Progress, such as SilentProgress()", lambda x: _has(x, "phase", "update", "note")
         ),
-        "should_stop": _FUNCTION,
-        "save": _FUNCTION,
-        "copy": _FUNCTION,
-        "give_back": _FUNCTION,
-        "go_back": _FUNCTION,
+        **dict.fromkeys(
+            ("should_stop", "save", "copy", "give_back", "go_back"), FUNCTION.or_none()
+        ),
         "history": ArgumentKind(
             "a list of dicts",
             lambda x: isinstance(x, Sequence) and all(isinstance(row, Mapping) for row in x),

@@ -160,8 +160,8 @@ class LiveProgress(Progress):
     def __init__(self, console: Console, name: str):
         self._console, self._name = console, name
         self._status: Status | None = None
-        self._phase: _Spin | None = None
-        self._start = time.monotonic()
+        self._phase: tuple[str, float] | None = None
+        self._spinner, self._start = Spinner("dots", style="cyan"), time.monotonic()
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
 
     def __enter__(self) -> Self:
@@ -175,10 +175,10 @@ class LiveProgress(Progress):
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
         """Turns a spinner, and leaves a line that says how long it turned."""
-        self._phase = phase = _Spin(text)
+        self._phase = phase = text, time.monotonic()
         try:
             yield
-            self._console.print(Text.assemble(("✓ ", "green"), phase.words()))
+            self._console.print(Text.assemble(("✓ ", "green"), _took(*phase)))
         finally:
             self._phase = None
 
@@ -197,7 +197,10 @@ class LiveProgress(Progress):
 
     def _render(self) -> RenderableType:
         status, phase = self._status, self._phase
-        lines: list[RenderableType] = [] if phase is None else [phase.spinner()]
+        lines: list[RenderableType] = []
+        if phase is not None:
+            self._spinner.update(text=_took(*phase))
+            lines.append(self._spinner)
         if status is not None:
             lines += [self._bar(status), _figures(status)]
         return Group(*lines)
@@ -218,27 +221,14 @@ class LiveProgress(Progress):
         return row
 
 
-class _Spin:
-    def __init__(self, text: str):
-        self._text, self._start = text, time.monotonic()
-        self._spinner = Spinner("dots", style="cyan")
-
-    def words(self) -> Text:
-        return Text.assemble(self._text, (f"  {time.monotonic() - self._start:.1f} s", "dim"))
-
-    def spinner(self) -> Spinner:
-        self._spinner.update(text=self.words())
-        return self._spinner
+def _took(text: str, start: float) -> Text:
+    return Text.assemble(text, (f"  {time.monotonic() - start:.1f} s", "dim"))
 
 
 def _figures(status: Status) -> Text:
+    """What is known of a status, the numbers set off from their words."""
     parts = [part for part in status_parts(status) if not part.endswith(" left")]
-    return Text("  ·  ").join(_figure(part) for part in parts)
-
-
-def _figure(part: str) -> Text:
-    """Sets the number of `loss 2.5` or `12k tokens/s` off from its words."""
-    text = Text(part, style="dim")
+    text = Text("  ·  ".join(parts), style="dim")
     text.highlight_regex(r"(?<![\w.])[\d.]+\w?", style="not dim bold")
     return text
 

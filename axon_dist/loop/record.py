@@ -137,12 +137,10 @@ class Record:
         self.rollbacks = 0
         self._curves = [point for row in history for point in _points(row)]
         self.latest: dict[str, float] = {}
-        self._validated: dict[str, float] = {}
-        self.has_validated = False
-        self.train_seconds, self.timed_steps = 0.0, 0
+        self.validation: dict[str, float] = {}
+        self.train_seconds = 0.0
         self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
         self._window: list[dict[str, float]] = []
-        self._recent: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self._mark: float | None = None
 
     @property
@@ -151,7 +149,12 @@ class Record:
         items = self.options.items_per_step
         if items is None or not self.train_seconds:
             return None
-        return items * self.timed_steps / self.train_seconds
+        return items * len(self.step_seconds) / self.train_seconds
+
+    @property
+    def _recent(self) -> Sequence[float]:
+        """The seconds of the last steps."""
+        return self.step_seconds[-_RECENT_STEPS:]
 
     def start_clock(self) -> None:
         """From now on time is training time."""
@@ -198,11 +201,10 @@ class Record:
 
     def validated(self, metrics: Mapping[str, float]) -> None:
         """Takes the loss and the other metrics of a validation after the last step."""
-        self.has_validated = True
         self._curves.append((VALIDATION, self.step, dict(metrics)))
         means = {f"{VALIDATION}/{name}": value for name, value in metrics.items()}
         self.latest = self.latest | means
-        self._validated = means
+        self.validation = means
         self._write(means)
         self.progress.update(self.status())
 
@@ -272,7 +274,7 @@ class Record:
         losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
         known = dict(self._facts(self.step, self.step - self.skipped_steps))
         now = losses | skipped | self._speed() | self._shares() | known
-        self.latest = now | self._validated
+        self.latest = now | self.validation
         self._write(now)
 
     def _take(self, step: int, values: dict[str, float]) -> None:
@@ -283,10 +285,8 @@ class Record:
             return
         if self._mark is not None:
             now = time.perf_counter()
-            self._recent.append(now - self._mark)
             self.step_seconds.append(now - self._mark)
             self.train_seconds += now - self._mark
-            self.timed_steps += 1
             self._mark = now
         self.step = step
         if lost or values.get(SPIKE):

@@ -257,15 +257,10 @@ class Trainer:
                 "it a function that returns the newest state saved, or build the step to stop or "
                 "skip"
             )
-
-        given = {
-            "save": ("save_every", self.save),
-            "copy": ("copy_every", self.copy),
-            "validation": ("eval_every", self.validation),
-        }
-        for name, (option, function) in given.items():
+        needed = {"save": "save_every", "copy": "copy_every", "validation": "eval_every"}
+        for name, option in needed.items():
             every = getattr(self.options, option)
-            if every and function is None:
+            if every and getattr(self, name) is None:
                 raise ConfigError(
                     f"the options have {option}={every} and the trainer has no {name}, so nothing "
                     f"would happen then; give it a {name} function, or leave {option} at 0"
@@ -420,7 +415,7 @@ class Trainer:
         assert given is not None
         sets = given if isinstance(given, Mapping) else {"": given}
         for name, make in sets.items():
-            is_first = not record.has_validated and not means
+            is_first = not record.validation and not means
             found = self._means_of(make, is_first, state, record, stops)
             if found is None:
                 return None

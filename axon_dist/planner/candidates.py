@@ -66,8 +66,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.num_params < 1:
             raise ConfigError("the model has no trainable parameters; there is nothing to plan")
-        if self.global_batch < 1:
-            raise ConfigError(f"global_batch={self.global_batch} must be at least 1 sample")
+        COUNT.check("Workload", "global_batch", self.global_batch)
         MixedPrecision.of(self.precision)
 
     @property
@@ -97,7 +96,7 @@ def workload_of(
         loss_fn: `loss_fn(model, batch)`, as `build_train_step` takes it.
         batch: a global batch of shapes; leaves `[B, ...]`.
         precision: a policy or a preset's name; None is float32.
-        platform: `"cpu"`, `"cuda"` or `"tpu"`, which branches are taken for.
+        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, which branches are taken for.
 
     Returns:
         The workload.
@@ -163,7 +162,7 @@ DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
     {
         "ddp": ZeROStage.STAGE0,
         "zero1": ZeROStage.STAGE1,
-        "shard_grad_op": ZeROStage.STAGE2,
+        "zero2": ZeROStage.STAGE2,
         "full_shard": ZeROStage.STAGE3,
         "hybrid_shard": ZeROStage.STAGE3,
     }
@@ -174,7 +173,7 @@ ALIASES: MappingProxyType[str, str] = MappingProxyType(
     {
         "no_shard": "ddp",
         "dp": "ddp",
-        "zero2": "shard_grad_op",
+        "shard_grad_op": "zero2",
         "zero3": "full_shard",
         "fsdp": "full_shard",
     }
@@ -215,7 +214,7 @@ class SlowReplicas:
             )
 
 
-_PLACES = {"ddp": "dp", "zero1": "dp", "shard_grad_op": "dp", "full_shard": "fsdp"}
+_PLACES = {"ddp": "dp", "zero1": "dp", "zero2": "dp", "full_shard": "fsdp"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,14 +273,9 @@ class Arrangement:
             raise ConfigError(
                 f"unknown strategy {self.strategy!r}.{did_you_mean(self.strategy, names)}"
             )
-        if self.schedule not in list(PipelineSchedule):
-            raise ConfigError(
-                f"unknown schedule {self.schedule!r}."
-                f"{did_you_mean(self.schedule, list(PipelineSchedule))}"
-            )
+        PipelineSchedule(self.schedule)
         for field in (*AXES, "replicas", "num_microbatches"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)} must be at least 1; set it so")
+            COUNT.check("Arrangement", field, getattr(self, field))
         if (self.replicas > 1) != (self.apart is not None):
             raise ConfigError(
                 f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "

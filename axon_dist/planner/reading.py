@@ -26,24 +26,11 @@ from ..jaxpr.placement import Sent, Splits, of_spec
 from ..mesh import World
 from ..mesh.chips import Hardware, machine_of
 from ..nn import ActivationCheckpointing
-from ..schedule import Costs, PipelineSchedule, build_schedule, simulate
+from ..schedule import Costs, build_schedule, simulate
 
 EFFICIENCY = 0.5
 """The share of peak FLOP/s that compute reaches alone: what is published for whole steps of large
 runs is 38 to 57 % (Llama 3, arXiv:2407.21783; PaLM, arXiv:2204.02311)."""
-
-
-STEADY = frozenset(
-    {
-        PipelineSchedule.GPIPE,
-        PipelineSchedule.ONE_F_ONE_B,
-        PipelineSchedule.EAGER_1F1B,
-        PipelineSchedule.INTERLEAVED_1F1B,
-        PipelineSchedule.LOOPED_BFS,
-        PipelineSchedule.ZERO_BUBBLE_H1,
-    }
-)
-"""Schedules that are in their rhythm after as many microbatches as stages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +67,6 @@ class StepCost:
 def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed: int = 1) -> float:
     """What the pipeline waits, as a share of what a rank computes.
 
-    Past `S` microbatches of a `STEADY` schedule each one more adds the same to the table, so that
-    the bubble of a long step is read off two shorter ones.
-
     Args:
         schedule: a name of `PipelineSchedule`.
         num_stages: S.
@@ -98,20 +82,10 @@ def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed
     """
     if num_stages == 1:
         return 0.0
+    work = num_microbatches * (3 + recomputed)
+    table = build_schedule(schedule, num_stages, num_microbatches)
     costs = Costs(f=1, i=1 + recomputed, w=1)
-    work = 3 + recomputed
-
-    def idle(count):
-        return (
-            simulate(build_schedule(schedule, num_stages, count), costs, lockstep=True).makespan
-            - count * work
-        )
-
-    short = num_stages
-    if schedule not in STEADY or num_microbatches <= 2 * short:
-        return idle(num_microbatches) / (num_microbatches * work)
-    slope = (idle(2 * short) - idle(short)) / short
-    return (idle(short) + slope * (num_microbatches - short)) / (num_microbatches * work)
+    return (simulate(table, costs, lockstep=True).makespan - work) / work
 
 
 ROUNDS: Mapping[str, float] = {
@@ -252,8 +226,7 @@ def read_program(
     Returns:
         The reading.
     """
-    compiler = {"gpu": "cuda"}.get(platform, platform)
-    tape = tape_of(program, [_splits(leaf) for leaf in arguments], mesh, compiler, num_state)
+    tape = tape_of(program, [_splits(leaf) for leaf in arguments], mesh, platform, num_state)
     sizes = [tape.sizes[buffer] for buffer in tape.inputs]
     return Reading(
         state=sum(sizes[:num_state]),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from types import MappingProxyType
 
-from ..core.arguments import checked
+from ..core.arguments import COUNT, REAL, ArgumentKind, checked
 from ..core.errors import ConfigError, NamedChoice, did_you_mean
 from ..mesh.chips import HARDWARE
 
@@ -20,7 +20,13 @@ LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 """By what the learning rate grows, given by what the batch grows."""
 
 
-@checked()
+# Whether a tracer is above 0 cannot be told, which says that it is one.
+POSITIVE = ArgumentKind(
+    "a number above 0", lambda x: (REAL.holds(x) or hasattr(x, "aval")) and x > 0
+)
+
+
+@checked(local=COUNT, dp=COUNT, accum=COUNT)
 def effective_batch(local: int, dp: int, accum: int = 1) -> int:
     """Samples of a step: those of a microbatch, times ranks, times microbatches.
 
@@ -36,13 +42,10 @@ def effective_batch(local: int, dp: int, accum: int = 1) -> int:
         >>> effective_batch(8, 32), effective_batch(4, 2, accum=4)
         (256, 32)
     """
-    for name, value in (("local", local), ("dp", dp), ("accum", accum)):
-        if value < 1:
-            raise ConfigError(f"got {name}={value}; it must be at least 1")
     return local * dp * accum
 
 
-@checked()
+@checked(base=POSITIVE, batch=COUNT, base_batch=COUNT)
 def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> float:
     """The learning rate for another batch.
 
@@ -66,14 +69,10 @@ def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> 
     """
     if rule not in LR_RULES:
         raise ConfigError(f"unknown learning-rate rule {rule!r}.{did_you_mean(rule, LR_RULES)}")
-    if min(base, batch, base_batch) <= 0:
-        raise ConfigError(
-            f"got base={base}, batch={batch}, base_batch={base_batch}; all must be positive"
-        )
     return base * LR_RULES[rule](batch / base_batch)
 
 
-@checked()
+@checked(t1=POSITIVE, tn=POSITIVE, n=COUNT)
 def scaling_efficiency(t1: float, tn: float, n: int) -> float:
     """How much of n-fold speed n devices reach, from measured times of the same work: `t1/(n tn)`.
 
@@ -92,8 +91,6 @@ def scaling_efficiency(t1: float, tn: float, n: int) -> float:
         >>> scaling_efficiency(8.0, 1.25, 8)
         0.8
     """
-    if min(t1, tn, n) <= 0:
-        raise ConfigError(f"got t1={t1}, tn={tn}, n={n}; all must be positive")
     return t1 / (n * tn)
 
 
@@ -110,7 +107,7 @@ class Direction(NamedChoice):
     TENSOR = "tensor"
 
 
-@checked()
+@checked(interconnect=ArgumentKind("bytes/s, above 0", lambda x: REAL.holds(x) and x > 0))
 def decide(
     fits: bool, sequential: bool = False, interconnect: float = HARDWARE["h100"].link
 ) -> Direction:
@@ -138,8 +135,6 @@ def decide(
         >>> decide(fits=False).value
         'fsdp'
     """
-    if not interconnect > 0:
-        raise ConfigError(f"got interconnect={interconnect}; it must be positive, in bytes/s")
     if fits:
         return Direction.DATA
     if sequential:

@@ -127,7 +127,7 @@ def test_mistakes_are_one_line(run, capsys, arguments, message):
 
 def test_images_that_are_made_up_are_in_no_files(run, tmp_path):
     made_up = ("model={kind: vit, preset: tiny}", MADE_UP.replace("{{", "{").replace("}}", "}"))
-    with pytest.raises(ConfigError, match=r"got files a.npz for a run whose images are made up"):
+    with pytest.raises(ConfigError, match=r"got files a.npz for a run whose data are not read"):
         evaluate(run, overrides=made_up, files=["a.npz"])
 
 

@@ -57,7 +57,7 @@ def test_compares_all(capsys):
         (["gpipe", "--compare", *SIZES], "got gpipe beside --compare, which measures all schedule"),
         (["--compare", *SIZES, "--chunks", "0"], "got chunks=0"),
         (["--compare", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 beside --compare"),
-        (["--search", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 beside --search, which kn"),
+        (["--search", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 beside --search, which tr"),
         (["1f1b", *SIZES, "--vocabulary", "-1"], "got the cost v=-1"),
         (
             ["1f1b", *SIZES, "--csv", "/none/a.csv"],
@@ -140,7 +140,7 @@ def test_searches_and_the_table_runs_by_its_path(capsys, tmp_path):
     [
         (
             ["1f1b", *SIZES, "--search"],
-            "got 1f1b beside --search, which tries all schedules; leave",
+            "got 1f1b beside --search, which tries all schedules, none of them with V; leave",
         ),
         (["1f1b", *SIZES, "--memory", "4"], "got --memory 4 without --search; a named schedule"),
         (["1f1b", *SIZES, "--costs", "1", "2"], "got --costs 1 2; it takes three times, F I W, or"),

@@ -185,12 +185,13 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
         (
             {"model": {"factory": "own_things:no_rngs", "width": 1}},
-            r"^model.factory: own_things:no_rngs takes \(width\) and must take the keyword "
-            r"rngs, an nnx.Rngs",
+            r"^model.factory: own_things:no_rngs takes \(width\) and is called with width and "
+            r"rngs, an nnx.Rngs: got an unexpected keyword argument 'rngs'; .* take the rest",
         ),
         (
             {"optimizer": {"factory": "own_things:decayed"}},
-            r"^optimizer.rate: own_things:decayed needs this argument; set it beside factory",
+            r"^optimizer.factory: own_things:decayed takes \(rate, num_steps\) and is called with "
+            r"num_steps: missing a required argument: 'rate'; set what is missing beside factory",
         ),
         (
             {"optimizer": {"factory": "own_things:nothing"}},

@@ -311,7 +311,10 @@ def test_every_public_function_compares():
         ),
         (lambda: candidates(num_devices=10**40), "an int; give a number, 1 to 10"),
         (lambda: candidates(work=None), "candidates got work=None; give a Workload"),
-        (lambda: axon_dist.planner.idle_share("gpipe", None, 4), "idle_share got num_stages=None"),
+        (
+            lambda: axon_dist.planner.idle_share("gpipe", None, 4),
+            "got num_stages=None. It must be",
+        ),
         (lambda: axon_dist.reduce_scatter_sum(STACKED, GROUP, pad="x"), "give True or False"),
         (lambda: World(WORLD.mesh, "x"), "Valid: emulated, gloo, nccl, tpu"),
         (lambda: axon_dist.load_weights(NET, "w", cast="x"), "cast='x', a str; give True or False"),

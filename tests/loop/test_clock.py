@@ -103,5 +103,5 @@ def test_a_run_that_ends_early_closes_its_trace(monkeypatch, tmp_path, world):
 
 
 def test_impossible_profiles():
-    with pytest.raises(ConfigError, match="got profile_at=1 and profile_steps=0"):
+    with pytest.raises(ConfigError, match="got profile_steps=0, an int; give a whole number"):
         LoopOptions(num_steps=1, profile_at=1, profile_steps=0).validate()

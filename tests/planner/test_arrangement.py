@@ -11,7 +11,7 @@ from axon_dist.planner import Arrangement, SlowReplicas, arrange
         ({}, "ddp", "dp=1"),
         ({"tp": 4}, "tp", "dp=1,tp=4"),
         ({"pp": 2, "tp": 4}, "pp + tp", "pp=2,dp=1,tp=4"),
-        ({"strategy": "zero2", "dp": 8}, "shard_grad_op", "dp=8"),
+        ({"strategy": "shard_grad_op", "dp": 8}, "zero2", "dp=8"),
         ({"strategy": "fsdp", "pp": 2, "fsdp": 2, "tp": 2}, "pp + tp + full_shard", None),
         ({"strategy": "hybrid_shard", "dp": 2, "fsdp": 4}, "hybrid_shard", "dp=2,fsdp=4"),
         ({"dp": 2, "ep": 4}, "ep + ddp", "dp=2,ep=4"),
@@ -68,9 +68,9 @@ def test_the_lines_of_a_config_are_read_by_the_config(arrangement, make_world):
     ("fields", "message"),
     [
         ({"strategy": "zero4"}, "unknown strategy 'zero4'. Did you mean 'zero"),
-        ({"schedule": "1f2b"}, "unknown schedule '1f2b'. Did you mean '1f1b'"),
-        ({"tp": 0}, "tp=0 must be at least 1; set it so"),
-        ({"ep": 0}, "ep=0 must be at least 1; set it so"),
+        ({"schedule": "1f2b"}, "PipelineSchedule got '1f2b', .* Did you mean '1f1b'"),
+        ({"tp": 0}, "Arrangement got tp=0, an int; give a whole number, at least 1"),
+        ({"ep": 0}, "Arrangement got ep=0, an int; give a whole number, at least 1"),
         (
             {"replicas": 2},
             "got replicas=2 and apart=None; replicas over slow links need a SlowReplicas",

@@ -96,14 +96,14 @@ def test_decide(arguments, expected):
 
 
 def test_decide_wants_a_bandwidth():
-    with pytest.raises(ConfigError, match="got interconnect=0; it must be positive, in bytes/s"):
+    with pytest.raises(ConfigError, match="got interconnect=0, an int; give bytes/s, above 0"):
         decide(fits=False, interconnect=0)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"global_batch": 0}, "global_batch=0 must be at least 1 sample"),
+        ({"global_batch": 0}, "got global_batch=0, an int; give a whole number, at least 1"),
         ({"num_params": 0}, "the model has no trainable parameters"),
     ],
 )

@@ -30,10 +30,13 @@ def test_efficiency():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: effective_batch(8, 0), "got dp=0; it must be at least 1"),
+        (lambda: effective_batch(8, 0), "got dp=0, an int; give a whole number, at least 1"),
         (lambda: scale_lr(0.1, 2, 1, "linaer"), "rule 'linaer'. Did you mean 'linear'"),
-        (lambda: scale_lr(0.1, 0, 1), "batch=0, base_batch=1; all must be positive"),
-        (lambda: scaling_efficiency(1, 0, 8), "tn=0, n=8; all must be positive"),
+        (
+            lambda: scale_lr(0.1, 0, 1),
+            "got batch=0, an int; give a whole number, at least 1",
+        ),
+        (lambda: scaling_efficiency(1, 0, 8), "got tn=0, an int; give a number above 0"),
     ],
 )
 def test_mistakes(call, message):
