@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step
-from axon_dist.inspect import report, target_devices
+from axon_dist.inspect import Ledger, report, target_devices
 from axon_dist.mesh.targets import prepare_environment
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import STRATEGIES, compose
@@ -233,9 +233,24 @@ def summary(
         "attention_kernels": found.attention,
     }
     if table is not None:
-        # Stages recompute: a backward pass for inputs is two, for weights one, beside a forward.
-        figures["executed"] = summarize(table, Costs(f=1, i=2, w=1)).executed
+        figures |= _in_lock_step(table, ledger)
     return figures
+
+
+def _in_lock_step(table: Schedule, ledger: Ledger) -> dict[str, float]:
+    """What a step of a pipeline lasts, each tick as long as the rank that has most to do.
+
+    The timeline of the program takes the longest branch of every conditional, so that each tick
+    counts one action of every kind. The table says which of them are run together.
+    """
+    # Stages recompute: a backward pass for inputs is two, for weights one, beside a forward.
+    costs = Costs(f=1, i=2, w=1)
+    summary = summarize(table, costs)
+    kinds = {action.phase for row in table.rows for cell in row for action in cell}
+    counted = table.num_ticks * sum(map(costs.of, kinds)) / table.chunks
+    waited = ledger.waited()
+    run = (ledger.step_seconds - waited) * summary.lockstep_makespan / counted
+    return {"executed": summary.executed, "modelled_ms": (waited + run) * 1e3}
 
 
 def compare(args: argparse.Namespace, figures: dict[str, Any]) -> Table:

@@ -33,6 +33,7 @@ from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from .timing import Timing, alternate
 
 OURS, HAND, HAND_AGAIN = "axon_dist", "by hand", "by hand, gathered again"
+HAND_PRODUCTS = "by hand, products kept"
 ANY_BITS = "axon_dist, bits of its layout"
 SMALL = 1024
 """Leaves with fewer elements stay whole in both programs."""
@@ -51,7 +52,10 @@ class Recomputed(nnx.Module):
 class Regathered(nnx.Module):
     """A block that frees its whole weights, and keeps all else for its backward pass."""
 
+    keep: Callable[..., bool]
+
     def __init__(self, block: nnx.Module, mesh: jax.sharding.Mesh):
+        self.keep = keep_all_but_gathered
         self.block = block
         self.whole = NamedSharding(mesh, PartitionSpec())
 
@@ -62,7 +66,15 @@ class Regathered(nnx.Module):
             weights = jax.lax.with_sharding_constraint(shards, self.whole)
             return nnx.merge(graphdef, weights, copy=True)(*args)
 
-        return jax.checkpoint(run, policy=keep_all_but_gathered)(shards, *args)
+        return jax.checkpoint(run, policy=self.keep)(shards, *args)
+
+
+class ProductsKept(Regathered):
+    """A block that frees its whole weights, and keeps its products alone."""
+
+    def __init__(self, block: nnx.Module, mesh: jax.sharding.Mesh):
+        super().__init__(block, mesh)
+        self.keep = jax.checkpoint_policies.dots_saveable
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -115,7 +127,7 @@ FULL_SHARD = Row(
     "fsdp",
     lambda: fsdp(min_elements=SMALL),
     split,
-    MappingProxyType({**AS_IT_IS, HAND_AGAIN: Regathered}),
+    MappingProxyType({**AS_IT_IS, HAND_AGAIN: Regathered, HAND_PRODUCTS: ProductsKept}),
 )
 ROWS = MappingProxyType(
     {

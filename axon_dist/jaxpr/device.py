@@ -220,31 +220,31 @@ class _Reader:
         of the shards only where the program has all-reduces over the same ranks as the latter
         already (AllReduceSplitter); a product has them, for its sums are one axis after another.
         """
-        found = {s.axes for node in self.nodes for s in node.sent if s.kind == "all-reduce"}
+        sent = [one for node in self.nodes for one in node.sent if one.kind == "all-reduce"]
+        summed = {NONE, *(frozenset(one.axes) for one in sent)}
         for one, shard, rest in self.joint:
-            is_apart = tuple(sorted(rest)) in found
-            split = (shard, rest) if is_apart else (NONE, shard | rest)
+            split = (shard, rest) if rest in summed else (NONE, shard | rest)
             self._send_sum(one, *split, one.num_bytes)
         self.joint.clear()
         if self.platform != "cpu":
-            self._scatter_what_is_sliced()
+            self._scatter_what_is_sliced(summed)
 
-    def _scatter_what_is_sliced(self) -> None:
-        """Of an all-reduce that is said, of which a rank reads its slice alone, is made a scatter.
-
-        XLA does that (ReduceScatterCreator) where it has reduce-scatters.
-        """
+    def _scatter_what_is_sliced(self, summed: set[Axes]) -> None:
+        """Makes a scatter of an all-reduce of which ranks read slices, as ReduceScatterCreator."""
         for node in self.nodes:
-            whole = [sent for sent in node.sent if sent.kind == "all-reduce"]
-            if node.name not in SUMS or len(whole) != 1 or len(node.writes) != 1:
+            whole = [one for one in node.sent if one.kind == "all-reduce"]
+            if node.name not in SUMS or (len(whole), len(node.writes)) != (1, 1):
                 continue
             readers = [other for other in self.nodes if node.writes[0] in other.reads]
-            share = whole[0].num_bytes // self.ways(frozenset(whole[0].axes))
-            if readers and all(
-                other.name == "sharding_constraint" and self.sizes[other.writes[0]] == share
-                for other in readers
-            ):
-                node.sent = (dataclasses.replace(whole[0], kind="reduce-scatter"),)
+            places = [other for other in readers if other.name == "sharding_constraint"]
+            shares = {self.sizes[other.writes[0]] for other in places if places == readers}
+            axes, size = frozenset(whole[0].axes), whole[0].num_bytes
+            for shard in (axes, *(axes - {axis} for axis in axes)):
+                rest = axes - shard
+                if shares == {size // self.ways(shard)} and rest in summed:
+                    node.sent = ()
+                    self._send_sum(Sum(node, axes, size), shard, rest, size)
+                    break
 
     def _send_sum(self, one: Sum, shard: Axes, rest: Axes, size: int) -> None:
         if shard:

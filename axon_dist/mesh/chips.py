@@ -38,18 +38,18 @@ SINGLE_BUFFERED: Flags = MappingProxyType(dict.fromkeys(DOUBLE_BUFFERED, False))
 """Where no loop gathers, two iterations at a time only take memory: 2.9 GiB of 26.6 in a step of
 data parallelism over eight microbatches of 1.3 billion parameters."""
 
-IN_PARALLEL: Flags = MappingProxyType({"xla_gpu_experimental_parallel_collective_overlap_limit": 4})
-"""With one collective in flight, gathers that the compute between them cannot hide stand in a row
-where a loop begins. Inside a node they are short enough, and XLA, which takes each for as fast as
-if it had the wire alone, would start them too late."""
+IN_PARALLEL: Flags = MappingProxyType({"xla_gpu_experimental_parallel_collective_overlap_limit": 8})
+"""With one in flight, gathers that the compute between them cannot hide stand in a row where a loop
+begins, and arrays that go round a ring together wait for each other. Other gathers inside a node
+are short enough, and XLA, which takes each for as fast as if it had the wire alone, would start
+them too late. 70 billion parameters on 64 H100s wait for 63 ms with 4, 12 with 8, 18 with 16."""
 
 SCHEDULED: Flags = MappingProxyType(
-    {**IN_PARALLEL, "xla_gpu_enable_latency_hiding_scheduler": True}
+    {**dict.fromkeys(IN_PARALLEL, 16), "xla_gpu_enable_latency_hiding_scheduler": True}
 )
 """Where XLA knows no rates of a GPU, as before Hopper, it starts a collective only where it ends,
-unless it is told to schedule by latencies. It then guesses when each ends, and with one in flight
-the next starts too late: eight A100s wait for 6.0 of 208.5 ms at 1.3 billion parameters, for 1.4 of
-204.6 with four."""
+unless it is told to schedule by latencies. It then guesses when each ends, and the next starts too
+late: at 6.7 billion parameters 8 A100s wait for 84 of 957 ms with 1, 40 with 4, 4 with 16."""
 
 SUMS_NOT_PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_reduce", on=False))
 """Where sums of gradients are all that travels, each has enough beside it where it is; moved on,
@@ -149,8 +149,8 @@ class Hardware:
         no_gather_options: options over these for steps in which no loop gathers weights, such as
             those of DDP.
         sums_only_options: the same for steps whose only transfers are sums of gradients.
-        multi_node_options: the same over several nodes, for steps whose only transfers are those of
-            weights and gradients.
+        parallel_options: the same where several transfers are in flight at once: between nodes,
+            of weights and gradients, and in rings over positions.
         capability: the compute capability of an NVIDIA GPU, such as `9.0`; "" for others.
         like: the chip whose limits the compiler is told, where those of this one are not described;
             "" for its own.
@@ -182,7 +182,7 @@ class Hardware:
     options: Options = ()
     no_gather_options: Options = ()
     sums_only_options: Options = ()
-    multi_node_options: Options = ()
+    parallel_options: Options = ()
     capability: str = ""
     like: str = ""
 
@@ -207,11 +207,12 @@ class Hardware:
             )
 
     def options_for(
-        self, num_devices: int, whole: bool = False, only_sums: bool = False, few: bool = True
-    ) -> CompilerOptions:
-        """What a step is compiled with; `few` of those whose layers send nothing of their own."""
-        nodes = self.multi_node_options * (few and self.num_nodes(num_devices) > 1)
-        own = self.options + nodes + self.no_gather_options * whole
+        self, num_devices: int, whole: bool = False, only_sums: bool = False,
+        parallel: bool | None = None,
+    ) -> CompilerOptions:  # fmt: skip
+        """What a step is compiled with; `parallel` is several transfers at once, None by nodes."""
+        parallel = self.num_nodes(num_devices) > 1 if parallel is None else parallel
+        own = self.options + self.parallel_options * parallel + self.no_gather_options * whole
         return dict(own + self.sums_only_options * only_sums)
 
     def num_nodes(self, num_ranks: int, stride: int = 1) -> int:
@@ -319,7 +320,7 @@ def _gpu(
         options=tuple((PIPELINED | (DOUBLE_BUFFERED if from_hopper else SCHEDULED)).items()),
         no_gather_options=tuple(SINGLE_BUFFERED.items()) if from_hopper else (),
         sums_only_options=tuple(SUMS_NOT_PIPELINED.items()),
-        multi_node_options=tuple(IN_PARALLEL.items()) if from_hopper else (),
+        parallel_options=tuple(IN_PARALLEL.items()) if from_hopper else (),
         capability=capability, like=like,
     )  # fmt: skip
 
@@ -456,7 +457,7 @@ def chip_names() -> dict[str, str]:
 
 def option_names() -> tuple[str, ...]:
     """The names of all compiler options that are set for some chip."""
-    fields = ("options", "no_gather_options", "sums_only_options", "multi_node_options")
+    fields = ("options", "no_gather_options", "sums_only_options", "parallel_options")
     every = [getattr(row, field) for row in HARDWARE.values() for field in fields]
     return tuple(sorted({name for options in every for name, _ in options}))
 

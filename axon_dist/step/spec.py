@@ -90,7 +90,7 @@ def compiler_options(
     deterministic: bool | str = False,
     whole: bool = False,
     only_sums: bool = False,
-    few: bool = True,
+    parallel: bool | None = None,
 ) -> dict[str, OptionValue]:
     """Puts together what every program of a step is compiled with.
 
@@ -104,7 +104,7 @@ def compiler_options(
         deterministic: whether every run has to give the same bits, and on any number of devices.
         whole: whether no loop of the step gathers weights.
         only_sums: whether nothing travels in the step but sums of gradients.
-        few: whether nothing travels but weights and gradients.
+        parallel: whether several transfers are in flight at once; None where they cross nodes.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
@@ -130,7 +130,7 @@ def compiler_options(
             )
     if is_on_paper(world):
         return {name: value for name, value in given.items() if value is not None}
-    own = {} if chip is None else chip.options_for(world.size, whole, only_sums, few)
+    own = {} if chip is None else chip.options_for(world.size, whole, only_sums, parallel)
     every = {**own, **fixed, **given}
     chosen = {name: value for name, value in every.items() if value is not None}
     return _accepted(world, chosen, own.keys() - fixed.keys() - given.keys())
@@ -277,8 +277,12 @@ class StepSpec:
         """What the programs of the step are compiled with."""
         given, deterministic = self.options.compiler_options, self.options.deterministic
         whole, sums = self.strategy.keeps_weights_whole, self.strategy.sends_only_sums
-        few = not self.strategy.layers and self.strategy.pipeline is None
-        return compiler_options(self.world, given, deterministic, whole, sums, few)
+        parallel = False if self.strategy.pipeline else None
+        if self.strategy.layers and parallel is None:
+            # The pieces that go round a ring are several arrays, sent together.
+            rings = (x.sends_around and x.splits_positions for x in self.strategy.layers)
+            parallel = all(rings)
+        return compiler_options(self.world, given, deterministic, whole, sums, parallel)
 
     @property
     def is_local(self) -> bool:

@@ -134,11 +134,12 @@ def test_options_go_by_what_travels_how_far():
     assert h100.options_for(8)[twice] is True
     assert h100.options_for(8, whole=True)[twice] is False
     assert many not in h100.options_for(8)
-    assert h100.options_for(16)[many] == 4
-    assert many not in h100.options_for(16, few=False)
+    assert h100.options_for(16)[many] == 8
+    assert many not in h100.options_for(16, parallel=False)
+    assert h100.options_for(8, parallel=True)[many] == 8
     assert twice not in ampere.options_for(64)
     assert set(SCHEDULED) <= set(ampere.options_for(8))
-    assert ampere.options_for(8)[many] == 4
+    assert ampere.options_for(8)[many] == 16
     assert set(option_names()) >= {twice, many, *SCHEDULED}
 
 

@@ -2,20 +2,25 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step
+from axon_dist import World, build_train_step, fsdp
 from axon_dist.inspect import report
 from axon_dist.mesh import paper_world
 from axon_dist.mesh.chips import hardware
 from axon_dist.models import (
+    ExpertConfig,
     ResNet,
     ResNetConfig,
+    Transformer,
+    TransformerConfig,
     ViT,
     ViTConfig,
     classification_loss,
+    next_token_loss,
 )
 from axon_dist.parallel import STRATEGIES, compose, estimate
 from axon_dist.planner import Arrangement, arrange, read_program, workload_of
@@ -130,3 +135,22 @@ def test_context_ranks_are_devices_too():
     assert plan.name == "cp + ddp"
     assert plan.to_config()["parallel"] == {"ddp": {}, "context": {}}
     assert str(arrange("ddp", 1, cp=2).mesh) == "dp=1,cp=2"
+
+
+def test_sums_of_experts_are_scattered_inside_a_node_and_added_between():
+    """An all-reduce over `dp` and `fsdp` of which a rank keeps its slice alone, as XLA parts it."""
+    experts = ExpertConfig(count=4, per_token=2, width=64)
+    config = TransformerConfig(64, width=64, num_layers=1, num_heads=2, experts=experts)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    world = paper_world("dp=2,fsdp=4", 8, "gpu")
+    strategy = fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=1)
+    step = build_train_step(model, optax.sgd(1.0), next_token_loss, strategy, world)
+    batch = {"tokens": np.zeros((8, 17), np.int32)}
+    program, arguments = step.program(batch)
+    num_state = len(jax.tree.leaves(step.abstract_state))
+    sends = read_program(program, arguments, num_state, dict(world.mesh.shape), "gpu").sends
+    matrix = 4 * 64 * 64 * 4
+    sums = {(s.kind, s.axes, s.num_bytes) for s, _ in sends if s.kind != "all-gather"}
+    assert ("reduce-scatter", ("fsdp",), matrix) in sums
+    assert ("all-reduce", ("dp",), matrix // 4) in sums
+    assert not any(size >= matrix for kind, axes, size in sums if axes == ("dp", "fsdp"))
