@@ -118,7 +118,7 @@ class Recorded:
             "speed": speed and f"{si(float(speed))} {item}/s",
             "model FLOP utilization": mfu is not None and f"{mfu:.1%}",
             "time": seconds > 0 and clock_time(seconds),
-            "parameters": count and si(float(count)),
+            "parameters": count and si(float(count), "B"),
             "devices": devices and f"{devices} {known.get('device_kind', '')}".strip(),
             "strategy": str(known.get("strategy") or self.program.get("strategy") or ""),
             "mesh": str(mesh),

@@ -86,15 +86,15 @@ def _decay_line(run: Run) -> str | None:
 
 def parameters_of(parts: ModelParts) -> str:
     """How many parameters a model has, and what is trained and frozen of them."""
-    count = f"{si(num_params(parts.weights))} parameters"
+    count = f"{si(num_params(parts.weights), 'B')} parameters"
     if not parts.frozen:
         return count
     kept: dict[str, int] = {}
     for path, leaf in leaves_with_paths(parts.frozen):
         dtype = "int8" if path in parts.int8 else str(leaf.dtype)
         kept[dtype] = kept.get(dtype, 0) + math.prod(leaf.shape)
-    frozen = ", ".join(f"{si(size)} frozen in {dtype}" for dtype, size in kept.items())
-    return f"{count} ({si(num_params(parts.params))} trained, {frozen})"
+    frozen = ", ".join(f"{si(size, 'B')} frozen in {dtype}" for dtype, size in kept.items())
+    return f"{count} ({si(num_params(parts.params), 'B')} trained, {frozen})"
 
 
 def summarize(run: Run, result: TrainResult) -> JsonDict:

@@ -220,7 +220,7 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
     work, best = found.work, found.best
     rates = "h100, for emulated devices have none" if found.hardware.name == "cpu" else None
     console.print(
-        f"{name}: {si(work.num_params)} parameters, {work.global_batch} samples per "
+        f"{name}: {si(work.num_params, 'B')} parameters, {work.global_batch} samples per "
         f"step, {plural(found.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
         f"rates of {rates or found.hardware.name}"
     )

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 
 
-def si(value: float) -> str:
-    """A number in thousands, millions, ...
+def si(value: float, giga: str = "G") -> str:
+    """A number in thousands, millions, ...; of parameters `giga` is `B`, as models are named.
 
     Example:
-        >>> si(987), si(12_345), si(3_456_789)
-        ('987', '12.3k', '3.46M')
+        >>> si(987), si(12_345), si(3_456_789), si(7e9, giga="B")
+        ('987', '12.3k', '3.46M', '7B')
     """
-    for unit in ("", "k", "M", "G"):
+    for unit in ("", "k", "M", giga):
         if abs(value) < 999.5:
             return f"{value:.0f}" if not unit else f"{value:.3g}{unit}"
         value /= 1000
