@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import importlib
 import pathlib
 import sys
 import warnings
@@ -136,6 +137,42 @@ def install_command(extra: str) -> str:
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e '{folder}[{extra}]'"
     return f"pip install 'axon_dist[{extra}]'"
+
+
+def require(
+    name: str,
+    extra: str,
+    purpose: str,
+    otherwise: str = "",
+    error: type[AxonDistError] = ConfigError,
+) -> Any:
+    """Imports an optional module.
+
+    Args:
+        name: of the module.
+        extra: the extra of this package that brings it.
+        purpose: what it is needed for, to open the message.
+        otherwise: what else can be done, to close it.
+        error: the kind of the error.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigError: or what `error` is, when it is not installed, with the command that installs
+            it.
+
+    Example:
+        >>> require("json", "plots", "a plot").__name__
+        'json'
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as cause:
+        raise error(
+            f"{purpose} needs the module {cause.name or name!r}, which is not installed; "
+            f"run: {install_command(extra)}{otherwise}"
+        ) from cause
 
 
 def unknown(cls: type[enum.Enum], value: object) -> ConfigError:

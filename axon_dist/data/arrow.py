@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..core.errors import ConfigError, did_you_mean, install_command
+from ..core.errors import ConfigError, did_you_mean, require
 from ..core.files import kind_at
 from .documents import PART, DocumentSource, Record, parts_of
 from .files import TextFile, find_files
@@ -58,15 +57,6 @@ def rows_of(
             raise ConfigError(f"{where} cannot be read ({error}): correct or remove it") from error
 
 
-def _arrow(path: Path, module: str = "pyarrow") -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs pyarrow, which is not installed: {install_command('parquet')}"
-        ) from error
-
-
 @dataclasses.dataclass(frozen=True)
 class ParquetSource(DocumentSource):
     """Parquet files; options as in `DocumentSource`, whose fields are the names of columns.
@@ -102,7 +92,7 @@ class ParquetSource(DocumentSource):
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[Any]:
-        parquet = _arrow(path, "pyarrow.parquet")
+        parquet = require("pyarrow.parquet", "parquet", str(path))
         try:
             with parquet.ParquetFile(path) as file:
                 yield file
@@ -162,7 +152,7 @@ class DatasetsSource(DocumentSource):
 
 def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
     """The batches of a stream of Arrow, as `datasets` writes it, each with the place behind it."""
-    arrow = _arrow(path)
+    arrow = require("pyarrow", "parquet", str(path))
     try:
         if (kind := kind_at(path)) != "a file":
             raise OSError(f"it is {kind}")
@@ -189,13 +179,7 @@ def _files_of(text: str) -> Sequence[TextFile]:
         return find_files([text])
     name, _, split = text.partition("@")
     path, _, subset = name.partition(":")
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ConfigError(
-            f"data.files: {text!r} is read with datasets, which is not installed: "
-            f"{install_command('datasets')}"
-        ) from error
+    datasets = require("datasets", "datasets", f"data.files: {text!r}")
     try:
         if Path(path).is_dir():
             found = datasets.load_from_disk(path)
@@ -219,6 +203,6 @@ def _files_of(text: str) -> Sequence[TextFile]:
 
 def _num_rows(file: TextFile) -> int:
     """Of a file that `datasets` wrote and has mapped; only what tells of batches is read."""
-    arrow = _arrow(file.path)
+    arrow = require("pyarrow", "parquet", str(file.path))
     with arrow.memory_map(str(file.path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
         return sum(batch.num_rows for batch in stream)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import select
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ..core.errors import ConfigError, did_you_mean, install_command
+from ..core.errors import ConfigError, did_you_mean, require
 from ..core.files import read_text
 from ..core.typing import JsonDict
 
@@ -332,12 +331,8 @@ def _template_in(path: Path) -> Rendered | None:
     beside = path.with_name("tokenizer_config.json")
     if not config and beside.is_file():
         config = _config_in(beside)
-    if importlib.util.find_spec("jinja2") is None:
-        raise ConfigError(
-            f"the chat template in {str(path)!r} needs jinja2, which is not installed: "
-            f"{install_command('tokenizers')}, or set data.template to one of "
-            f"{', '.join(TEMPLATES)}"
-        )
+    other = f", or set data.template to one of {', '.join(TEMPLATES)}"
+    require("jinja2", "tokenizers", f"the chat template in {str(path)!r}", other)
     template = Rendered(path.name, source, _special_tokens(config))
     try:
         template.check()

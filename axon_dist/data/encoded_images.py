@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..core.errors import ConfigError, install_command
+from ..core.errors import ConfigError, require
 from ..core.files import kind_at, read_bytes
 from .array_record import ArrayRecordSource
 from .arrow import ARROW, DatasetsSource, ParquetSource
@@ -106,12 +105,7 @@ def decode(where: str, data: bytes, shape: Shape) -> np.ndarray:
 
 
 def _pillow(name: str) -> Any:
-    try:
-        return importlib.import_module(f"PIL.{name}")
-    except ImportError as error:
-        raise ConfigError(
-            f"images are decoded with Pillow, which is not installed: {install_command('images')}"
-        ) from error
+    return require(f"PIL.{name}", "images", "decoding images")
 
 
 def _check_decodes(shape: Shape) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import ConfigError, install_command
+from ..core.errors import ConfigError, require
 from ..core.files import as_path, kind_at, read_text
 from .chat import Pieces
 from .store import digest_of
@@ -131,13 +131,8 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
 
 def _read(path: str) -> tuple[str, Any]:
     """A `tokenizer.json`, and the tokenizer that it is."""
-    try:
-        import tokenizers  # noqa: PLC0415  (an optional dependency)
-    except ImportError as error:
-        raise ConfigError(
-            f"data.tokenizer={path!r} needs the tokenizers library, which is not installed: "
-            f"{install_command('tokenizers')}, or leave it out to train on bytes."
-        ) from error
+    other = ", or leave it out to train on bytes"
+    tokenizers = require("tokenizers", "tokenizers", f"data.tokenizer={path!r}", other)
     file = as_path(path, "data.tokenizer")
     if kind_at(file) != "a file":
         raise ConfigError(

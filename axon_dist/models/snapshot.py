@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..core.errors import (
     CheckpointError,
     ConfigError,
     UnsupportedError,
-    install_command,
+    require,
 )
 from ..core.files import Address, Place, as_path, as_place, read_text, snapshot
 from .config import check_fields
@@ -64,13 +63,8 @@ def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
     if not isinstance(path, str) or not path.startswith(REMOTE):
         return path
     name, _, revision = path.removeprefix(REMOTE).partition("@")
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path!r} is fetched with huggingface_hub, which is not installed: "
-            f"{install_command('hub')}, or name a local snapshot"
-        ) from error
+    other = ", or name a local snapshot"
+    hub = require("huggingface_hub", "hub", f"{path!r}", other, CheckpointError)
     try:
         folder = hub.snapshot_download(
             name, revision=revision or None, allow_patterns=[*patterns], ignore_patterns=["*/*"]
