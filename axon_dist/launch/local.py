@@ -144,16 +144,12 @@ class LaunchPlan:
         """Raises `LaunchError` for counts that are out of range or exclude each other."""
         if not self.command:
             raise LaunchError("got no command; give one after --, as in: axon launch -n 2 -- CMD")
-        if self.num_processes < 1 or self.nnodes < 1 or self.max_restarts < 0 or self.grace < 0:
+        can_be = 1 <= self.num_processes <= _MOST_PROCESSES and 1 <= self.nnodes <= _MOST_NODES
+        if not can_be or self.max_restarts < 0 or self.grace < 0:
             raise LaunchError(
                 f"got {self.num_processes} processes on each of {self.nnodes} hosts, "
-                f"{self.max_restarts} restarts and {self.grace:g} s of grace; the first two must "
-                "be at least 1, the others at least 0"
-            )
-        if self.num_processes > _MOST_PROCESSES or self.nnodes > _MOST_NODES:
-            raise LaunchError(
-                f"got {self.num_processes} processes on each of {self.nnodes} hosts; at most "
-                f"{_MOST_PROCESSES} on each of {_MOST_NODES} can be"
+                f"{self.max_restarts} restarts and {self.grace:g} s of grace; the first must lie "
+                f"in 1..{_MOST_PROCESSES}, the second in 1..{_MOST_NODES}, the others be at least 0"
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise LaunchError(

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from ..core.arguments import check_fields
 from ..core.errors import LaunchError
 from ..core.typing import JsonDict
 from .environment import bind_address, split_address
@@ -76,13 +77,10 @@ class Peer:
         """Raises unless every field has its type; a stranger may say anything.
 
         Raises:
-            TypeError: when a field is of another type.
+            ConfigError: when a field is of another type.
             ValueError: when there is no such process.
         """
-        kinds = (int, int, str, int, dict, dict)
-        for field, kind in zip(dataclasses.fields(self), kinds, strict=True):
-            if type(getattr(self, field.name)) is not kind:
-                raise TypeError(f"{field.name} is no {kind.__name__}")
+        check_fields(self)
         if not 0 <= self.process < self.num_processes:
             raise ValueError(f"there is no process {self.process} of {self.num_processes}")
 

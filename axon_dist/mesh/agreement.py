@@ -23,7 +23,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -402,7 +401,7 @@ def find_culprit(told: Mapping[int, str], timeout: float) -> str:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
     """Watches that all processes of a world get ahead, as long as the context lasts.
 
