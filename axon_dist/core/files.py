@@ -73,8 +73,6 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
         )
     if not name:
         raise error(f"{where}: got an empty path; name a file or folder, or leave it out")
-    if b"\0" in name:
-        raise error(f"{where}: got {shown}, a path with a NUL character in it; take that out")
     if any(letter < 32 or letter == 127 for letter in name):
         raise error(
             f"{where}: got {shown}, a path with a line break or another control character; take "

@@ -270,8 +270,6 @@ def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             _check_unpacked(arrays)
             images, labels = arrays["images"], arrays["labels"]
-    except ConfigError:
-        raise
     except Exception as error:  # numpy, zipfile and zlib raise a dozen kinds for bytes that lie
         raise ConfigError(
             f"{path} is not an .npz file with the arrays images and labels ({error}): write it "

@@ -149,12 +149,10 @@ def _read(path: str) -> tuple[str, Any]:
         if (growth := _growth(json.loads(state))) > _MOST_GROWTH:
             raise ValueError(f"its normalizer can make {growth} letters of one")
         return text, model
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         # A panic of the library, which is written in Rust, is no Exception.
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
         raise ConfigError(
             f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
             f"{tokenizers.__version__} reads ({error!s:.200}): save it with Tokenizer.save."

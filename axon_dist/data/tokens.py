@@ -332,7 +332,7 @@ def _map_npy(path: Path) -> FileNumbers:
         raise ConfigError(
             f"{path} is not an .npy file ({error}): write it with np.save, or name raw tokens .bin"
         ) from error
-    if not isinstance(tokens, np.ndarray):
+    if not isinstance(tokens, np.memmap):
         raise ConfigError(
             f"{path} is an archive, .npz, and must be one array: write it with np.save"
         )
@@ -341,8 +341,6 @@ def _map_npy(path: Path) -> FileNumbers:
             f"{path} holds {tokens.dtype} {tokens.shape}, which must be integers of one dim; save "
             "token ids one after another"
         )
-    if not isinstance(tokens, np.memmap):
-        raise ConfigError(f"{path} cannot be mapped; write it with np.save")
     numbers = FileNumbers(path, tokens.dtype, tokens.offset, len(tokens), path.stat().st_ino)
     if (smallest := int(_some(numbers).min())) < 0:
         raise ConfigError(

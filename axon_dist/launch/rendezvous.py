@@ -26,6 +26,7 @@ import jax
 from ..core.arguments import check_fields
 from ..core.errors import LaunchError
 from ..core.typing import JsonDict
+from ..core.words import first_few
 from .environment import bind_address, split_address
 from .settings import difference_text, read_settings
 
@@ -162,7 +163,9 @@ def _host(address: str, me: Peer, deadline: float, timeout: float, token: str) -
             if time.monotonic() > deadline:
                 mistake = _missing_text(missing, me.num_processes, timeout, listener.refused)
                 break
-            note.say(f"waiting for processes {_listed(missing)} of {me.num_processes}")
+            note.say(
+                f"waiting for processes {first_few([*map(str, missing)], 8)} of {me.num_processes}"
+            )
             for caller, late in listener.arrivals():
                 waiting.append(caller)
                 mistake = mistake or find_mistake(present, late)
@@ -389,16 +392,11 @@ def _receive(connection: socket.socket, deadline: float) -> JsonDict:
 def _missing_text(missing: Sequence[int], count: int, timeout: float, refused: int) -> str:
     strangers = f"; {refused} that came had another {TOKEN} or none" if refused else ""
     return (
-        f"processes {_listed(missing)} of {count} did not report within {timeout:g} s; check that "
-        "every host started them, that they reach process 0, and that WORLD_SIZE is right"
+        f"processes {first_few([*map(str, missing)], 8)} of {count} did not report within "
+        f"{timeout:g} s; check that every host started them, that they reach process 0, and that "
+        "WORLD_SIZE is right"
         f"{strangers}"
     )
-
-
-def _listed(processes: Sequence[int], most: int = 8) -> str:
-    """Example: `_listed([1, 2])` is `1, 2`; a long list ends with how many more there are."""
-    head = ", ".join(map(str, processes[:most]))
-    return head if len(processes) <= most else f"{head} and {len(processes) - most} more"
 
 
 class _Note:

@@ -217,6 +217,4 @@ class ExpertConfig:
                     f"experts.{field}={getattr(self, field)} must be 0 or more, and a number that "
                     "float32 holds; set it so."
                 )
-        if self.balance_per not in BALANCE:
-            hint = did_you_mean(self.balance_per, BALANCE)
-            raise ConfigError(f"experts.balance_per={self.balance_per!r:.80} is not known.{hint}")
+        check_choice("experts.balance_per", self.balance_per, BALANCE, "known")

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.checks import RNGS, ArgumentKind, checked
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError
 from ..core.typing import Array
 from .config import (
     MOST_LAYERS,
     Presets,
     check_above_zero,
     check_at_least_one,
+    check_choice,
     check_floats,
     numerics,
 )
@@ -98,9 +99,8 @@ class ResNetConfig(Presets):
                 f"stage_sizes={sizes!r:.80} must name at least one stage, each of 1 block or more, "
                 f"and at most {MOST_LAYERS} together, for example (3, 4, 6, 3)."
             )
-        for field, names in (("block", tuple(EXPANSION)), ("stem", ("imagenet", "small"))):
-            if (value := getattr(self, field)) not in names:
-                raise ConfigError(f"{field}={value!r} is unknown.{did_you_mean(value, names)}")
+        check_choice("block", self.block, EXPANSION, "a block")
+        check_choice("stem", self.stem, ("imagenet", "small"), "a stem")
         if not 0.0 <= self.norm_momentum < 1.0:
             raise ConfigError(
                 f"norm_momentum={self.norm_momentum} must lie in [0, 1), for example 0.9."

@@ -18,6 +18,7 @@ import numpy as np
 
 from axon_dist.checkpoint import TensorEntry, list_tensors
 from axon_dist.core.errors import (
+    MALFORMED,
     CheckpointError,
     ConfigError,
     UnsupportedError,
@@ -93,7 +94,7 @@ def _of_index(path: Path) -> dict[str, TensorEntry]:
         files = sorted(set(places.values()))
         if odd := [file for file in files if "/" in file or kind_at(path.parent / file) is None]:
             raise KeyError(f"it names {odd[0]!r:.80}, and no such file lies beside it")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointError(
             f"cannot read {str(path)!r} as the index of safetensors files: {error}; name the files "
             "themselves"
@@ -185,14 +186,7 @@ def list_adapters(folder: Path) -> dict[str, TensorEntry]:
                 )
         entries = list_tensors(folder / f"{ADAPTER_STEM}.safetensors")
         return {name: _scaled(name, entry, config) for name, entry in entries.items()}
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
+    except MALFORMED as error:
         if isinstance(error, CheckpointError | UnsupportedError):
             raise
         raise CheckpointError(

@@ -242,7 +242,10 @@ def test_every_public_function_compares():
         ),
         (lambda: axon_dist.all_reduce_sum(["a"] * 8, GROUP), "got 'a', a str; give arrays of num"),
         (lambda: axon_dist.all_reduce_sum(None, GROUP), "a collective got None"),
-        (lambda: axon_dist.save_checkpoint("a\0b", {"w": jnp.ones(2)}), "a NUL character in it"),
+        (
+            lambda: axon_dist.save_checkpoint("a\0b", {"w": jnp.ones(2)}),
+            "other control character",
+        ),
         (lambda: axon_dist.save_checkpoint(3, {"w": jnp.ones(2)}), "the checkpoint: got 3, a int"),
         (lambda: axon_dist.load_checkpoint("~nosuchuser/x", {}), "there is no user 'nosuchuser'"),
         (
