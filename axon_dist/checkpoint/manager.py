@@ -11,7 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from ..core.checks import NUMBER, WHOLE, ArgumentKind
-from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError, StoreError
+from ..core.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    StoreError,
+    reworded,
+)
 from ..core.files import Address, Place, as_place, kind_at
 from ..core.typing import PyTree
 from .layout import (
@@ -318,13 +324,9 @@ class CheckpointManager:
             return [self.folder / name for name in marked if step_of(name) is not None]
         if kind_at(self.folder) != "a folder":
             return []
-        try:
+        what = f"cannot look into the folder {str(self.folder)!r}"
+        with reworded(what, "allow this program to read it, or name another", CheckpointError):
             return [p for p in sorted(self.folder.iterdir()) if step_of(p.name) is not None]
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot look into the folder {str(self.folder)!r}: {error.strerror}; allow this "
-                "program to read it, or name another"
-            ) from error
 
     def _newest_first(self) -> list[Place]:
         """Every checkpoint; one whose manifest cannot be read stands where its step would."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -9,7 +10,7 @@ import importlib
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -140,6 +141,40 @@ def install_command(extra: str) -> str:
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e '{folder}[{extra}]'"
     return f"pip install 'axon_dist[{extra}]'"
+
+
+@contextlib.contextmanager
+def reworded(
+    what: str,
+    advice: str,
+    kind: type[AxonDistError] = ConfigError,
+    of: type[Exception] | tuple[type[Exception], ...] = OSError,
+) -> Iterator[None]:
+    """Has what fails within a block be said in one sentence; errors of this library pass.
+
+    Args:
+        what: cannot be done, or is not what it should be, to open the sentence.
+        advice: what to do, to close it.
+        kind: of the error.
+        of: what may fail.
+
+    Raises:
+        AxonDistError: of the kind, with the reason between the two.
+
+    Example:
+        >>> with reworded("no numbers", "write digits", of=ValueError):
+        ...     int("one")
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: no numbers: invalid literal ...; write digits
+    """
+    try:
+        yield
+    except AxonDistError:
+        raise
+    except of as error:
+        said = repr(error) if isinstance(error, KeyError) else str(error) or repr(error)
+        reason = getattr(error, "strerror", None) or said.rstrip(".")
+        raise kind(f"{what}: {reason:.400}; {advice}") from error
 
 
 def require(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import AxonDistError, ConfigError, StoreError
+from .errors import AxonDistError, ConfigError, StoreError, reworded
 
 MOST_TEXT = 2**24
 """A file that people write, such as a config, or that says what others hold, is no larger."""
@@ -280,7 +280,9 @@ class Address:
         path = _kept(f"{self} {version!r}") / self.name
         if path.is_file():
             return path
-        try:
+        what = f"{self} cannot be copied to {str(path)!r}"
+        advice = "make room there, or set XDG_CACHE_HOME to another folder"
+        with reworded(what, advice, StoreError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 for found in self._blocks():
@@ -288,11 +290,6 @@ class Address:
                         raise StoreError(f"{self} was replaced or removed meanwhile; try again")
                     file.write(found.value)
             os.replace(file.name, path)
-        except OSError as error:
-            raise StoreError(
-                f"{self} cannot be copied to {str(path)!r}: {error.strerror}; make room there, or "
-                "set XDG_CACHE_HOME to another folder"
-            ) from error
         return path
 
     def _blocks(self) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..core.errors import ConfigError, did_you_mean, require
+from ..core.errors import ConfigError, did_you_mean, require, reworded
 from ..core.files import kind_at
 from .documents import PART, DocumentSource, Record, parts_of
 from .files import TextFile, find_files
@@ -51,10 +51,10 @@ def rows_of(
     columns = {name: table.column(name) for name in wanted}
     for row in range(count):
         where = f"row {first + row} of {path}"
-        try:
-            yield where, {name: column[row].as_py() for name, column in columns.items()}
-        except Exception as error:  # a time out of range, bytes that are no UTF-8
-            raise ConfigError(f"{where} cannot be read ({error}): correct or remove it") from error
+        # Such as a time out of range, or bytes that are no UTF-8.
+        with reworded(f"{where} cannot be read", "correct or remove it", of=Exception):
+            found = {name: column[row].as_py() for name, column in columns.items()}
+        yield where, found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +93,10 @@ class ParquetSource(DocumentSource):
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[Any]:
         parquet = require("pyarrow.parquet", "parquet", str(path))
-        try:
-            with parquet.ParquetFile(path) as file:
-                yield file
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever bytes that lie make of a reader in C++
-            raise ConfigError(
-                f"{path} is not a parquet file that pyarrow reads ({error}): write it anew, or "
-                "take it out of data.files."
-            ) from error
+        what = f"{path} is not a parquet file that pyarrow reads"
+        advice = "write it anew, or take it out of data.files"
+        with reworded(what, advice, of=Exception), parquet.ParquetFile(path) as file:
+            yield file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,17 +174,15 @@ def _files_of(text: str) -> Sequence[TextFile]:
     name, _, split = text.partition("@")
     path, _, subset = name.partition(":")
     datasets = require("datasets", "datasets", f"data.files: {text!r}")
-    try:
+    # A hub, a cache and a builder fail in dozens of kinds.
+    what = f"data.files: {text!r} cannot be loaded with datasets"
+    advice = "write org/name, org/name:subset@split, or a folder of save_to_disk"
+    with reworded(what, advice, of=Exception):
         if Path(path).is_dir():
             found = datasets.load_from_disk(path)
             found = found[split or "train"] if hasattr(found, "keys") else found
         else:
             found = datasets.load_dataset(path, subset or None, split=split or "train")
-    except Exception as error:  # of a hub, a cache, a builder: dozens of kinds
-        raise ConfigError(
-            f"data.files: {text!r} cannot be loaded with datasets ({error}); write org/name, "
-            "org/name:subset@split, or a folder of save_to_disk"
-        ) from error
     files = [TextFile((at := Path(row["filename"])).name, at) for row in found.cache_files]
     stored = sum(map(_num_rows, files))
     if not files or stored != len(found):

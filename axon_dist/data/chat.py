@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ..core.errors import ConfigError, did_you_mean, require
+from ..core.errors import MALFORMED, ConfigError, did_you_mean, require, reworded
 from ..core.files import read_text
 from ..core.typing import JsonDict
 
@@ -334,13 +334,9 @@ def _template_in(path: Path) -> Rendered | None:
     other = f", or set data.template to one of {', '.join(TEMPLATES)}"
     require("jinja2", "tokenizers", f"the chat template in {str(path)!r}", other)
     template = Rendered(path.name, source, _special_tokens(config))
-    try:
+    what = f"the chat template in {str(path)!r} cannot be used"
+    with reworded(what, f"correct it{other}", of=ValueError):
         template.check()
-    except ValueError as error:
-        raise ConfigError(
-            f"the chat template in {str(path)!r} cannot be used: {error}; correct it, or set "
-            f"data.template to one of {', '.join(TEMPLATES)}"
-        ) from error
     return template
 
 
@@ -357,10 +353,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _config_in(path: Path) -> JsonDict:
     """A `tokenizer_config.json`, which is an object."""
     what = f"the config of a tokenizer {str(path)!r}"
-    try:
+    with reworded(f"cannot read {what}", "correct it", of=MALFORMED):
         config = json.loads(read_text(path, what))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {what}: {error}; correct it") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{what} is a {type(config).__name__} and must be an object; correct it")
     return config

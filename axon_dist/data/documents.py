@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import MALFORMED, ConfigError, did_you_mean, reworded
 from .chat import ChatTemplate, Pieces, check_messages, find_template
 from .files import TextFile, check_disjoint, drawn, find_files, held_fraction, says_little
 from .packing import PackedRows, TooLong
@@ -395,10 +395,8 @@ class JsonlSource(DocumentSource):
 
 def object_of(text: bytes, where: str) -> Mapping[str, Any]:
     """A JSON object; raises `ConfigError` for anything else."""
-    try:
+    with reworded(f"{where} is no JSON", "correct or remove it", of=MALFORMED):
         record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON ({error}): correct or remove it") from error
     if not isinstance(record, dict):
         raise ConfigError(
             f"{where} holds {record!r:.60}, which must be an object with fields; "
@@ -413,11 +411,7 @@ PART = 2**23
 
 def parts_of(path: Path) -> Iterator[bytes]:
     """The bytes of a file, 8 MiB at a time."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            while part := file.read(PART):
-                yield part
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; take it out of data.files"
-        ) from error
+    told = reworded(f"{path} cannot be read", "take it out of data.files")
+    with told, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        while part := file.read(PART):
+            yield part

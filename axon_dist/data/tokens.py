@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, reworded
 from .files import check_disjoint, find_files, held_fraction, says_little
 from .samples import LocalBatch, checksum, num_windows, spread_starts, windows_at
 from .store import FileNumbers
@@ -326,12 +326,10 @@ def _map(path: Path, dtype: str) -> FileNumbers:
 
 
 def _map_npy(path: Path) -> FileNumbers:
-    try:
+    # numpy raises a dozen kinds for headers that lie.
+    advice = "write it with np.save, or name raw tokens .bin"
+    with reworded(f"{path} is not an .npy file", advice, of=Exception):
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy raises a dozen kinds for headers that lie
-        raise ConfigError(
-            f"{path} is not an .npy file ({error}): write it with np.save, or name raw tokens .bin"
-        ) from error
     if not isinstance(tokens, np.memmap):
         raise ConfigError(
             f"{path} is an archive, .npz, and must be one array: write it with np.save"

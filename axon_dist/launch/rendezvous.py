@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from ..core.arguments import check_fields
-from ..core.errors import LaunchError
+from ..core.errors import LaunchError, reworded
 from ..core.typing import JsonDict
 from ..core.words import first_few
 from .environment import bind_address, split_address
@@ -290,15 +290,15 @@ def listen(address: str) -> socket.socket:
         LaunchError: when the port is taken.
     """
     host, port = bind_address(address)
-    try:
+    what = f"process 0 cannot listen on port {port}"
+    advice = (
+        "another run, or another process with RANK=0, holds it: end that, or choose another "
+        "MASTER_PORT"
+    )
+    with reworded(what, advice, LaunchError):
         has_both = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both or ":" in host else socket.AF_INET
         server = socket.create_server((host, port), family=family, dualstack_ipv6=has_both)
-    except OSError as error:
-        raise LaunchError(
-            f"process 0 cannot listen on port {port}: {error.strerror}; another run, or another "
-            "process with RANK=0, holds it: end that, or choose another MASTER_PORT"
-        ) from error
     server.setblocking(False)
     return server
 

@@ -22,6 +22,7 @@ from ..core.errors import (
     ConfigError,
     UnsupportedError,
     require,
+    reworded,
 )
 from ..core.files import Address, Place, as_path, as_place, read_text, snapshot
 from .config import check_fields
@@ -65,15 +66,11 @@ def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
     name, _, revision = path.removeprefix(REMOTE).partition("@")
     other = ", or name a local snapshot"
     hub = require("huggingface_hub", "hub", f"{path!r}", other, CheckpointError)
-    try:
+    advice = "check the name and that you may read it, or name a local snapshot"
+    with reworded(f"cannot fetch {path!r}", advice, CheckpointError, (OSError, ValueError)):
         folder = hub.snapshot_download(
             name, revision=revision or None, allow_patterns=[*patterns], ignore_patterns=["*/*"]
         )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot fetch {path!r}: {error}; check the name and that you may read it, or name a "
-            "local snapshot"
-        ) from error
     return Path(folder)
 
 
