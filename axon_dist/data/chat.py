@@ -315,14 +315,10 @@ def check_messages(messages: Any) -> str | None:
 
 def _template_in(path: Path) -> Rendered | None:
     """The template of a file; None where a tokenizer's config has none."""
-    try:
-        if path.suffix == ".json":
-            text, config = "", _config_in(path)
-        else:
-            text, config = read_text(path, f"the chat template {str(path)!r}"), {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read the chat template in {str(path)!r}: {error}") from error
-    source = config.get("chat_template") if path.suffix == ".json" else text
+    config = _config_in(path) if path.suffix == ".json" else {}
+    source = config.get("chat_template")
+    if path.suffix != ".json":
+        source = read_text(path, f"the chat template {str(path)!r}")
     if isinstance(source, list):
         named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
         source = named[-1].get("template") if named else None

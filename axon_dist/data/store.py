@@ -370,16 +370,14 @@ def _read_index(path: Path) -> JsonDict:
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[Any]:
     """A file to write, which appears under its name when all of it is there."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+    advice = "make room, remove what is there, or name another folder"
+    told = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
+    where = path.parent
+    with told, tempfile.NamedTemporaryFile(dir=where, suffix=".tmp", delete=False) as file:
         try:
             yield file
             file.flush()
             os.replace(file.name, path)
-        except BaseException as error:
+        except BaseException:
             os.unlink(file.name)
-            if isinstance(error, OSError):
-                raise ConfigError(
-                    f"data.cache: {str(path)!r} cannot be written: {error.strerror}; make room, "
-                    "remove what is there, or name another folder"
-                ) from error
             raise

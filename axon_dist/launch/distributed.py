@@ -26,7 +26,7 @@ from ..core.compat import (
     rendezvous_flags,
     runs_cached_collectives_in_order,
 )
-from ..core.errors import BackendStartedError, LaunchError, MeshError
+from ..core.errors import BackendStartedError, LaunchError, MeshError, reworded
 from . import coordinator
 from .environment import LaunchSpec, bind_address, parse_count
 from .rendezvous import TOKEN, Peer, rendezvous
@@ -233,14 +233,13 @@ def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
     """
     if spec.is_complete:
         return spec
-    try:
+    what = f"asking the cluster {spec.source!r} for the processes of this run failed"
+    advice = (
+        "set MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK instead, or AXON_CLUSTER=none for a "
+        "single process"
+    )
+    with reworded(what, advice, LaunchError, Exception):
         address, count, process, devices = detect_cluster(spec.source, timeouts.launch)
-    except Exception as error:
-        raise LaunchError(
-            f"asking the cluster {spec.source!r} for the processes of this run failed: {error}; "
-            "set MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK instead, or AXON_CLUSTER=none for "
-            "a single process"
-        ) from error
     return dataclasses.replace(
         spec,
         coordinator_address=address,

@@ -17,7 +17,7 @@ from flax import nnx
 
 from ..core.checks import TEXTS
 from ..core.errors import (
-    AxonDistError,
+    MALFORMED,
     CheckpointError,
     ConfigError,
     UnsupportedError,
@@ -145,16 +145,11 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
     """The format of a snapshot, its config, and where that lies."""
     path = as_path(fetched(path, (CONFIG_FILE,)), "the config of a model", CheckpointError)
     file = path / CONFIG_FILE if path.is_dir() else path
-    try:
-        data = json.loads(
-            read_text(file, f"{str(file)!r} as the config of a model", CheckpointError)
-        )
+    what = f"{str(file)!r} as the config of a model"
+    advice = f"name the folder of a snapshot with its {CONFIG_FILE}"
+    with reworded(f"cannot read {what}", advice, CheckpointError, MALFORMED):
+        data = json.loads(read_text(file, what, CheckpointError))
         kind = data["model_type"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"cannot read {str(file)!r} as the config of a model: {error!r}; name the folder of a "
-            f"snapshot with its {CONFIG_FILE}"
-        ) from error
     for name, row in FORMATS.items():
         if row.model_type == kind:
             return name, data, file
@@ -166,15 +161,10 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
 
 
 def _from_hub(row: Family, data: Mapping[str, Any], file: Path) -> TransformerConfig:
-    try:
+    what = f"{str(file)!r} is no config of the family {row.model_type!r}"
+    advice = "take that of the snapshot as it was published"
+    with reworded(what, advice, CheckpointError, MALFORMED):
         return row.from_hub(data)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        if isinstance(error, AxonDistError):
-            raise
-        raise CheckpointError(
-            f"{str(file)!r} is no config of the family {row.model_type!r}: {error!r:.200}; take "
-            "that of the snapshot as it was published"
-        ) from error
 
 
 FREE = frozenset(
