@@ -132,13 +132,11 @@ def read_bytes(
     kind = kind_at(path)
     if kind not in (None, "a file"):
         raise error(f"cannot read {what}: it is {kind} and no file; name a file")
-    try:
-        # Something else may have taken the name meanwhile, and must not be waited for either.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            contents = file.read(most + 1) if size <= most else b""
-    except OSError as cause:
-        raise error(f"cannot read {what}: {cause.strerror}; name another file") from cause
+    told = reworded(f"cannot read {what}", "name another file", error)
+    # Something else may have taken the name meanwhile, and must not be waited for either.
+    with told, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        contents = file.read(most + 1) if size <= most else b""
     if size > most or len(contents) > most:
         raise error(
             f"cannot read {what}: it has {max(size, len(contents))} bytes, and such a file has at "

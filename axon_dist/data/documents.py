@@ -18,7 +18,7 @@ from .files import TextFile, check_disjoint, drawn, find_files, held_fraction, s
 from .packing import PackedRows, TooLong
 from .samples import checksum
 from .store import Document, Folder, Span, TokenStore, digest_of
-from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, utf8
 
 Record = tuple[str, Any]
 """Where a record stands, for people, and what it is."""
@@ -302,7 +302,7 @@ class Fields:
         if self.prompt:
             both, count = self.tokenizer.answer(self._field(record, self.prompt, where), text)
             return both, np.arange(len(both)) >= count
-        return self.tokenizer.encode(_utf8(text, where)), None
+        return self.tokenizer.encode(utf8(text, where)), None
 
     def _chat(self, record: Mapping[str, Any], template: ChatTemplate, where: str) -> Pieces:
         if self.text not in record:
@@ -318,7 +318,7 @@ class Fields:
             )
         try:
             pieces = template.pieces(record[self.text])
-            _utf8("".join(text for text, _ in pieces), where)
+            utf8("".join(text for text, _ in pieces), where)
             return pieces
         except ValueError as error:
             raise ConfigError(f"{where} has {error}") from error
@@ -336,19 +336,8 @@ class Fields:
                 f"{where} {what} {name!r}, which must be a text; set "
                 f"{pair}data.{option}.{did_you_mean(name, record)}"
             )
-        _utf8(text, where)
+        utf8(text, where)
         return text
-
-
-def _utf8(text: str, where: str) -> bytes:
-    """A text as bytes; one of JSON may hold half letters."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{where} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
-            "remove it"
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
