@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from ..core.checks import NUMBER, WHOLE, ArgumentKind
+from ..core.checks import COUNT, NUMBER, SIZE, ArgumentKind
 from ..core.errors import (
     CheckpointError,
-    ConfigError,
     DamagedCheckpointError,
     StoreError,
     reworded,
@@ -77,13 +76,8 @@ class Retention:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless at least one checkpoint stays."""
-        for name in ("last", "best", "every"):
-            WHOLE.check("Retention", name, getattr(self, name))
-        if self.last < 1 or self.best < 0 or self.every < 0:
-            raise ConfigError(
-                f"got last={self.last}, best={self.best} and every={self.every}; the first must "
-                "be at least 1, the others at least 0"
-            )
+        for name, kind in (("last", COUNT), ("best", SIZE), ("every", SIZE)):
+            kind.check("Retention", name, getattr(self, name))
 
     def outdated(self, entries: Sequence[Entry]) -> list[Entry]:
         """The checkpoints to delete, oldest first."""
@@ -297,11 +291,11 @@ class CheckpointManager:
                 if not is_checkpoint(path):
                     check_replaceable(path)
                     remove(path)
-            return 1 + max((entry.serial for entry in self.entries()), default=-1)
-        for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
-            with contextlib.suppress(OSError):
-                if foreign_in(leftover, may_be_partial=True) is None:
-                    shutil.rmtree(leftover)
+        else:
+            for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
+                with contextlib.suppress(OSError):
+                    if foreign_in(leftover, may_be_partial=True) is None:
+                        shutil.rmtree(leftover)
         return 1 + max((entry.serial for entry in self.entries()), default=-1)
 
     def _remove_outdated(self) -> None:

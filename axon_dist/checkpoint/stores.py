@@ -35,15 +35,7 @@ from ..core.errors import MALFORMED, CheckpointError, UnsupportedError, reworded
 from ..core.files import as_path, kind_at
 from ..core.typing import Array, JsonDict, PyTree
 from ..core.typing import Path as LeafPath
-from .layout import (
-    ARRAYS,
-    StateDictType,
-    as_array,
-    is_main,
-    named_leaves,
-    on_main,
-    to_stored,
-)
+from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
 
 _METADATA = "__metadata__"
 _ALIGNMENT = 8

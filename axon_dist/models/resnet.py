@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -235,7 +235,10 @@ class ResidualBlock(nnx.Module):
     ):
         layer = functools.partial(ConvNorm, config, rngs=rngs)
         num_outputs = width * EXPANSION[config.block]
-        self.layers = nnx.List(_BRANCHES[config.block](layer, num_inputs, width, stride))
+        branch = [(num_inputs, width, 3, stride), (width, width, 3)]
+        if config.block == "bottleneck":
+            branch = [(num_inputs, width, 1), (width, width, 3, stride), (width, num_outputs, 1)]
+        self.layers = nnx.List(layer(*sizes) for sizes in branch)
         same = stride == 1 and num_inputs == num_outputs
         self.shortcut = None if same else layer(num_inputs, num_outputs, 1, stride)
 
@@ -247,19 +250,3 @@ class ResidualBlock(nnx.Module):
             y = nnx.relu(layer(y))
         shortcut = x if self.shortcut is None else self.shortcut(x)
         return nnx.relu(shortcut + last(y))
-
-
-def _basic(layer: Callable[..., ConvNorm], num_inputs: int, width: int, stride: int) -> list:
-    return [layer(num_inputs, width, 3, stride), layer(width, width, 3)]
-
-
-def _bottleneck(layer: Callable[..., ConvNorm], num_inputs: int, width: int, stride: int) -> list:
-    num_outputs = width * EXPANSION["bottleneck"]
-    return [
-        layer(num_inputs, width, 1),
-        layer(width, width, 3, stride),
-        layer(width, num_outputs, 1),
-    ]
-
-
-_BRANCHES = MappingProxyType({"basic": _basic, "bottleneck": _bottleneck})
