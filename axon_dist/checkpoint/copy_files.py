@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from ..core.errors import CheckpointError
+from ..core.errors import MALFORMED
 from ..core.typing import Path as LeafPath
-from .layout import UNFINISHED, LeafSpec, step_name
+from .layout import UNFINISHED, LeafSpec, leaf_specs, step_name
 from .stores import open_tensors, write_tensors
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
@@ -70,23 +70,17 @@ class CopyHeader:
     def from_json(cls, text: str) -> CopyHeader:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
-        leaves = {
-            name: LeafSpec(spec["dtype"], tuple(spec["shape"]))
-            for name, spec in fields.pop("leaves").items()
-        }
-        return cls(leaves=leaves, **{**fields, "writers": tuple(fields["writers"])})
+        whole = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
+        return cls(**{**fields, **whole})
 
     @classmethod
     def read(cls, path: Path) -> CopyHeader:
         """Reads that of a file.
 
         Raises:
-            CheckpointError: when it is none.
+            CheckpointError: or another of `MALFORMED`, when it is none.
         """
-        try:
-            return cls.from_json(bytes(open_tensors(path)[_HEADER]).decode())
-        except (KeyError, TypeError, ValueError, OSError) as error:
-            raise CheckpointError(f"{str(path)!r} is no copy of a state: {error}") from error
+        return cls.from_json(bytes(open_tensors(path)[_HEADER]).decode())
 
 
 def place_of(index: Sequence[slice], shape: Sequence[int]) -> Slices:
@@ -260,5 +254,5 @@ def _within(meet: Slices, place: Slices) -> tuple[slice, ...]:
 def headers_in(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
     """The finished files of a folder, with what they say of themselves."""
     for path in sorted(folder.glob("*.copy")):
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(OSError, *MALFORMED):
             yield CopyHeader.read(path), path

@@ -27,7 +27,14 @@ from jax.sharding import NamedSharding
 
 from ..core import errors
 from ..core.checks import is_number, is_whole
-from ..core.errors import AxonDistError, CheckpointError, ConfigError, NamedChoice
+from ..core.errors import (
+    MALFORMED,
+    AxonDistError,
+    CheckpointError,
+    ConfigError,
+    NamedChoice,
+    reworded,
+)
 from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import Array, Leaf, PyTree
 from ..core.typing import Path as LeafPath
@@ -119,6 +126,11 @@ class LeafSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def leaf_specs(data: Mapping[LeafPath, Any]) -> dict[LeafPath, LeafSpec]:
+    """What JSON made of leaves, as they were."""
+    return {path: LeafSpec(x["dtype"], tuple(x["shape"])) for path, x in data.items()}
 
 
 def differences(
@@ -368,33 +380,21 @@ class Manifest:
             CheckpointError: when a newer version of this library wrote it.
             DamagedCheckpointError: when it is none that was written.
         """
-        try:
-            return cls._of(json.loads(text))
-        except CheckpointError:
-            raise
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise errors.DamagedCheckpointError(
-                f"{MANIFEST} is not one that a save writes ({error!r:.200}); use another checkpoint"
-            ) from error
-
-    @classmethod
-    def _of(cls, data: Any) -> Manifest:
-        if not is_whole(data["format"]):
-            raise TypeError(f"the format is {data['format']!r:.60}")
-        if data["format"] > _FORMAT:
-            raise CheckpointError(
-                f"the checkpoint has format {data['format']}, this version reads formats up to "
-                f"{_FORMAT}; install axon_dist {data['versions'].get('axon_dist')} or newer"
-            )
-        _check_parts(data)
-        leaves = {
-            path: LeafSpec(leaf["dtype"], tuple(leaf["shape"]))
-            for path, leaf in data["leaves"].items()
-        }
-        files = {name: FileRecord(**record) for name, record in data["files"].items()}
-        return cls(
-            **{**data, "type": StateDictType(data["type"]), "leaves": leaves, "files": files}
-        )
+        what, damaged = f"{MANIFEST} is not one that a save writes", errors.DamagedCheckpointError
+        with reworded(what, "use another checkpoint", damaged, MALFORMED):
+            data = json.loads(text)
+            if not is_whole(data["format"]):
+                raise TypeError(f"the format is {data['format']!r:.60}")
+            if data["format"] > _FORMAT:
+                raise CheckpointError(
+                    f"the checkpoint has format {data['format']}, this version reads formats up to "
+                    f"{_FORMAT}; install axon_dist {data['versions'].get('axon_dist')} or newer"
+                )
+            _check_parts(data)
+            kind = {str(kind): kind for kind in StateDictType}[data["type"]]
+            files = {name: FileRecord(**record) for name, record in data["files"].items()}
+            whole = {"type": kind, "leaves": leaf_specs(data["leaves"]), "files": files}
+            return cls(**{**data, **whole})
 
 
 def _check_parts(data: Mapping[str, Any]) -> None:
@@ -424,14 +424,13 @@ def check_meta(meta: Any) -> None:
             f"meta is of type {type(meta).__name__}; give a mapping that JSON holds"
         )
     for key, value in meta.items():
-        try:
+        what = f"the meta of a checkpoint is written as JSON, and {key!r} in it cannot be"
+        advice = (
+            "make it of dicts with text keys, lists, texts, numbers, booleans and None, or put "
+            "arrays into the state"
+        )
+        with reworded(what, advice, CheckpointError, MALFORMED):
             json.dumps({key: value})
-        except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"the meta of a checkpoint is written as JSON, and {key!r} in it cannot be: "
-                f"{error}; make it of dicts with text keys, lists, texts, numbers, booleans and "
-                "None, or put arrays into the state"
-            ) from error
 
 
 def installed_versions() -> dict[str, str]:

@@ -10,8 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from ..core.checks import NUMBER, WHOLE, ArgumentKind
-from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError, StoreError
+from ..core.checks import COUNT, NUMBER, SIZE, ArgumentKind
+from ..core.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    StoreError,
+    reworded,
+)
 from ..core.files import Address, Place, as_place, kind_at
 from ..core.typing import PyTree
 from .layout import (
@@ -71,13 +76,8 @@ class Retention:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless at least one checkpoint stays."""
-        for name in ("last", "best", "every"):
-            WHOLE.check("Retention", name, getattr(self, name))
-        if self.last < 1 or self.best < 0 or self.every < 0:
-            raise ConfigError(
-                f"got last={self.last}, best={self.best} and every={self.every}; the first must "
-                "be at least 1, the others at least 0"
-            )
+        for name, kind in (("last", COUNT), ("best", SIZE), ("every", SIZE)):
+            kind.check("Retention", name, getattr(self, name))
 
     def outdated(self, entries: Sequence[Entry]) -> list[Entry]:
         """The checkpoints to delete, oldest first."""
@@ -291,11 +291,11 @@ class CheckpointManager:
                 if not is_checkpoint(path):
                     check_replaceable(path)
                     remove(path)
-            return 1 + max((entry.serial for entry in self.entries()), default=-1)
-        for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
-            with contextlib.suppress(OSError):
-                if foreign_in(leftover, may_be_partial=True) is None:
-                    shutil.rmtree(leftover)
+        else:
+            for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
+                with contextlib.suppress(OSError):
+                    if foreign_in(leftover, may_be_partial=True) is None:
+                        shutil.rmtree(leftover)
         return 1 + max((entry.serial for entry in self.entries()), default=-1)
 
     def _remove_outdated(self) -> None:
@@ -318,13 +318,9 @@ class CheckpointManager:
             return [self.folder / name for name in marked if step_of(name) is not None]
         if kind_at(self.folder) != "a folder":
             return []
-        try:
+        what = f"cannot look into the folder {str(self.folder)!r}"
+        with reworded(what, "allow this program to read it, or name another", CheckpointError):
             return [p for p in sorted(self.folder.iterdir()) if step_of(p.name) is not None]
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot look into the folder {str(self.folder)!r}: {error.strerror}; allow this "
-                "program to read it, or name another"
-            ) from error
 
     def _newest_first(self) -> list[Place]:
         """Every checkpoint; one whose manifest cannot be read stands where its step would."""

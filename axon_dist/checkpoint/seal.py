@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core.errors import CheckpointError, DamagedCheckpointError
+from ..core.errors import CheckpointError, DamagedCheckpointError, reworded
 from ..core.files import Address, Place, as_place, kind_at, read_bytes
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
@@ -331,14 +331,12 @@ def check_replaceable(folder: Place) -> None:
         )
     on_disk = isinstance(folder, Path)
     for path in (folder, staging_of(folder), replaced_of(folder)) if on_disk else (folder,):
-        try:
+        what = (
+            f"could not save checkpoint {str(folder)!r}: cannot look at what lies at {str(path)!r}"
+        )
+        advice = "allow this program to read it, or name another folder"
+        with reworded(what, advice, CheckpointError):
             foreign = foreign_in(path, may_be_partial=path != folder)
-        except OSError as error:
-            raise CheckpointError(
-                f"could not save checkpoint {str(folder)!r}: cannot look at what lies at "
-                f"{str(path)!r}: {error.strerror}; allow this program to read it, or name another "
-                "folder"
-            ) from error
         if foreign is not None:
             raise CheckpointError(
                 f"could not save checkpoint {str(folder)!r}: at {str(path)!r} lies {foreign}, "

@@ -31,7 +31,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from ..core.compat import SharedStore, end_failed_saves, process_id, stop_leaks_of_saves
-from ..core.errors import CheckpointError, UnsupportedError
+from ..core.errors import MALFORMED, CheckpointError, UnsupportedError, reworded
 from ..core.files import as_path, kind_at
 from ..core.typing import Array, JsonDict, PyTree
 from ..core.typing import Path as LeafPath
@@ -171,7 +171,9 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
     Raises:
         CheckpointError: when it is no safetensors file, or was cut off.
     """
-    try:
+    kinds = (OSError, struct.error, *MALFORMED)
+    what = f"cannot read {str(path)!r} as safetensors"
+    with reworded(what, "name another file", CheckpointError, kinds):
         if (kind := kind_at(path)) not in (None, "a file"):
             raise ValueError(f"it is {kind} and no file")
         # Something else may have taken the name meanwhile, and must not be waited for either.
@@ -188,18 +190,6 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
         entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
         _check_filled(entries, 8 + length, size)
         return entries
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        struct.error,
-    ) as error:
-        raise CheckpointError(
-            f"cannot read {str(path)!r} as safetensors: {error}; name another file"
-        ) from error
 
 
 def _entry(

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from ..core.checks import WHOLE, checked
+from ..core.checks import WHOLE, checked, is_whole
 from ..core.errors import ConfigError, DivisibilityError, DTypeError, GroupError
 from ..core.tree import check_32_bits, is_key, leaves_with_paths, problem_of
 from ..core.typing import Array, PyTree, Shape
@@ -140,11 +140,7 @@ def keep_outside(result: Array, x: Array, group: ProcessGroup) -> Array:
 def check_root(root: int, name: str, group: ProcessGroup) -> None:
     """Raises `GroupError` unless a root is a rank of the group, counted within it."""
     GROUP.check("a collective", "group", group)
-    if (
-        isinstance(root, bool)
-        or not isinstance(root, (int, np.integer))
-        or not 0 <= root < group.size
-    ):
+    if not is_whole(root) or not 0 <= root < group.size:
         raise GroupError(
             f"{name}={root!r} is not a rank of the group {group}, which has {group.size}; ranks "
             f"are counted within the group, 0..{group.size - 1}"

@@ -17,16 +17,6 @@ from ..mesh import ProcessGroup
 from .place import check_arrays, each_leaf, keep_outside, members_or, position
 
 
-def minimum(x: Array, group: ProcessGroup) -> Array:
-    """The elementwise minimum over the group of one array."""
-    return _extremum(x, group, "min")
-
-
-def maximum(x: Array, group: ProcessGroup) -> Array:
-    """The elementwise maximum over the group of one array."""
-    return _extremum(x, group, "max")
-
-
 def _extremum(x: Array, group: ProcessGroup, kind: str) -> Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise DTypeError(
@@ -236,8 +226,8 @@ def counted(x: Array) -> Array:
 _REDUCTIONS: dict[ReduceOp, Callable[[Array, ProcessGroup], Array]] = {
     ReduceOp.SUM: sum_leaf,
     ReduceOp.PRODUCT: product_leaf,
-    ReduceOp.MIN: minimum,
-    ReduceOp.MAX: maximum,
+    ReduceOp.MIN: functools.partial(_extremum, kind="min"),
+    ReduceOp.MAX: functools.partial(_extremum, kind="max"),
     ReduceOp.AVERAGE: mean_leaf,
 }
 

@@ -102,21 +102,7 @@ def checked(
     """
 
     def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        name = who or function.__name__
-        compare = _comparison(function, name, kinds)
-
-        @functools.wraps(function)
-        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            try:
-                compare(args, kwargs)
-                return function(*args, **kwargs)
-            except AxonDistError:
-                raise
-            except Exception as error:
-                _explain(error, function, name, (*args, *kwargs.values()))
-                raise
-
-        return run
+        return _explained(function, who or function.__name__, kinds)
 
     return wrap
 
@@ -162,7 +148,7 @@ def explain_calls(room: dict[str, Any]) -> None:
             continue
         is_cached = hasattr(thing, "cache_info")
         if is_cached or (inspect.isfunction(thing) and not hasattr(thing, "__wrapped__")):
-            room[name] = _explained(thing, name, of_record=False)
+            room[name] = _explained(thing, name)
         elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, BaseException)):
             _explain_methods(thing)
 
@@ -174,27 +160,35 @@ def _explain_methods(cls: type) -> None:
         is_public = not name.startswith("_") or name == first
         if is_public and inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
             who = cls.__name__ if name.startswith("_") else f"{cls.__name__}.{name}"
-            run = _explained(function, who, dataclasses.is_dataclass(cls))
+            run = _explained(function, who, of_record=dataclasses.is_dataclass(cls))
             setattr(cls, name, classmethod(run) if function is not method else run)
 
 
-def _explained(function: Callable[_P, _R], who: str, of_record: bool) -> Callable[_P, _R]:
-    compare = _comparison(function, who, {}, has_failed=True)
+def _explained(
+    function: Callable[_P, _R],
+    who: str,
+    kinds: Mapping[str, ArgumentKind] | None = None,
+    of_record: bool = False,
+) -> Callable[_P, _R]:
+    """Compares before the function runs where there are kinds, and else once it has failed."""
+    has_failed = kinds is None
+    compare = _comparison(function, who, kinds or {}, has_failed)
     # The call of a generator function runs nothing that could fail.
-    is_late = inspect.isgeneratorfunction(function)
+    is_first = any((not has_failed, inspect.isgeneratorfunction(function)))
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if is_late:
-            compare(args, kwargs)
         try:
+            if is_first:
+                compare(args, kwargs)
             return function(*args, **kwargs)
         except AxonDistError:
             raise
         except Exception as error:
             if of_record and args and not isinstance(args[0], type):
                 check_fields(args[0])
-            compare(args, kwargs)
+            if not is_first:
+                compare(args, kwargs)
             _explain(error, function, who, (*args, *kwargs.values()))
             raise
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
+import importlib
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -89,6 +91,9 @@ class BackendStartedError(AxonDistError, RuntimeError):
     """JAX has started its backend already, so its number of devices can no longer change."""
 
 
+MALFORMED = (*(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),)
+"""What Python raises over data that a file or a stranger gives and that is none of what it says."""
+
 _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("data", "batch", "replica", "data_parallel", "x"), "dp"),
@@ -136,6 +141,76 @@ def install_command(extra: str) -> str:
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e '{folder}[{extra}]'"
     return f"pip install 'axon_dist[{extra}]'"
+
+
+@contextlib.contextmanager
+def reworded(
+    what: str,
+    advice: str,
+    kind: type[AxonDistError] = ConfigError,
+    of: type[Exception] | tuple[type[Exception], ...] = OSError,
+) -> Iterator[None]:
+    """Has what fails within a block be said in one sentence; errors of this library pass.
+
+    Args:
+        what: cannot be done, or is not what it should be, to open the sentence.
+        advice: what to do, to close it.
+        kind: of the error.
+        of: what may fail.
+
+    Raises:
+        AxonDistError: of the kind, with the reason between the two.
+
+    Example:
+        >>> with reworded("no numbers", "write digits", of=ValueError):
+        ...     int("one")
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: no numbers: invalid literal ...; write digits
+    """
+    try:
+        yield
+    except AxonDistError:
+        raise
+    except of as error:
+        said = repr(error) if isinstance(error, KeyError) else str(error) or repr(error)
+        reason = getattr(error, "strerror", None) or said.rstrip(".")
+        raise kind(f"{what}: {reason:.400}; {advice}") from error
+
+
+def require(
+    name: str,
+    extra: str,
+    purpose: str,
+    otherwise: str = "",
+    error: type[AxonDistError] = ConfigError,
+) -> Any:
+    """Imports an optional module.
+
+    Args:
+        name: of the module.
+        extra: the extra of this package that brings it.
+        purpose: what it is needed for, to open the message.
+        otherwise: what else can be done, to close it.
+        error: the kind of the error.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigError: or what `error` is, when it is not installed, with the command that installs
+            it.
+
+    Example:
+        >>> require("json", "plots", "a plot").__name__
+        'json'
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as cause:
+        raise error(
+            f"{purpose} needs the module {cause.name or name!r}, which is not installed; "
+            f"run: {install_command(extra)}{otherwise}"
+        ) from cause
 
 
 def unknown(cls: type[enum.Enum], value: object) -> ConfigError:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import AxonDistError, ConfigError, StoreError
+from .errors import AxonDistError, ConfigError, StoreError, reworded
 
 MOST_TEXT = 2**24
 """A file that people write, such as a config, or that says what others hold, is no larger."""
@@ -73,8 +73,6 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
         )
     if not name:
         raise error(f"{where}: got an empty path; name a file or folder, or leave it out")
-    if b"\0" in name:
-        raise error(f"{where}: got {shown}, a path with a NUL character in it; take that out")
     if any(letter < 32 or letter == 127 for letter in name):
         raise error(
             f"{where}: got {shown}, a path with a line break or another control character; take "
@@ -134,13 +132,11 @@ def read_bytes(
     kind = kind_at(path)
     if kind not in (None, "a file"):
         raise error(f"cannot read {what}: it is {kind} and no file; name a file")
-    try:
-        # Something else may have taken the name meanwhile, and must not be waited for either.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            contents = file.read(most + 1) if size <= most else b""
-    except OSError as cause:
-        raise error(f"cannot read {what}: {cause.strerror}; name another file") from cause
+    told = reworded(f"cannot read {what}", "name another file", error)
+    # Something else may have taken the name meanwhile, and must not be waited for either.
+    with told, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        contents = file.read(most + 1) if size <= most else b""
     if size > most or len(contents) > most:
         raise error(
             f"cannot read {what}: it has {max(size, len(contents))} bytes, and such a file has at "
@@ -282,7 +278,9 @@ class Address:
         path = _kept(f"{self} {version!r}") / self.name
         if path.is_file():
             return path
-        try:
+        what = f"{self} cannot be copied to {str(path)!r}"
+        advice = "make room there, or set XDG_CACHE_HOME to another folder"
+        with reworded(what, advice, StoreError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 for found in self._blocks():
@@ -290,11 +288,6 @@ class Address:
                         raise StoreError(f"{self} was replaced or removed meanwhile; try again")
                     file.write(found.value)
             os.replace(file.name, path)
-        except OSError as error:
-            raise StoreError(
-                f"{self} cannot be copied to {str(path)!r}: {error.strerror}; make room there, or "
-                "set XDG_CACHE_HOME to another folder"
-            ) from error
         return path
 
     def _blocks(self) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, reworded
 from ..core.files import kind_at
 from .documents import PART, DocumentSource, Record, object_of, parts_of
 from .store import Span
@@ -46,36 +46,27 @@ class ArrayRecordSource(DocumentSource):
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Reads a run of records."""
         first, stop, _, _ = span
-        try:
+        what = f"{path} cannot be read from record {first} on"
+        with reworded(what, "write it anew", of=Exception):
             records = _opened(path).read(first, stop)
-        except Exception as error:
-            raise ConfigError(
-                f"{path} cannot be read from record {first} on ({error}): write it anew"
-            ) from error
         for number, record in enumerate(records, start=first):
             where = f"record {number} of {path}"
             if record[:1] == b"{":
                 yield where, object_of(record, where)
                 continue
-            try:
+            what = f"{where} is neither JSON nor a tf.train.Example"
+            with reworded(what, "write it anew", of=DecodeError):
                 yield where, example_of(record)
-            except DecodeError as error:
-                raise ConfigError(
-                    f"{where} is neither JSON nor a tf.train.Example ({error}): write it anew"
-                ) from error
 
 
 def _opened(path: Path) -> Any:
     if kind_at(path) != "a file":
         raise ConfigError(f"{path} is {kind_at(path)}, and must be a file; correct data.files")
     module: Any = importlib.import_module("array_record.python.array_record_module")
-    try:
+    # Bytes that lie make whatever they like of a reader in C++.
+    advice = "write it anew, or take it out of data.files"
+    with reworded(f"{path} is no file of ArrayRecord", advice, of=Exception):
         return module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
-    except Exception as error:  # whatever bytes that lie make of a reader in C++
-        raise ConfigError(
-            f"{path} is no file of ArrayRecord ({error}): write it anew, or take it out of "
-            "data.files"
-        ) from error
 
 
 _BYTES, _FLOAT, _INT, _TEXT, _ONE, _MANY = 12, 2, 3, 9, 1, 3

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..core.errors import ConfigError, did_you_mean, install_command
+from ..core.errors import ConfigError, did_you_mean, require, reworded
 from ..core.files import kind_at
 from .documents import PART, DocumentSource, Record, parts_of
 from .files import TextFile, find_files
@@ -52,19 +51,10 @@ def rows_of(
     columns = {name: table.column(name) for name in wanted}
     for row in range(count):
         where = f"row {first + row} of {path}"
-        try:
-            yield where, {name: column[row].as_py() for name, column in columns.items()}
-        except Exception as error:  # a time out of range, bytes that are no UTF-8
-            raise ConfigError(f"{where} cannot be read ({error}): correct or remove it") from error
-
-
-def _arrow(path: Path, module: str = "pyarrow") -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs pyarrow, which is not installed: {install_command('parquet')}"
-        ) from error
+        # Such as a time out of range, or bytes that are no UTF-8.
+        with reworded(f"{where} cannot be read", "correct or remove it", of=Exception):
+            found = {name: column[row].as_py() for name, column in columns.items()}
+        yield where, found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,17 +92,11 @@ class ParquetSource(DocumentSource):
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[Any]:
-        parquet = _arrow(path, "pyarrow.parquet")
-        try:
-            with parquet.ParquetFile(path) as file:
-                yield file
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever bytes that lie make of a reader in C++
-            raise ConfigError(
-                f"{path} is not a parquet file that pyarrow reads ({error}): write it anew, or "
-                "take it out of data.files."
-            ) from error
+        parquet = require("pyarrow.parquet", "parquet", str(path))
+        what = f"{path} is not a parquet file that pyarrow reads"
+        advice = "write it anew, or take it out of data.files"
+        with reworded(what, advice, of=Exception), parquet.ParquetFile(path) as file:
+            yield file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +146,7 @@ class DatasetsSource(DocumentSource):
 
 def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
     """The batches of a stream of Arrow, as `datasets` writes it, each with the place behind it."""
-    arrow = _arrow(path)
+    arrow = require("pyarrow", "parquet", str(path))
     try:
         if (kind := kind_at(path)) != "a file":
             raise OSError(f"it is {kind}")
@@ -189,24 +173,16 @@ def _files_of(text: str) -> Sequence[TextFile]:
         return find_files([text])
     name, _, split = text.partition("@")
     path, _, subset = name.partition(":")
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ConfigError(
-            f"data.files: {text!r} is read with datasets, which is not installed: "
-            f"{install_command('datasets')}"
-        ) from error
-    try:
+    datasets = require("datasets", "datasets", f"data.files: {text!r}")
+    # A hub, a cache and a builder fail in dozens of kinds.
+    what = f"data.files: {text!r} cannot be loaded with datasets"
+    advice = "write org/name, org/name:subset@split, or a folder of save_to_disk"
+    with reworded(what, advice, of=Exception):
         if Path(path).is_dir():
             found = datasets.load_from_disk(path)
             found = found[split or "train"] if hasattr(found, "keys") else found
         else:
             found = datasets.load_dataset(path, subset or None, split=split or "train")
-    except Exception as error:  # of a hub, a cache, a builder: dozens of kinds
-        raise ConfigError(
-            f"data.files: {text!r} cannot be loaded with datasets ({error}); write org/name, "
-            "org/name:subset@split, or a folder of save_to_disk"
-        ) from error
     files = [TextFile((at := Path(row["filename"])).name, at) for row in found.cache_files]
     stored = sum(map(_num_rows, files))
     if not files or stored != len(found):
@@ -219,6 +195,6 @@ def _files_of(text: str) -> Sequence[TextFile]:
 
 def _num_rows(file: TextFile) -> int:
     """Of a file that `datasets` wrote and has mapped; only what tells of batches is read."""
-    arrow = _arrow(file.path)
+    arrow = require("pyarrow", "parquet", str(file.path))
     with arrow.memory_map(str(file.path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
         return sum(batch.num_rows for batch in stream)

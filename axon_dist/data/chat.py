@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import select
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ..core.errors import ConfigError, did_you_mean, install_command
+from ..core.errors import MALFORMED, ConfigError, did_you_mean, require, reworded
 from ..core.files import read_text
 from ..core.typing import JsonDict
 
@@ -316,14 +315,10 @@ def check_messages(messages: Any) -> str | None:
 
 def _template_in(path: Path) -> Rendered | None:
     """The template of a file; None where a tokenizer's config has none."""
-    try:
-        if path.suffix == ".json":
-            text, config = "", _config_in(path)
-        else:
-            text, config = read_text(path, f"the chat template {str(path)!r}"), {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read the chat template in {str(path)!r}: {error}") from error
-    source = config.get("chat_template") if path.suffix == ".json" else text
+    config = _config_in(path) if path.suffix == ".json" else {}
+    source = config.get("chat_template")
+    if path.suffix != ".json":
+        source = read_text(path, f"the chat template {str(path)!r}")
     if isinstance(source, list):
         named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
         source = named[-1].get("template") if named else None
@@ -332,20 +327,12 @@ def _template_in(path: Path) -> Rendered | None:
     beside = path.with_name("tokenizer_config.json")
     if not config and beside.is_file():
         config = _config_in(beside)
-    if importlib.util.find_spec("jinja2") is None:
-        raise ConfigError(
-            f"the chat template in {str(path)!r} needs jinja2, which is not installed: "
-            f"{install_command('tokenizers')}, or set data.template to one of "
-            f"{', '.join(TEMPLATES)}"
-        )
+    other = f", or set data.template to one of {', '.join(TEMPLATES)}"
+    require("jinja2", "tokenizers", f"the chat template in {str(path)!r}", other)
     template = Rendered(path.name, source, _special_tokens(config))
-    try:
+    what = f"the chat template in {str(path)!r} cannot be used"
+    with reworded(what, f"correct it{other}", of=ValueError):
         template.check()
-    except ValueError as error:
-        raise ConfigError(
-            f"the chat template in {str(path)!r} cannot be used: {error}; correct it, or set "
-            f"data.template to one of {', '.join(TEMPLATES)}"
-        ) from error
     return template
 
 
@@ -362,10 +349,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _config_in(path: Path) -> JsonDict:
     """A `tokenizer_config.json`, which is an object."""
     what = f"the config of a tokenizer {str(path)!r}"
-    try:
+    with reworded(f"cannot read {what}", "correct it", of=MALFORMED):
         config = json.loads(read_text(path, what))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {what}: {error}; correct it") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{what} is a {type(config).__name__} and must be an object; correct it")
     return config

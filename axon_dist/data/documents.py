@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import MALFORMED, ConfigError, did_you_mean, reworded
 from .chat import ChatTemplate, Pieces, check_messages, find_template
 from .files import TextFile, check_disjoint, drawn, find_files, held_fraction, says_little
 from .packing import PackedRows, TooLong
 from .samples import checksum
 from .store import Document, Folder, Span, TokenStore, digest_of
-from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, utf8
 
 Record = tuple[str, Any]
 """Where a record stands, for people, and what it is."""
@@ -302,7 +302,7 @@ class Fields:
         if self.prompt:
             both, count = self.tokenizer.answer(self._field(record, self.prompt, where), text)
             return both, np.arange(len(both)) >= count
-        return self.tokenizer.encode(_utf8(text, where)), None
+        return self.tokenizer.encode(utf8(text, where)), None
 
     def _chat(self, record: Mapping[str, Any], template: ChatTemplate, where: str) -> Pieces:
         if self.text not in record:
@@ -318,7 +318,7 @@ class Fields:
             )
         try:
             pieces = template.pieces(record[self.text])
-            _utf8("".join(text for text, _ in pieces), where)
+            utf8("".join(text for text, _ in pieces), where)
             return pieces
         except ValueError as error:
             raise ConfigError(f"{where} has {error}") from error
@@ -336,19 +336,8 @@ class Fields:
                 f"{where} {what} {name!r}, which must be a text; set "
                 f"{pair}data.{option}.{did_you_mean(name, record)}"
             )
-        _utf8(text, where)
+        utf8(text, where)
         return text
-
-
-def _utf8(text: str, where: str) -> bytes:
-    """A text as bytes; one of JSON may hold half letters."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{where} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
-            "remove it"
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,10 +384,8 @@ class JsonlSource(DocumentSource):
 
 def object_of(text: bytes, where: str) -> Mapping[str, Any]:
     """A JSON object; raises `ConfigError` for anything else."""
-    try:
+    with reworded(f"{where} is no JSON", "correct or remove it", of=MALFORMED):
         record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON ({error}): correct or remove it") from error
     if not isinstance(record, dict):
         raise ConfigError(
             f"{where} holds {record!r:.60}, which must be an object with fields; "
@@ -413,11 +400,7 @@ PART = 2**23
 
 def parts_of(path: Path) -> Iterator[bytes]:
     """The bytes of a file, 8 MiB at a time."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            while part := file.read(PART):
-                yield part
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; take it out of data.files"
-        ) from error
+    told = reworded(f"{path} cannot be read", "take it out of data.files")
+    with told, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        while part := file.read(PART):
+            yield part

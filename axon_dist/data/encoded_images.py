@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..core.errors import ConfigError, install_command
+from ..core.errors import ConfigError, require, reworded
 from ..core.files import kind_at, read_bytes
 from .array_record import ArrayRecordSource
 from .arrow import ARROW, DatasetsSource, ParquetSource
@@ -89,29 +88,22 @@ def decode(where: str, data: bytes, shape: Shape) -> np.ndarray:
     """
     height, width, channels = shape
     pillow, ops = _pillow("Image"), _pillow("ImageOps")
-    try:
-        with pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
-            if (pixels := image.width * image.height) > _MOST_PIXELS:
-                raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
-            if image.mode[:1] in "IF":
-                raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits")
-            # A JPEG is decoded at half the size or less where twice of what is asked for is left.
-            image.draft(None, (2 * width, 2 * height))
-            fitted = ops.fit(image.convert(_MODES[channels]), (width, height))
-            return np.asarray(fitted).reshape(shape)
-    except Exception as error:  # Pillow raises a dozen kinds for bytes that lie
-        raise ConfigError(
-            f"{where} is no image that can be decoded ({error}): write it anew, or remove it"
-        ) from error
+    # Pillow raises a dozen kinds for bytes that lie.
+    advice = "write it anew, or remove it"
+    told = reworded(f"{where} is no image that can be decoded", advice, of=Exception)
+    with told, pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
+        if (pixels := image.width * image.height) > _MOST_PIXELS:
+            raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
+        if image.mode[:1] in "IF":
+            raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits")
+        # A JPEG is decoded at half the size or less where twice of what is asked for is left.
+        image.draft(None, (2 * width, 2 * height))
+        fitted = ops.fit(image.convert(_MODES[channels]), (width, height))
+        return np.asarray(fitted).reshape(shape)
 
 
 def _pillow(name: str) -> Any:
-    try:
-        return importlib.import_module(f"PIL.{name}")
-    except ImportError as error:
-        raise ConfigError(
-            f"images are decoded with Pillow, which is not installed: {install_command('images')}"
-        ) from error
+    return require(f"PIL.{name}", "images", "decoding images")
 
 
 def _check_decodes(shape: Shape) -> None:
@@ -172,10 +164,8 @@ class ImageFolder(ImageSource):
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    try:
+    with reworded(f"{folder} cannot be read", "correct it"):
         return [path for path in folder.iterdir() if kind_at(path) == "a folder"]
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be read: {error.strerror}; correct it") from error
 
 
 def _images_in(folder: Path) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, reworded
 from axon_dist.core.files import Address, all_fetched, as_place, host_memory, kind_at
 
 from .samples import random_of
@@ -49,14 +49,10 @@ class TextFile:
 
     def read(self) -> bytes:
         """The bytes that count."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                return file.read(self.size)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be read: {error.strerror}; take it out of data.files"
-            ) from error
+        told = reworded(f"{self.path} cannot be read", "take it out of data.files")
+        with told, self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.size)
 
 
 def find_files(patterns: Sequence[str], kind: str = "a file") -> tuple[TextFile, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, reworded
 from axon_dist.core.files import host_memory
 
 from .files import TextFile, check_disjoint, check_fits, drawn, find_files, held_fraction
@@ -265,18 +265,14 @@ def check_labels(labels: np.ndarray, num_classes: int, files: Sequence[str]) -> 
 
 
 def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        # Opened here: of an archive that is none, numpy leaves the file open.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            _check_unpacked(arrays)
-            images, labels = arrays["images"], arrays["labels"]
-    except ConfigError:
-        raise
-    except Exception as error:  # numpy, zipfile and zlib raise a dozen kinds for bytes that lie
-        raise ConfigError(
-            f"{path} is not an .npz file with the arrays images and labels ({error}): write it "
-            "with np.savez(path, images=..., labels=...)."
-        ) from error
+    # numpy, zipfile and zlib raise a dozen kinds for bytes that lie.
+    what = f"{path} is not an .npz file with the arrays images and labels"
+    advice = "write it with np.savez(path, images=..., labels=...)"
+    told = reworded(what, advice, of=Exception)
+    # Opened here: of an archive that is none, numpy leaves the file open.
+    with told, path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        _check_unpacked(arrays)
+        images, labels = arrays["images"], arrays["labels"]
     _check_arrays(path, images, labels, shape)
     return images, labels
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, reworded
 from ..core.files import kind_at
 from ..core.typing import JsonDict
 from .files import TextFile
@@ -86,15 +86,12 @@ class FileNumbers:
         """
         width = self.dtype.itemsize
         size = (stop - first) * width
-        try:
-            with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
-                is_same = os.fstat(file.fileno()).st_ino == self.inode
-                data = os.pread(file.fileno(), size, self.start + first * width)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be read any more: {error.strerror}; leave files where they "
-                "are while they are read"
-            ) from error
+        moved = "leave files where they are while they are read"
+        told = reworded(f"{self.path} cannot be read any more", moved)
+        flags = os.O_RDONLY | os.O_NONBLOCK
+        with told, open(os.open(self.path, flags), "rb", buffering=0) as file:
+            is_same = os.fstat(file.fileno()).st_ino == self.inode
+            data = os.pread(file.fileno(), size, self.start + first * width)
         if len(data) < size or not is_same:
             what = "has shrunk" if is_same else "was replaced by another file"
             raise ConfigError(
@@ -373,16 +370,14 @@ def _read_index(path: Path) -> JsonDict:
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[Any]:
     """A file to write, which appears under its name when all of it is there."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+    advice = "make room, remove what is there, or name another folder"
+    told = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
+    where = path.parent
+    with told, tempfile.NamedTemporaryFile(dir=where, suffix=".tmp", delete=False) as file:
         try:
             yield file
             file.flush()
             os.replace(file.name, path)
-        except BaseException as error:
+        except BaseException:
             os.unlink(file.name)
-            if isinstance(error, OSError):
-                raise ConfigError(
-                    f"data.cache: {str(path)!r} cannot be written: {error.strerror}; make room, "
-                    "remove what is there, or name another folder"
-                ) from error
             raise

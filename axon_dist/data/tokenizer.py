@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import ConfigError, install_command
+from ..core.errors import ConfigError, require
 from ..core.files import as_path, kind_at, read_text
 from .chat import Pieces
 from .store import digest_of
@@ -64,7 +64,7 @@ def byte_tokenizer() -> Tokenizer:
         "bytes",
         256,
         encode=encode,
-        prompt=lambda text: np.frombuffer(_whole(text).encode(), np.uint8),
+        prompt=lambda text: np.frombuffer(utf8(text, f"the prompt {text!r:.60}"), np.uint8),
         decode=lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
         answer=lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
         chat=_bytes_of_chat,
@@ -104,7 +104,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         return _ids(path, [*encoded_by(content.decode()).ids, *added], vocab_size)
 
     def prompt(text: str) -> np.ndarray:
-        encoded = encoded_by(_whole(text))
+        encoded = encoded_by(utf8(text, f"the prompt {text!r:.60}").decode())
         ids = encoded.ids[: len(encoded.ids) - _num_behind(encoded)]
         return _ids(path, ids, vocab_size)
 
@@ -131,13 +131,8 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
 
 def _read(path: str) -> tuple[str, Any]:
     """A `tokenizer.json`, and the tokenizer that it is."""
-    try:
-        import tokenizers  # noqa: PLC0415  (an optional dependency)
-    except ImportError as error:
-        raise ConfigError(
-            f"data.tokenizer={path!r} needs the tokenizers library, which is not installed: "
-            f"{install_command('tokenizers')}, or leave it out to train on bytes."
-        ) from error
+    other = ", or leave it out to train on bytes"
+    tokenizers = require("tokenizers", "tokenizers", f"data.tokenizer={path!r}", other)
     file = as_path(path, "data.tokenizer")
     if kind_at(file) != "a file":
         raise ConfigError(
@@ -154,12 +149,10 @@ def _read(path: str) -> tuple[str, Any]:
         if (growth := _growth(json.loads(state))) > _MOST_GROWTH:
             raise ValueError(f"its normalizer can make {growth} letters of one")
         return text, model
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         # A panic of the library, which is written in Rust, is no Exception.
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
         raise ConfigError(
             f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
             f"{tokenizers.__version__} reads ({error!s:.200}): save it with Tokenizer.save."
@@ -212,15 +205,15 @@ def _tokens_of_chat(
     return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
 
 
-def _whole(prompt: str) -> str:
-    """A prompt, if it is a text: an argument that was not UTF-8 holds half letters."""
+def utf8(text: str, where: str) -> bytes:
+    """A text as bytes; one of JSON may hold half letters."""
     try:
-        prompt.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"the prompt {prompt!r:.80} is no text of UTF-8 (letter {error.start}); correct it"
+            f"{where} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
+            "remove it"
         ) from error
-    return prompt
 
 
 def _bytes_of_chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:

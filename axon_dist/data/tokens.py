@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, reworded
 from .files import check_disjoint, find_files, held_fraction, says_little
 from .samples import LocalBatch, checksum, num_windows, spread_starts, windows_at
 from .store import FileNumbers
@@ -326,13 +326,11 @@ def _map(path: Path, dtype: str) -> FileNumbers:
 
 
 def _map_npy(path: Path) -> FileNumbers:
-    try:
+    # numpy raises a dozen kinds for headers that lie.
+    advice = "write it with np.save, or name raw tokens .bin"
+    with reworded(f"{path} is not an .npy file", advice, of=Exception):
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy raises a dozen kinds for headers that lie
-        raise ConfigError(
-            f"{path} is not an .npy file ({error}): write it with np.save, or name raw tokens .bin"
-        ) from error
-    if not isinstance(tokens, np.ndarray):
+    if not isinstance(tokens, np.memmap):
         raise ConfigError(
             f"{path} is an archive, .npz, and must be one array: write it with np.save"
         )
@@ -341,8 +339,6 @@ def _map_npy(path: Path) -> FileNumbers:
             f"{path} holds {tokens.dtype} {tokens.shape}, which must be integers of one dim; save "
             "token ids one after another"
         )
-    if not isinstance(tokens, np.memmap):
-        raise ConfigError(f"{path} cannot be mapped; write it with np.save")
     numbers = FileNumbers(path, tokens.dtype, tokens.offset, len(tokens), path.stat().st_ino)
     if (smallest := int(_some(numbers).min())) < 0:
         raise ConfigError(

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
+from ..core.arguments import is_whole
 from ..core.compat import (
     SharedStore,
     backend_started,
@@ -26,7 +26,7 @@ from ..core.compat import (
     rendezvous_flags,
     runs_cached_collectives_in_order,
 )
-from ..core.errors import BackendStartedError, LaunchError, MeshError
+from ..core.errors import BackendStartedError, LaunchError, MeshError, reworded
 from . import coordinator
 from .environment import LaunchSpec, bind_address, parse_count
 from .rendezvous import TOKEN, Peer, rendezvous
@@ -233,20 +233,19 @@ def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
     """
     if spec.is_complete:
         return spec
-    try:
+    what = f"asking the cluster {spec.source!r} for the processes of this run failed"
+    advice = (
+        "set MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK instead, or AXON_CLUSTER=none for a "
+        "single process"
+    )
+    with reworded(what, advice, LaunchError, Exception):
         address, count, process, devices = detect_cluster(spec.source, timeouts.launch)
-    except Exception as error:
-        raise LaunchError(
-            f"asking the cluster {spec.source!r} for the processes of this run failed: {error}; "
-            "set MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK instead, or AXON_CLUSTER=none for "
-            "a single process"
-        ) from error
-    return LaunchSpec(
+    return dataclasses.replace(
+        spec,
         coordinator_address=address,
         num_processes=count,
         process_id=process,
         local_device_ids=None if devices is None else tuple(devices),
-        source=spec.source,
     )
 
 
@@ -360,17 +359,10 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
         >>> share_of(8, LaunchSpec(num_processes=4, process_id=1))
         2
     """
-    if isinstance(num_devices, bool) or not isinstance(num_devices, (int, np.integer)):
+    if not is_whole(num_devices) or not 1 <= num_devices <= MOST_DEVICES:
         raise MeshError(
-            f"cannot emulate {num_devices!r:.80} devices, a {type(num_devices).__name__}; give a "
-            "number, as in World.emulate(8)"
-        )
-    if num_devices < 1:
-        raise MeshError(f"cannot emulate {num_devices} devices; ask for at least one")
-    if num_devices > MOST_DEVICES:
-        raise MeshError(
-            f"cannot emulate {num_devices} devices, each with threads of its own; ask for at most "
-            f"{MOST_DEVICES}"
+            f"cannot emulate {num_devices!r:.80} devices; ask for a whole number from 1 to "
+            f"{MOST_DEVICES}, as in World.emulate(8)"
         )
     count = spec.num_processes
     if count is None:

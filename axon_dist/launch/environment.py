@@ -248,28 +248,11 @@ def _ask_cluster(name: str, count: int | None = None, process: int | None = None
 def _torchrun(env: Environment) -> LaunchSpec | None:
     if "WORLD_SIZE" not in env and "RANK" not in env:
         return None
-    if "WORLD_SIZE" not in env:
-        raise LaunchError(
-            f"RANK={env['RANK']} is set and WORLD_SIZE is not; set both, or neither for a single "
-            "process"
-        )
-    count = _count(env, "WORLD_SIZE", at_least=1)
-    if count > 1 and "RANK" not in env:
-        raise LaunchError(
-            f"WORLD_SIZE={count} is set and RANK is not; give every process its own RANK from 0 to "
-            f"{count - 1}"
-        )
-    process = _count(env, "RANK", default=0)
-    if process >= count:
-        raise LaunchError(
-            f"RANK={process} and WORLD_SIZE={count}: ranks count from 0 to {count - 1}; lower RANK "
-            "or raise WORLD_SIZE"
-        )
-    return LaunchSpec(
+    alone = {"RANK": "0"} if env.get("WORLD_SIZE") == "1" else {}
+    return dataclasses.replace(
+        _ranked({**alone, **env}, "WORLD_SIZE", "RANK"),
         coordinator_address=f"{_master(env)}:{_port(env)}",
-        num_processes=count,
-        process_id=process,
-        local_rank=_count(env, "LOCAL_RANK", default=0),
+        local_rank=_count(env, "LOCAL_RANK"),
         local_device_ids=_local_devices(env),
         source="torchrun",
     )
@@ -338,9 +321,8 @@ def _sagemaker(env: Environment) -> LaunchSpec | None:
             f"SM_CURRENT_HOST={current} is not one of SM_HOSTS={', '.join(hosts)}; both are set by "
             "SageMaker, check that nothing overwrites them"
         )
-    port = parse_port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
     return LaunchSpec(
-        coordinator_address=f"{parse_host(hosts[0], 'SM_HOSTS')}:{port}",
+        coordinator_address=f"{parse_host(hosts[0], 'SM_HOSTS')}:{_port(env)}",
         num_processes=len(hosts),
         process_id=hosts.index(current),
         source="sagemaker",
@@ -406,19 +388,19 @@ def _gke_tpu(env: Environment) -> LaunchSpec | None:
 
 
 def _ranked(env: Environment, count: str, process: str) -> LaunchSpec:
-    """The two numbers that every MPI-like launcher sets."""
+    """The two numbers that every launcher sets."""
     if process not in env or count not in env:
         present, missing = (count, process) if count in env else (process, count)
         raise LaunchError(
-            f"{present}={env[present]} is set and {missing} is not; start all processes with the "
-            f"launcher, or set {CLUSTER}=none for a single process"
+            f"{present}={env[present]} is set and {missing} is not; give every process both, as "
+            f"launchers do, or set {CLUSTER}=none for a single process"
         )
     return LaunchSpec(num_processes=_count(env, count, at_least=1), process_id=_count(env, process))
 
 
-def _count(env: Environment, name: str, default: int | None = None, at_least: int = 0) -> int:
+def _count(env: Environment, name: str, at_least: int = 0) -> int:
     if name not in env:
-        return at_least if default is None else default
+        return at_least
     value = parse_count(env[name], name)
     if value < at_least:
         raise LaunchError(f"{name}={value} must be at least {at_least}; correct it")

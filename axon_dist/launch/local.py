@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..core.arguments import check_fields
-from ..core.errors import LaunchError
+from ..core.errors import LaunchError, reworded
 from .child import Child, Reaper, lasting, start_child
 from .distributed import MOST_DEVICES
 from .environment import DEFAULT_PORT, parse_host, parse_port
@@ -144,16 +144,12 @@ class LaunchPlan:
         """Raises `LaunchError` for counts that are out of range or exclude each other."""
         if not self.command:
             raise LaunchError("got no command; give one after --, as in: axon launch -n 2 -- CMD")
-        if self.num_processes < 1 or self.nnodes < 1 or self.max_restarts < 0 or self.grace < 0:
+        can_be = 1 <= self.num_processes <= _MOST_PROCESSES and 1 <= self.nnodes <= _MOST_NODES
+        if not can_be or self.max_restarts < 0 or self.grace < 0:
             raise LaunchError(
                 f"got {self.num_processes} processes on each of {self.nnodes} hosts, "
-                f"{self.max_restarts} restarts and {self.grace:g} s of grace; the first two must "
-                "be at least 1, the others at least 0"
-            )
-        if self.num_processes > _MOST_PROCESSES or self.nnodes > _MOST_NODES:
-            raise LaunchError(
-                f"got {self.num_processes} processes on each of {self.nnodes} hosts; at most "
-                f"{_MOST_PROCESSES} on each of {_MOST_NODES} can be"
+                f"{self.max_restarts} restarts and {self.grace:g} s of grace; the first must lie "
+                f"in 1..{_MOST_PROCESSES}, the second in 1..{_MOST_NODES}, the others be at least 0"
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise LaunchError(
@@ -252,13 +248,9 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
     """
     command = (_find_program(plan.command[0]), *plan.command[1:])
     plan = dataclasses.replace(plan, command=command)
-    try:
+    what = f"cannot make the folder {str(plan.log_dir)!r} for logs"
+    with reworded(what, "name another with --log-dir", LaunchError):
         plan.log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot make the folder {str(plan.log_dir)!r} for logs: {error.strerror}; name "
-            "another with --log-dir"
-        ) from error
     tell = lasting(tell)
     tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
     with _memory(plan) as base:
@@ -386,14 +378,10 @@ class _Attempt:
         for env in rank_environments(plan, self.base, self.count, port):
             rank = int(env["RANK"])
             log = plan.log_dir / f"rank-{rank}.log"
-            try:
+            what = f"cannot start {plan.command[0]!r} as rank {rank}"
+            advice = "give a program that this host can run, with its arguments"
+            with reworded(what, advice, LaunchError, (OSError, ValueError)):
                 child = start_child(plan.command, env, rank, log, env["LOCAL_RANK"] == "0")
-            except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise LaunchError(
-                    f"cannot start {plan.command[0]!r} as rank {rank}: {reason}; give a program "
-                    "that this host can run, with its arguments"
-                ) from error
             self.children.append(child)
             guard.watch(child)
 

@@ -23,8 +23,10 @@ from typing import Any
 
 import jax
 
-from ..core.errors import LaunchError
+from ..core.arguments import check_fields
+from ..core.errors import LaunchError, reworded
 from ..core.typing import JsonDict
+from ..core.words import first_few
 from .environment import bind_address, split_address
 from .settings import difference_text, read_settings
 
@@ -76,13 +78,10 @@ class Peer:
         """Raises unless every field has its type; a stranger may say anything.
 
         Raises:
-            TypeError: when a field is of another type.
+            ConfigError: when a field is of another type.
             ValueError: when there is no such process.
         """
-        kinds = (int, int, str, int, dict, dict)
-        for field, kind in zip(dataclasses.fields(self), kinds, strict=True):
-            if type(getattr(self, field.name)) is not kind:
-                raise TypeError(f"{field.name} is no {kind.__name__}")
+        check_fields(self)
         if not 0 <= self.process < self.num_processes:
             raise ValueError(f"there is no process {self.process} of {self.num_processes}")
 
@@ -164,7 +163,9 @@ def _host(address: str, me: Peer, deadline: float, timeout: float, token: str) -
             if time.monotonic() > deadline:
                 mistake = _missing_text(missing, me.num_processes, timeout, listener.refused)
                 break
-            note.say(f"waiting for processes {_listed(missing)} of {me.num_processes}")
+            note.say(
+                f"waiting for processes {first_few([*map(str, missing)], 8)} of {me.num_processes}"
+            )
             for caller, late in listener.arrivals():
                 waiting.append(caller)
                 mistake = mistake or find_mistake(present, late)
@@ -289,15 +290,15 @@ def listen(address: str) -> socket.socket:
         LaunchError: when the port is taken.
     """
     host, port = bind_address(address)
-    try:
+    what = f"process 0 cannot listen on port {port}"
+    advice = (
+        "another run, or another process with RANK=0, holds it: end that, or choose another "
+        "MASTER_PORT"
+    )
+    with reworded(what, advice, LaunchError):
         has_both = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both or ":" in host else socket.AF_INET
         server = socket.create_server((host, port), family=family, dualstack_ipv6=has_both)
-    except OSError as error:
-        raise LaunchError(
-            f"process 0 cannot listen on port {port}: {error.strerror}; another run, or another "
-            "process with RANK=0, holds it: end that, or choose another MASTER_PORT"
-        ) from error
     server.setblocking(False)
     return server
 
@@ -391,16 +392,11 @@ def _receive(connection: socket.socket, deadline: float) -> JsonDict:
 def _missing_text(missing: Sequence[int], count: int, timeout: float, refused: int) -> str:
     strangers = f"; {refused} that came had another {TOKEN} or none" if refused else ""
     return (
-        f"processes {_listed(missing)} of {count} did not report within {timeout:g} s; check that "
-        "every host started them, that they reach process 0, and that WORLD_SIZE is right"
+        f"processes {first_few([*map(str, missing)], 8)} of {count} did not report within "
+        f"{timeout:g} s; check that every host started them, that they reach process 0, and that "
+        "WORLD_SIZE is right"
         f"{strangers}"
     )
-
-
-def _listed(processes: Sequence[int], most: int = 8) -> str:
-    """Example: `_listed([1, 2])` is `1, 2`; a long list ends with how many more there are."""
-    head = ", ".join(map(str, processes[:most]))
-    return head if len(processes) <= most else f"{head} and {len(processes) - most} more"
 
 
 class _Note:

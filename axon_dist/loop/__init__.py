@@ -4,6 +4,7 @@ Imports `step` and `core`. Start reading in `trainer.py`.
 """
 
 from axon_dist.core.arguments import explain_calls
+from axon_dist.core.errors import require as require
 from axon_dist.core.tree import bytes_per_device as bytes_per_device
 from axon_dist.core.words import byte_size as byte_size
 from axon_dist.core.words import clock_time as clock_time
@@ -27,7 +28,6 @@ from .metrics import TrackioWriter as TrackioWriter
 from .metrics import WandbWriter as WandbWriter
 from .metrics import has_module as has_module
 from .metrics import plot_losses as plot_losses
-from .metrics import require as require
 from .progress import LiveProgress as LiveProgress
 from .progress import PlainProgress as PlainProgress
 from .progress import Progress as Progress

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
 from flax.traverse_util import flatten_dict
 
-from axon_dist.core.errors import ConfigError, install_command
+from axon_dist.core.errors import ConfigError, require
 from axon_dist.core.files import as_path, kind_at
 
 
 def has_module(name: str) -> bool:
     """Tells whether a module is installed, without importing it."""
     return importlib.util.find_spec(name) is not None
-
-
-def require(name: str, extra: str, purpose: str) -> ModuleType:
-    """Imports an optional module.
-
-    Args:
-        name: of the module.
-        extra: the extra of this package that brings it.
-        purpose: what it is needed for, to open the message.
-
-    Raises:
-        ConfigError: when it is not installed, with the command that installs it.
-
-    Example:
-        >>> require("json", "plots", "a plot").__name__
-        'json'
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{purpose} needs the module {error.name!r}, which is not installed; "
-            f"run: {install_command(extra)}"
-        ) from error
 
 
 class MetricWriter(Protocol):

@@ -23,7 +23,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -173,7 +172,7 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
-def _exchange(world: World, topic: str, mine: str, timeout: float) -> dict[int, str]:
+def _exchange(world: World, topic: str, mine: str, timeout: float = 300.0) -> dict[int, str]:
     """What every process says about a topic for the same time as this one."""
     store, me = SharedStore(), world.process_index
     prefix = f"{_PREFIX}{topic}/{me}/"
@@ -205,8 +204,7 @@ def _brief(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-_HOSTS, _ARRIVED, _PASSED = "axon/roster/host/", "axon/test/arrived/", "axon/test/passed/"
-_POLL_SECONDS = 0.05
+_ARRIVED, _PASSED = "axon/test/arrived/", "axon/test/passed/"
 
 
 def rank_table(world: World) -> list[str]:
@@ -219,7 +217,9 @@ def rank_table(world: World) -> list[str]:
         >>> rank_table(World.emulate(4))
         ['process 0  host ...  ranks 0-3  4 x cpu']
     """
-    hosts = _hosts(world)
+    here = socket.gethostname()
+    alone = {world.process_index: here}
+    hosts = alone if world.num_processes == 1 else _exchange(world, "hosts", here)
     lines = []
     for process, host in sorted(hosts.items()):
         owned = [
@@ -257,18 +257,6 @@ def self_test(world: World, timeout: float) -> None:
             f"the self-test added up the ranks 0 to {world.size - 1} over all devices and got "
             f"{total} instead of {numbers.sum()}; the transport {world.backend} is broken"
         )
-
-
-def _hosts(world: World) -> dict[int, str]:
-    here, count = socket.gethostname(), world.num_processes
-    if count == 1:
-        return {world.process_index: here}
-    store = SharedStore()
-    store.set(f"{_HOSTS}{world.process_index}", here)
-    while len(hosts := store.items(_HOSTS)) < count:
-        # Whoever does not come is noticed by the watchdog.
-        time.sleep(_POLL_SECONDS)
-    return {int(process): host for process, host in hosts.items()}
 
 
 @contextlib.contextmanager
@@ -402,7 +390,7 @@ def find_culprit(told: Mapping[int, str], timeout: float) -> str:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
     """Watches that all processes of a world get ahead, as long as the context lasts.
 

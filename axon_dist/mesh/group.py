@@ -42,12 +42,9 @@ class _Group(type):
     """Says of a name that no group has where it is."""
 
     def __getattr__(cls, name: str) -> NoReturn:
-        where = _ELSEWHERE.get(name) or did_you_mean(name, filter(_is_public, dir(cls))).strip()
+        public = [known for known in dir(cls) if not known.startswith("_")]
+        where = _ELSEWHERE.get(name) or did_you_mean(name, public).strip()
         raise NoAttributeError(f"a ProcessGroup has no {name!r}; {where}")
-
-
-def _is_public(name: str) -> bool:
-    return not name.startswith("_")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
+from ..core.arguments import COUNT
 from ..core.errors import MeshError, did_you_mean
+
+_COUNT = dataclasses.replace(COUNT, error=MeshError)
 
 SLOW_AXES = ("pods", "nodes")
 """The axes that may lie over slow links; all others stay within a node, where nodes are known."""
@@ -101,13 +102,7 @@ class MeshSpec:
         Raises:
             MeshError: when the sizes do not multiply to the number of devices.
         """
-        if isinstance(num_devices, bool) or not isinstance(num_devices, (int, np.integer)):
-            raise MeshError(
-                f"got {num_devices!r:.60}, a {type(num_devices).__name__}, for the number of "
-                "devices; give a whole number"
-            )
-        if num_devices < 1:
-            raise MeshError(f"got {num_devices} devices; a mesh needs at least one")
+        _COUNT.check("MeshSpec.resolve", "num_devices", num_devices)
         known = math.prod(size for _, size in self.axes if size != -1)
         inferred = any(size == -1 for _, size in self.axes)
         if (inferred and num_devices % known) or (not inferred and known != num_devices):

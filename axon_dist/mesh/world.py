@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ..core.checks import ArgumentKind
+from ..core.checks import ArgumentKind, is_whole
 from ..core.errors import BackendStartedError, GroupError, MeshError, NamedChoice, UnsupportedError
 from ..core.typing import JsonDict
 from ..launch.distributed import (
@@ -238,10 +238,8 @@ class World:
                 f"got more than {self.size} ranks, {ranks[0]!r:.40}, {ranks[1]!r:.40}, ..., for a "
                 f"world of {self.size}; name each at most once"
             )
-        for rank in ranks:
-            if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
-                raise GroupError(f"rank {rank!r} is not an integer; ranks are 0..{self.size - 1}")
-        return ProcessGroup(self.mesh, self.mesh.axis_names, tuple(int(r) for r in ranks))
+        members = tuple(int(rank) if is_whole(rank) else rank for rank in ranks)
+        return ProcessGroup(self.mesh, self.mesh.axis_names, members)
 
     @property
     def is_emulated(self) -> bool:

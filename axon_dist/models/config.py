@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 from flax import nnx
 
-from axon_dist.core.checks import REAL, WHOLE, ArgumentKind
+from axon_dist.core.checks import REAL, WHOLE, ArgumentKind, is_dtype
 from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
 from axon_dist.core.tree import has_64_bits
 from axon_dist.core.typing import Array
@@ -133,18 +133,16 @@ def check_floats(config: object) -> None:
 
 
 def _check_float(field: str, dtype: Any) -> None:
-    try:
-        known = jnp.dtype(dtype)
-    except (TypeError, ValueError) as error:
+    if not is_dtype(dtype, jnp.generic):
         raise DTypeError(
             f"{field}={dtype!r:.80} is not a dtype; write for example 'float32' or 'bfloat16'."
-        ) from error
-    if not jnp.issubdtype(known, jnp.floating):
+        )
+    if not is_dtype(dtype, jnp.floating):
         raise DTypeError(
             f"{field}={dtype!r:.80} has no fractions: a model needs a floating-point dtype, "
             "for example 'float32' or 'bfloat16'."
         )
-    if known.itemsize > 4 and not has_64_bits():
+    if jnp.dtype(dtype).itemsize > 4 and not has_64_bits():
         raise DTypeError(
             f"{field}={dtype!r:.80} is a dtype of which JAX keeps 32 bits; take 'float32', or set "
             "JAX_ENABLE_X64=1."
@@ -217,6 +215,4 @@ class ExpertConfig:
                     f"experts.{field}={getattr(self, field)} must be 0 or more, and a number that "
                     "float32 holds; set it so."
                 )
-        if self.balance_per not in BALANCE:
-            hint = did_you_mean(self.balance_per, BALANCE)
-            raise ConfigError(f"experts.balance_per={self.balance_per!r:.80} is not known.{hint}")
+        check_choice("experts.balance_per", self.balance_per, BALANCE, "known")

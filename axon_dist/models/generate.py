@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.checks import MODULE, REAL, SEED, WHOLE, ArgumentKind, checked
+from ..core.checks import COUNT, MODULE, REAL, SEED, WHOLE, ArgumentKind, checked
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.typing import Array, PyTree
 
@@ -46,16 +46,12 @@ class Sampling:
             ConfigError: one is out of range, or means nothing beside another.
         """
         REAL.check("Sampling", "temperature", self.temperature)
-        WHOLE.or_none().check("Sampling", "top_k", self.top_k)
+        COUNT.or_none().check("Sampling", "top_k", self.top_k)
         REAL.or_none().check("Sampling", "top_p", self.top_p)
         if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
             raise ConfigError(
                 f"temperature={self.temperature} must be 0 or lie in [1e-6, 1e6]; 0 takes the "
                 "likeliest token, 1 draws from the distribution as it is"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(
-                f"top_k={self.top_k} must be at least 1; leave it out to draw among all tokens"
             )
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ConfigError(
@@ -163,7 +159,7 @@ _PROMPTS = ArgumentKind(
 Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array
 
 
-@checked(model=MODULE, num_tokens=WHOLE, seed=SEED, end=WHOLE.or_none(), prompts=_PROMPTS)
+@checked(model=MODULE, num_tokens=COUNT, seed=SEED, end=WHOLE.or_none(), prompts=_PROMPTS)
 def generate(
     model: nnx.Module,
     prompts: Prompts,
@@ -214,8 +210,6 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p)
     sampling.validate()
-    if num_tokens < 1:
-        raise ConfigError(f"num_tokens={num_tokens} must be at least 1; raise it")
     tokens, padding = _aligned(prompts)
     _check_fits(model, tokens, num_tokens, end)
     if not isinstance(model, Decoder):
@@ -232,9 +226,10 @@ def generate(
     if not _is_hashable(graphdef):
         # Compiled anew at every call, for nothing can be looked up by what has no hash.
         run = jax.jit(functools.partial(_generate, **options))
-    added = run(leaves, tokens, padding, jax.random.key(seed))
-    added = np.asarray(added)
-    return Generated(added, _lengths(added, end))
+    added = np.asarray(run(leaves, tokens, padding, jax.random.key(seed)))
+    is_end = np.zeros_like(added, bool) if end is None else added == end
+    lengths = np.where(is_end.any(1), is_end.argmax(1) + 1, added.shape[1])
+    return Generated(added, lengths)
 
 
 def _generate(
@@ -410,8 +405,3 @@ def _is_hashable(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _lengths(added: np.ndarray, end: int | None) -> np.ndarray:
-    is_end = np.zeros_like(added, bool) if end is None else added == end
-    return np.where(is_end.any(1), is_end.argmax(1) + 1, added.shape[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.checks import RNGS, ArgumentKind, checked
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError
 from ..core.typing import Array
 from .config import (
     MOST_LAYERS,
     Presets,
     check_above_zero,
     check_at_least_one,
+    check_choice,
     check_floats,
     numerics,
 )
@@ -98,9 +99,8 @@ class ResNetConfig(Presets):
                 f"stage_sizes={sizes!r:.80} must name at least one stage, each of 1 block or more, "
                 f"and at most {MOST_LAYERS} together, for example (3, 4, 6, 3)."
             )
-        for field, names in (("block", tuple(EXPANSION)), ("stem", ("imagenet", "small"))):
-            if (value := getattr(self, field)) not in names:
-                raise ConfigError(f"{field}={value!r} is unknown.{did_you_mean(value, names)}")
+        check_choice("block", self.block, EXPANSION, "a block")
+        check_choice("stem", self.stem, ("imagenet", "small"), "a stem")
         if not 0.0 <= self.norm_momentum < 1.0:
             raise ConfigError(
                 f"norm_momentum={self.norm_momentum} must lie in [0, 1), for example 0.9."
@@ -235,7 +235,10 @@ class ResidualBlock(nnx.Module):
     ):
         layer = functools.partial(ConvNorm, config, rngs=rngs)
         num_outputs = width * EXPANSION[config.block]
-        self.layers = nnx.List(_BRANCHES[config.block](layer, num_inputs, width, stride))
+        branch = [(num_inputs, width, 3, stride), (width, width, 3)]
+        if config.block == "bottleneck":
+            branch = [(num_inputs, width, 1), (width, width, 3, stride), (width, num_outputs, 1)]
+        self.layers = nnx.List(layer(*sizes) for sizes in branch)
         same = stride == 1 and num_inputs == num_outputs
         self.shortcut = None if same else layer(num_inputs, num_outputs, 1, stride)
 
@@ -247,19 +250,3 @@ class ResidualBlock(nnx.Module):
             y = nnx.relu(layer(y))
         shortcut = x if self.shortcut is None else self.shortcut(x)
         return nnx.relu(shortcut + last(y))
-
-
-def _basic(layer: Callable[..., ConvNorm], num_inputs: int, width: int, stride: int) -> list:
-    return [layer(num_inputs, width, 3, stride), layer(width, width, 3)]
-
-
-def _bottleneck(layer: Callable[..., ConvNorm], num_inputs: int, width: int, stride: int) -> list:
-    num_outputs = width * EXPANSION["bottleneck"]
-    return [
-        layer(num_inputs, width, 1),
-        layer(width, width, 3, stride),
-        layer(width, num_outputs, 1),
-    ]
-
-
-_BRANCHES = MappingProxyType({"basic": _basic, "bottleneck": _bottleneck})

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import jax.numpy as jnp
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError
 from ..core.typing import Array
-from .config import check_above_zero, check_at_least_one
+from .config import check_above_zero, check_at_least_one, check_choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +59,7 @@ class RopeScaling:
         Raises:
             ConfigError: a number is out of range, or the kind is unknown.
         """
-        if self.kind not in ROPE_SCALINGS:
-            hint = did_you_mean(self.kind, ROPE_SCALINGS)
-            raise ConfigError(f"rope_scaling.kind={self.kind!r:.80} is no kind of scaling.{hint}")
+        check_choice("rope_scaling.kind", self.kind, ROPE_SCALINGS, "a kind of scaling")
         numbers = ("factor", "low", "high")
         if self.attention_factor is not None:
             numbers += ("attention_factor",)

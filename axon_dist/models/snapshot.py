@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +17,12 @@ from flax import nnx
 
 from ..core.checks import TEXTS
 from ..core.errors import (
-    AxonDistError,
+    MALFORMED,
     CheckpointError,
     ConfigError,
     UnsupportedError,
-    install_command,
+    require,
+    reworded,
 )
 from ..core.files import Address, Place, as_path, as_place, read_text, snapshot
 from .config import check_fields
@@ -64,22 +64,13 @@ def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
     if not isinstance(path, str) or not path.startswith(REMOTE):
         return path
     name, _, revision = path.removeprefix(REMOTE).partition("@")
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path!r} is fetched with huggingface_hub, which is not installed: "
-            f"{install_command('hub')}, or name a local snapshot"
-        ) from error
-    try:
+    other = ", or name a local snapshot"
+    hub = require("huggingface_hub", "hub", f"{path!r}", other, CheckpointError)
+    advice = "check the name and that you may read it, or name a local snapshot"
+    with reworded(f"cannot fetch {path!r}", advice, CheckpointError, (OSError, ValueError)):
         folder = hub.snapshot_download(
             name, revision=revision or None, allow_patterns=[*patterns], ignore_patterns=["*/*"]
         )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot fetch {path!r}: {error}; check the name and that you may read it, or name a "
-            "local snapshot"
-        ) from error
     return Path(folder)
 
 
@@ -154,16 +145,11 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
     """The format of a snapshot, its config, and where that lies."""
     path = as_path(fetched(path, (CONFIG_FILE,)), "the config of a model", CheckpointError)
     file = path / CONFIG_FILE if path.is_dir() else path
-    try:
-        data = json.loads(
-            read_text(file, f"{str(file)!r} as the config of a model", CheckpointError)
-        )
+    what = f"{str(file)!r} as the config of a model"
+    advice = f"name the folder of a snapshot with its {CONFIG_FILE}"
+    with reworded(f"cannot read {what}", advice, CheckpointError, MALFORMED):
+        data = json.loads(read_text(file, what, CheckpointError))
         kind = data["model_type"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"cannot read {str(file)!r} as the config of a model: {error!r}; name the folder of a "
-            f"snapshot with its {CONFIG_FILE}"
-        ) from error
     for name, row in FORMATS.items():
         if row.model_type == kind:
             return name, data, file
@@ -175,15 +161,10 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
 
 
 def _from_hub(row: Family, data: Mapping[str, Any], file: Path) -> TransformerConfig:
-    try:
+    what = f"{str(file)!r} is no config of the family {row.model_type!r}"
+    advice = "take that of the snapshot as it was published"
+    with reworded(what, advice, CheckpointError, MALFORMED):
         return row.from_hub(data)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        if isinstance(error, AxonDistError):
-            raise
-        raise CheckpointError(
-            f"{str(file)!r} is no config of the family {row.model_type!r}: {error!r:.200}; take "
-            "that of the snapshot as it was published"
-        ) from error
 
 
 FREE = frozenset(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, reworded
 from ..core.typing import Path, Shape
 from ..core.words import first_few, ranges
 
@@ -352,10 +352,8 @@ NATIVE = WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),))
 
 
 def _compiled(pattern: str, where: object) -> re.Pattern[str]:
-    try:
+    with reworded(f"{where}: {pattern!r} is no regular expression", "correct it", of=re.error):
         return re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from error
 
 
 _NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")

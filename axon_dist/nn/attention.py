@@ -17,7 +17,7 @@ from ..core.errors import DivisibilityError, UnsupportedError
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain
-from .linear import ColumnParallelLinear, ParallelMode, RowParallelLinear, is_manual, split_axis
+from .linear import ColumnParallelLinear, ParallelMode, RowParallelLinear, manual_axis
 
 
 class TensorParallelAttention(nnx.Module):
@@ -99,15 +99,15 @@ class TensorParallelAttention(nnx.Module):
 
     def _shared(self, heads: Array, num_queries: int) -> Array:
         """Repeats key heads for the query heads that share them; a rank keeps those it needs."""
-        axis = split_axis(self.group)
-        if not is_manual(axis) or heads.shape[-2] < self.num_kv_heads:
+        axis = manual_axis(self.group)
+        if axis is None or heads.shape[-2] < self.num_kv_heads:
             return self._by_heads(jnp.repeat(heads, num_queries // heads.shape[-2], axis=-2))
         every = jnp.repeat(heads, self.num_heads // self.num_kv_heads, axis=-2)
         start = jax.lax.axis_index(axis) * num_queries
         return jax.lax.dynamic_slice_in_dim(every, start, num_queries, axis=-2)
 
     def _by_heads(self, x: Array) -> Array:
-        if self.group is None or is_manual(split_axis(self.group)):
+        if self.group is None or manual_axis(self.group) is not None:
             return x
         spec = PartitionSpec(*[FREE] * (x.ndim - 2), self.group.axes[0], None)
         return constrain(x, self.group.mesh, spec)

@@ -152,8 +152,8 @@ class ColumnParallelLinear(_ParallelLinear):
         y = self._product(x)
         if self.bias is not None:
             y = y + self.bias[...].astype(y.dtype)
-        axis = split_axis(self.group)
-        if axis is not None and is_manual(axis):
+        axis = manual_axis(self.group)
+        if axis is not None:
             return gathered(y, axis, y.ndim - 1) if self.gather_output else y
         y = pinned(y, self.group, -1)
         return pinned(y, self.group, None) if self.gather_output else y
@@ -210,8 +210,8 @@ class RowParallelLinear(_ParallelLinear):
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., in_features]` to `[..., out_features]`, whole on every rank."""
-        axis = split_axis(self.group)
-        if axis is not None and is_manual(axis):
+        axis = manual_axis(self.group)
+        if axis is not None:
             y = all_sum(self._product(x if self.input_is_parallel else _part(x, axis)), axis)
         else:
             y = pinned(self._product(pinned(x, self.group, -1)), self.group, None)
@@ -277,14 +277,10 @@ class ParallelMLP(nnx.Module):
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
-def split_axis(group: ProcessGroup | None) -> str | None:
-    """The mesh axis of a group, or None without one."""
-    return None if group is None else group.axes[0]
-
-
-def is_manual(axis: str | None) -> bool:
-    """Whether the caller runs inside a `shard_map` over the axis."""
-    return axis is not None and axis in manual_axes()
+def manual_axis(group: ProcessGroup | None) -> str | None:
+    """The mesh axis of a group where layers run within a `shard_map` over it, else None."""
+    axis = None if group is None else group.axes[0]
+    return axis if axis in manual_axes() else None
 
 
 def check_divides(what: str, size: int, group: ProcessGroup | None) -> None:
@@ -337,8 +333,7 @@ def pinned(x: Array, group: ProcessGroup | None, dim: int | None) -> Array:
     return constrain(x, group.mesh, PartitionSpec(*entries))
 
 
-def _part(x: Array, axis: str | None) -> Array:
-    assert axis is not None
+def _part(x: Array, axis: str) -> Array:
     size = x.shape[-1] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, axis=-1)
 
@@ -396,8 +391,8 @@ class VocabParallelEmbedding(nnx.Module):
     def __call__(self, tokens: Array) -> Array:
         """Maps tokens `[...]` to their rows `[..., features]`, whole on every rank."""
         table = self.embedding[...].astype(self.dtype or self.param_dtype)
-        axis = split_axis(self.group)
-        if axis is not None and is_manual(axis):
+        axis = manual_axis(self.group)
+        if axis is not None:
             return all_sum(own_rows(lambda ids: table[ids], tokens, len(table), axis), axis)
         return pinned(jnp.take(table, tokens, axis=0), self.group, None)
 
@@ -448,11 +443,10 @@ def vocab_parallel_cross_entropy(
         >>> float(vocab_parallel_cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0])
         1.3862943649291992
     """
-    axis = split_axis(group)
-    if not is_manual(axis):
+    axis = manual_axis(group)
+    if axis is None:
         check_divides("the number of classes", logits.shape[-1], group)
         return _cross_entropy(pinned(logits.astype(jnp.float32), group, -1), labels, 0, None)
-    assert axis is not None
     start = jax.lax.axis_index(axis) * logits.shape[-1]
     return _cross_entropy(logits.astype(jnp.float32), labels, start, axis)
 

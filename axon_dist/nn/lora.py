@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..core.checks import FLOATS, MODULE, RNGS, checked
+from ..core.checks import COUNT, FLOATS, MODULE, RNGS, checked
 from ..core.errors import ConfigError
 from ..core.typing import Array, Path
 from ..core.words import pattern_error
@@ -49,7 +49,7 @@ ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
 """The layers that take an adapter, and what they become: the same layer with a `lora`."""
 
 
-@checked(model=MODULE, rngs=RNGS)
+@checked(model=MODULE, rank=COUNT, rngs=RNGS)
 def lora(
     model: nnx.Module,
     rank: int,
@@ -89,8 +89,6 @@ def lora(
 
     Source: Hu et al., LoRA, arXiv:2106.09685.
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(f"lora got rank={rank!r}; it must be a whole number, at least 1")
     for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
         FLOATS.or_none().check("lora", name, given)
     adapted = nnx.clone(model)

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ..core.checks import check_fields
+from ..core.checks import COUNT, check_fields
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import stacks_of
 from ..core.typing import Array, Path
@@ -72,8 +72,7 @@ class ActivationCheckpointing:
     def validate(self) -> None:
         """Raises `ConfigError` unless interval and policy are possible."""
         check_fields(self)
-        whole = isinstance(self.interval, int) and not isinstance(self.interval, bool)
-        if self.interval != "sqrt" and not (whole and int(self.interval) >= 1):
+        if self.interval != "sqrt" and not COUNT.holds(self.interval):
             raise ConfigError(
                 f"checkpoint interval is {self.interval!r}; it must be at least 1 block, or 'sqrt'"
             )

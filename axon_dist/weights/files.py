@@ -18,9 +18,11 @@ import numpy as np
 
 from axon_dist.checkpoint import TensorEntry, list_tensors
 from axon_dist.core.errors import (
+    MALFORMED,
     CheckpointError,
     ConfigError,
     UnsupportedError,
+    reworded,
 )
 from axon_dist.core.files import as_path, kind_at, read_text
 from axon_dist.core.typing import Shape
@@ -87,17 +89,13 @@ def _of_folder(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _of_index(path: Path) -> dict[str, TensorEntry]:
-    try:
+    what = f"cannot read {str(path)!r} as the index of safetensors files"
+    with reworded(what, "name the files themselves", CheckpointError, MALFORMED):
         text = read_text(path, f"the index {str(path)!r}", CheckpointError, MOST_INDEX)
         places: dict[str, str] = json.loads(text)["weight_map"]
         files = sorted(set(places.values()))
         if odd := [file for file in files if "/" in file or kind_at(path.parent / file) is None]:
-            raise KeyError(f"it names {odd[0]!r:.80}, and no such file lies beside it")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"cannot read {str(path)!r} as the index of safetensors files: {error}; name the files "
-            "themselves"
-        ) from error
+            raise ValueError(f"it names {odd[0]!r:.80}, and no such file lies beside it")
     there = {file: list_tensors(path.parent / file) for file in files}
     for name, file in places.items():
         if name not in there[file]:
@@ -175,7 +173,9 @@ def list_adapters(folder: Path) -> dict[str, TensorEntry]:
         UnsupportedError: when they are none that an `nnx.LoRA` can be.
     """
     file = folder / ADAPTER_CONFIG
-    try:
+    what = f"{str(file)!r} is no config of adapters as peft writes it"
+    advice = "take the folder as save_pretrained wrote it"
+    with reworded(what, advice, CheckpointError, MALFORMED):
         config = json.loads(read_text(file, f"{str(file)!r}", CheckpointError))
         for key, known in _ONLY.items():
             if config.get(key) not in known:
@@ -185,20 +185,6 @@ def list_adapters(folder: Path) -> dict[str, TensorEntry]:
                 )
         entries = list_tensors(folder / f"{ADAPTER_STEM}.safetensors")
         return {name: _scaled(name, entry, config) for name, entry in entries.items()}
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
-        if isinstance(error, CheckpointError | UnsupportedError):
-            raise
-        raise CheckpointError(
-            f"{str(file)!r} is no config of adapters as peft writes it: {error!r:.200}; take the "
-            "folder as save_pretrained wrote it"
-        ) from error
 
 
 def _scaled(name: str, entry: TensorEntry, config: Mapping[str, object]) -> TensorEntry:

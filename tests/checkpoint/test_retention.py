@@ -48,5 +48,5 @@ def test_ties_go_to_the_newer():
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"best": -1}, {"every": -5}])
 def test_impossible_counts(wrong):
     ((name, value),) = wrong.items()
-    with pytest.raises(ConfigError, match=f"{name}={value}.*must be at least"):
+    with pytest.raises(ConfigError, match=f"{name}={value}.*, at least"):
         Retention(**wrong)

@@ -11,9 +11,9 @@ from axon_dist.cli.main import main
 CONFIG = "devices: {{emulate: 8}}\nrun_dir: {folder}/run\n"
 TORCH = {"MASTER_ADDR": "192.168.1.100", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
 WRONG = [
-    ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8 and WORLD_SIZE=8: ranks count from 0 to 7"),
-    ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not; set both"),
-    ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set and RANK is not; give every process its own"),
+    ({"RANK": "8", "WORLD_SIZE": "8"}, "process 8 of 8 cannot be: processes count from 0 to 7"),
+    ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not; give every process both"),
+    ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set and RANK is not; give every process both"),
     (TORCH | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', which is not an integer"),
     (TORCH | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; a port lies in 1..65535"),
     (TORCH | {"RANK": "-1"}, "RANK=-1 must be at least 0"),

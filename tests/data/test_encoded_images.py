@@ -218,7 +218,7 @@ JPEG = encoded(3, (64, 64), "JPEG")
 @pytest.mark.filterwarnings("ignore:Image size")
 def test_an_image_that_lies(data, message):
     with pytest.raises(
-        ConfigError, match=rf"^it is no image that can be decoded .*{message}.*: write"
+        ConfigError, match=rf"^it is no image that can be decoded: .*{message}.*; write"
     ):
         decode("it", data, (8, 8, 3))
 

@@ -123,7 +123,7 @@ def test_other_contents_of_a_mapped_file_are_other_data(bins):
             {},
             r"every other token is 0, as if .* 4 bytes; set data.dtype=uint32",
         ),
-        ("a.npy", b"123", {}, r"a.npy is not an .npy file .* name raw tokens .bin"),
+        ("a.npy", b"123", {}, r"a.npy is not an .npy file: .* name raw tokens .bin"),
         ("a.bin", b"12", {"document_end": -1}, r"document_end=-1 must be a token"),
         (
             "a.bin",
@@ -289,7 +289,7 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
     ("text", "fields", "message"),
     [
         ('{"text": "a"}\n\n{"text": 3}\n', {}, r"a.jsonl:3 has 3 under 'text', which must be a te"),
-        ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is no JSON .*: correct or remove it"),
+        ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is no JSON: .*; correct or remove it"),
         ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 holds \[1\], which must be an object with field"),
         ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* or data.text. Did you mean"),
         ("\n \n", {}, r"a.jsonl holds no record; give files with records"),

@@ -114,8 +114,8 @@ def test_one_process_of_a_cluster_is_alone(env):
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"RANK": "8", "WORLD_SIZE": "8"}, r"RANK=8 and WORLD_SIZE=8: .* from 0 to 7"),
-        ({"RANK": "1"}, r"RANK=1 is set and WORLD_SIZE is not; set both"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, r"process 8 of 8 .* from 0 to 7; check RANK"),
+        ({"RANK": "1"}, r"RANK=1 is set and WORLD_SIZE is not; give every process both"),
         ({"RANK": "0"}, r"RANK=0 is set and WORLD_SIZE is not"),
         ({"WORLD_SIZE": "4"}, r"WORLD_SIZE=4 is set and RANK is not; give every process"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, r"RANK=-1 must be at least 0"),

@@ -58,8 +58,8 @@ def test_lists_of_ranks(make_world):
         ([0, 0], r"ranks \[0, 0\] name a rank twice; each rank joins a group once"),
         ([0, 9], r"ranks \[9\] do not exist in a world of 8; ranks are 0\.\.7"),
         ([-1], r"ranks \[-1\] do not exist"),
-        ([True], "rank True is not an integer"),
-        ([1.0], "rank 1.0 is not an integer"),
+        ([True], r"got the ranks \(True,\); give whole numbers"),
+        ([1.0], r"got the ranks \(1.0,\); give whole numbers"),
     ],
 )
 def test_impossible_lists(ranks, message, world):

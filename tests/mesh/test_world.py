@@ -48,7 +48,7 @@ def test_runtime_info(world):
 def test_impossible_worlds():
     with pytest.raises(MeshError, match="dp=3 needs 3 devices and got 8"):
         World.emulate(8, "dp=3")
-    with pytest.raises(MeshError, match="cannot emulate 0 devices; ask for at least one"):
+    with pytest.raises(MeshError, match=r"cannot emulate 0 devices; ask for .* 1 to 1024"):
         World.emulate(0)
     with pytest.raises(MeshError, match="empty list of devices"):
         World.init("dp=1", [])

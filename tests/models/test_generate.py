@@ -166,10 +166,10 @@ def test_what_cannot_be_generated_with_is_refused():
         ([[17]], {}, "got token 17, and the model knows tokens from 0 to 16"),
         ([[1]], {"end": 99}, "got token 99, and the model knows tokens from 0 to 16"),
         ([[1] * 9], {}, r"9 tokens and 6 more are longer than max_length=12 .* ask for 3 tokens"),
-        ([[1]], {"num_tokens": 0}, "num_tokens=0 must be at least 1"),
+        ([[1]], {"num_tokens": 0}, "num_tokens=0, an int; give a whole number, at least 1"),
         ([[1]], {"temperature": -1.0}, r"temperature=-1.0 must be 0 or lie in \[1e-6, 1e6\]"),
         ([[1]], {"temperature": 0, "top_k": 2}, "temperature=0 .* top_k=2 would change nothing"),
-        ([[1]], {"top_k": 0}, "top_k=0 must be at least 1"),
+        ([[1]], {"top_k": 0}, "top_k=0, an int; give a whole number, at least 1"),
         ([[1]], {"top_p": 1.5}, r"top_p=1.5 must lie in \(0, 1\]"),
     ],
 )

@@ -107,8 +107,8 @@ def test_every_parameter_has_a_gradient():
     [
         ({"stage_sizes": ()}, ConfigError, r"stage_sizes=\(\) must name at least one stage"),
         ({"stage_sizes": (2, 0)}, ConfigError, r"each of 1 block or more"),
-        ({"block": "basik"}, ConfigError, r"block='basik' is unknown.*'basic'"),
-        ({"stem": "large"}, ConfigError, r"stem='large' is unknown"),
+        ({"block": "basik"}, ConfigError, r"block='basik' is not a block.*'basic'"),
+        ({"stem": "large"}, ConfigError, r"stem='large' is not a stem"),
         ({"width": 0}, ConfigError, r"width=0 must be at least 1"),
         ({"norm_momentum": 1.0}, ConfigError, r"norm_momentum=1.0 must lie in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),

@@ -72,7 +72,7 @@ def test_a_merged_kernel_keeps_its_dtype():
 
 
 def test_what_cannot_be_adapted_is_refused():
-    with pytest.raises(ConfigError, match=r"rank=0; it must be a whole number, at least 1"):
+    with pytest.raises(ConfigError, match=r"rank=0, an int; give a whole number, at least 1"):
         lora(Net(nnx.Rngs(0)), 0, rngs=nnx.Rngs(1))
     with pytest.raises(ConfigError, match=r"the path 'mlp', which finds none .*attention/key, att"):
         adapted(("out", "mlp"))
