@@ -397,6 +397,17 @@ def _size(aval: Aval) -> int:
     return math.prod(aval.shape)
 
 
+def value_of(atom: Atom, known: Mapping[Atom, Array]) -> Array:
+    """The value of an atom."""
+    return atom.value if isinstance(atom, ConstantOperand) else known[atom]
+
+
+def as_array(value: Array, aval: Aval) -> Array:
+    """A value as an array of a dtype; random keys stay as they are."""
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return value if is_key else jnp.asarray(value, aval.dtype)
+
+
 def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], frozenset[Atom]]:
     """The sums that all shall know: each as its value and the terms, however they are bracketed.
 

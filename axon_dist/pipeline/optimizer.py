@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,24 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh
 
 from ..core.errors import UnsupportedError
-from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree
-from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, owned
+from ..jaxpr.owners import (
+    Atom,
+    ConstantOperand,
+    OwnedOperation,
+    OwnedProgram,
+    as_array,
+    owned,
+    value_of,
+)
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
-from .rows import RowProgram, as_array, value_of
-from .storage import FlatStorage, ModelStorage
+from .rows import RowProgram
+from .storage import Cell, FlatStorage, ModelStorage
 from .stored_form import (
     Ends,
     LeafPlace,
-    ProgramDraft,
+    Run,
     Slot,
     StoredForm,
     VectorLayout,
@@ -103,10 +110,6 @@ class UnstackedOptimizer:
     def state_apart(self, state: PyTree) -> PyTree:
         """The inverse of `state_together`, exactly."""
         return self._state.apart(state)
-
-
-Run: TypeAlias = Callable[[Mapping[Slot, Array]], dict[Slot, Array]]
-"""The stored leaves of all arguments -> those of all results."""
 
 
 class StagedOptimizer:
@@ -233,8 +236,7 @@ class StagedOptimizer:
             by_leaf = program(lambda place: layout.owners.get(place.keys), small=1)
         except UnsupportedError:  # what leaves cannot hand to each other, they may within a stage
             return None
-        rewritten = on_whole_vectors(by_leaf, sources, targets, layout)
-        return None if rewritten is None else self._on_rows(*rewritten)
+        return on_whole_vectors(by_leaf, sources, targets, layout)
 
 
 def _run(
@@ -258,12 +260,8 @@ def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
         for tree, form in enumerate(forms.values())
         for place in form.places
     ]
-    names = [
-        f"{name}/{path}" if path else name
-        for name, form in forms.items()
-        for path, _ in leaves_with_paths(form.shapes)
-    ]
-    return places, names
+    names = [*forms]
+    return places, [f"{names[p.tree]}/{p.path}" if p.path else names[p.tree] for p in places]
 
 
 class RankBranches:
@@ -293,7 +291,8 @@ class RankBranches:
         self._targets = list(zip(program.outputs, targets, strict=True))
         self._ranks = range(stages.num_devices)
         # What one rank hands to others is everybody's, a level later.
-        self._draft = ProgramDraft(program, [None] * len(program.owners))
+        self._avals, self._levels = list(program.avals), list(program.levels)
+        self._owners: list[Cell | None] = [None] * len(program.owners)
 
     def rewritten(self) -> tuple[OwnedProgram, Ends, Ends]:
         """The program, whose cells are a rank and row 0, its sources and its targets."""
@@ -309,7 +308,16 @@ class RankBranches:
             operations += [op for op in self._program.of(None) if op.level == level]
             if any(self._handed[level]) or level == self._last:
                 operations += self._at(level, vectors, targets)
-        return self._draft.finish(operations, sources, targets)
+        program = OwnedProgram(
+            tuple(operations),
+            tuple(value for value, _ in sources),
+            tuple(atom for atom, _ in targets),
+            tuple(place.cell for _, place in targets),
+            tuple(self._owners),
+            tuple(self._avals),
+            tuple(self._levels),
+        )
+        return program, [place for _, place in sources], [place for _, place in targets]
 
     def _at(
         self,
@@ -337,7 +345,10 @@ class RankBranches:
         return of_ranks + of_all
 
     def _new(self, form: jax.ShapeDtypeStruct, rank: int, level: int) -> int:
-        return self._draft.new(ShapedArray(form.shape, form.dtype), (rank, 0), level)
+        self._avals.append(ShapedArray(form.shape, form.dtype))
+        self._owners.append((rank, 0))
+        self._levels.append(level)
+        return len(self._avals) - 1
 
     def _places(self, forms: Sequence[StoredForm], rank: int) -> Iterator[LeafPlace]:
         for tree, part, keys in _vectors_of(forms):

@@ -16,11 +16,17 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.typing import Array
-from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, sums_of
+from ..jaxpr.owners import (
+    Atom,
+    OwnedOperation,
+    OwnedProgram,
+    as_array,
+    sums_of,
+    value_of,
+)
 from .storage import Cell
 from .stored_form import LeafPlace, Slot
 
@@ -73,20 +79,9 @@ class Share:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowVariant:
-    """Blocks of one row that have the same part of a program.
-
-    Args:
-        members: the part of each, by rank.
-    """
-
-    members: Mapping[int, Share]
-
-    @property
-    def first(self) -> Share:
-        """The part that stands for all."""
-        return next(iter(self.members.values()))
+RowVariant: TypeAlias = Mapping[int, Share]
+"""Blocks of one row that have the same part of a program: the part of each, by rank. The first
+stands for all."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,7 +130,7 @@ class RowProgram:
         self._variant_of: dict[Cell, int] = {
             (rank, row): number
             for number, (row, variant) in enumerate(self._variants)
-            for rank in variant.members
+            for rank in variant
         }
         used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
         # The variant that makes a value of a block, and what it calls it.
@@ -143,7 +138,7 @@ class RowProgram:
         for value, owner in enumerate(program.owners):
             if (cell := as_cell(owner)) is not None and value in used:
                 number = self._variant_of[cell]
-                members = self._variants[number][1].members
+                members = self._variants[number][1]
                 self._homes[value] = number, members[cell[0]].names[value]
         sums, self._partial_sums = sums_of(program)
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
@@ -173,7 +168,7 @@ class RowProgram:
                 made[number].update(self._run_part(variant, level, made[number], known))
         return self._collect(made, known)
 
-    def _sort_out(self, cells: list[Cell]) -> list[tuple[int, RowVariant]]:
+    def _sort_out(self, cells: list[Cell]) -> Sequence[tuple[int, RowVariant]]:
         found: list[tuple[int, dict[int, Share]]] = []
         for rank, row in cells:
             operations = self._program.of((rank, row))
@@ -189,13 +184,13 @@ class RowProgram:
                     break
             else:
                 found.append((row, {rank: share}))
-        return [(row, RowVariant(members)) for row, members in found]
+        return found
 
     def _run_part(
         self, variant: RowVariant, level: int, made: Named, known: Mapping[Atom, Array]
     ) -> Named:
         """Runs one level of the part that blocks of a row have in common, for all ranks at once."""
-        first = variant.first
+        first = next(iter(variant.values()))
         numbers = [i for i, op in enumerate(first.operations) if op.level == level]
         reads = [(i, at) for i in numbers for at in range(len(first.operations[i].inputs))]
         outside = {
@@ -272,8 +267,7 @@ class RowProgram:
     ) -> tuple[Array | None, Array | None]:
         """What members read that is not their own: one value for all, or a row of one for each."""
         number, at = where
-        members = variant.members.items()
-        atoms = {rank: share.operations[number].inputs[at] for rank, share in members}
+        atoms = {rank: share.operations[number].inputs[at] for rank, share in variant.items()}
         first = next(iter(atoms.values()))
         if len({self._program.spelled(atom) for atom in atoms.values()}) == 1:
             return value_of(first, known), None
@@ -292,7 +286,7 @@ class RowProgram:
         for term in terms:
             if self._program.owner_of(term) is not None:
                 at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
-        ranks = {home: tuple(self._variants[home[0]][1].members) for home in at}
+        ranks = {home: tuple(self._variants[home[0]][1]) for home in at}
 
         def is_whole(home):
             return len(at[home]) == len(set(at[home])) == len(ranks[home])
@@ -395,14 +389,3 @@ class RowProgram:
 def as_cell(owner: Hashable) -> Cell | None:
     """The cell that an owner is; None for everybody."""
     return owner if isinstance(owner, tuple) else None
-
-
-def value_of(atom: Atom, known: Mapping[Atom, Array]) -> Array:
-    """The value of an atom."""
-    return atom.value if isinstance(atom, ConstantOperand) else known[atom]
-
-
-def as_array(value: Array, aval: ShapedArray) -> Array:
-    """A value as an array of a dtype; random keys stay as they are."""
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    return value if is_key else jnp.asarray(value, aval.dtype)
