@@ -178,14 +178,13 @@ class VectorLayout:
 
     Args:
         owners: the owner of a leaf, by its keys.
-        slots: by vector, side (0 for arguments, 1 for results), tree and part, the keys of the
-            stored vector.
+        sides: the stored forms of the arguments, and those of the results.
         sizes: how many elements each vector has on a rank.
         lengths: how many of them are elements of leaves, by rank.
     """
 
     owners: Mapping[Keys, LeafOwner]
-    slots: Mapping[tuple[Vector, int, int, int], Keys]
+    sides: Sequence[Sequence[StoredForm]]
     sizes: Mapping[Vector, int]
     lengths: Mapping[Vector, tuple[int, ...]]
 
@@ -197,18 +196,10 @@ class VectorLayout:
             storage: of the parameters.
             sides: the stored forms of the arguments, and those of the results.
         """
-        order, slots = storage.vectors, {}
-        for side, forms in enumerate(sides):
-            parts = [
-                (tree, *p) for tree, form in enumerate(forms) for p in enumerate(form.storages)
-            ]
-            for tree, part, other in parts:
-                if other is None:
-                    continue
-                if not isinstance(other, FlatStorage) or other.vectors != order:
-                    return None
-                for chunk, number in order:
-                    slots[(chunk, number), side, tree, part] = other.row_names[chunk][number]
+        order = storage.vectors
+        parts = [part for forms in sides for form in forms for part in form.storages if part]
+        if not all(isinstance(part, FlatStorage) and part.vectors == order for part in parts):
+            return None
 
         def size(keys):
             return sum(math.prod(storage.flat_shapes[k].shape) for k in keys)
@@ -216,14 +207,15 @@ class VectorLayout:
         owners = {k: (v, k) for v, ranks in order.items() for keys in ranks for k in keys}
         lengths = {v: tuple(size(keys) for keys in ranks) for v, ranks in order.items()}
         sizes = {v: storage.packing.packed[v[1]].shape[0] for v in order}
-        return cls(owners, slots, sizes, lengths)
+        return cls(owners, sides, sizes, lengths)
 
     def slot(self, place: LeafPlace, side: int) -> Slot:
-        """The stored leaf that a leaf lies in, as an argument or a result."""
-        if place.cell is None:
+        """The stored leaf that a leaf lies in, as an argument (0) or a result (1)."""
+        storage = self.sides[side][place.tree].storages[place.part]
+        if place.cell is None or storage is None:
             return place.stored
-        vector, _ = self.owners[place.keys]
-        return place.tree, place.part, self.slots[vector, side, place.tree, place.part]
+        (chunk, number), _ = self.owners[place.keys]
+        return place.tree, place.part, storage.row_names[chunk][number]
 
     def own(self, vector: Vector, x: Array) -> Array:
         """A stored vector, zeros behind the elements that a rank has of leaves."""
