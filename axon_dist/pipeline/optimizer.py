@@ -11,14 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import ShapedArray
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Function, Path, PyTree
 from ..jaxpr.owners import (
     Atom,
-    ConstantOperand,
     OwnedOperation,
     OwnedProgram,
     as_array,
@@ -28,7 +26,7 @@ from ..jaxpr.owners import (
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
 from .rows import RowProgram
-from .storage import Cell, FlatStorage, ModelStorage
+from .storage import FlatStorage, ModelStorage
 from .stored_form import (
     Ends,
     LeafPlace,
@@ -206,19 +204,13 @@ class StagedOptimizer:
 
         run = self._on_whole_vectors(program, sources, ends, forms)
         if run is None:
-            by_cell = program(lambda place: place.cell)
+            by_cell, stages = program(lambda place: place.cell), self._storage.stages
             if all(place.slot is not None for place in (*sources, *ends)):
-                run = self._on_rows(by_cell, sources, ends)
+                run = RowProgram(by_cell, sources, ends, self._mesh, stages.num_devices).run
             else:
-                branches = RankBranches(by_cell, sources, ends, *forms, self._storage.stages)
-                run = self._on_rows(*branches.rewritten(), axis=self._axis)
+                way = stages, self._mesh, self._axis
+                run = RankBranches(by_cell, sources, ends, *forms, *way).run
         return functools.partial(_run, run, *forms)
-
-    def _on_rows(
-        self, program: OwnedProgram, sources: Ends, targets: Ends, axis: str | None = None
-    ) -> Run:
-        num_ranks = self._storage.stages.num_devices
-        return RowProgram(program, sources, targets, self._mesh, num_ranks, axis).run
 
     def _on_whole_vectors(
         self,
@@ -265,7 +257,7 @@ def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
 
 
 class RankBranches:
-    """The operations of ranks whose stages differ, as one operation per level that all ranks have.
+    """Runs what ranks do whose stages differ: at each level a branch for each rank.
 
     Args:
         program: of the model's leaves; owners are cells.
@@ -274,6 +266,8 @@ class RankBranches:
         arguments: the stored forms of the arguments.
         results: the stored forms of the results.
         stages: which blocks are on which rank.
+        mesh: names and sizes of its axes, over all devices.
+        axis: the axis of the pipeline.
     """
 
     def __init__(
@@ -284,79 +278,77 @@ class RankBranches:
         arguments: Sequence[StoredForm],
         results: Sequence[StoredForm],
         stages: Stages,
+        mesh: Mesh,
+        axis: str,
     ):
         self._program, self._stages = program, stages
         self._arguments, self._results = arguments, results
         self._sources = list(zip(program.inputs, sources, strict=True))
         self._targets = list(zip(program.outputs, targets, strict=True))
         self._ranks = range(stages.num_devices)
-        # What one rank hands to others is everybody's, a level later.
-        self._avals, self._levels = list(program.avals), list(program.levels)
-        self._owners: list[Cell | None] = [None] * len(program.owners)
+        self._mesh, self._axis = mesh, axis
 
-    def rewritten(self) -> tuple[OwnedProgram, Ends, Ends]:
-        """The program, whose cells are a rank and row 0, its sources and its targets."""
-        sources = [source for source in self._sources if source[1].cell is None]
-        vectors = []
-        for rank in self._ranks:
-            forms = _vectors_of(self._arguments).values()
-            vectors.append([self._new(form, rank, 0) for form in forms])
-            sources += zip(vectors[rank], self._places(self._arguments, rank), strict=True)
-        targets = [target for target in self._targets if target[1].cell is None]
-        operations: list[OwnedOperation] = []
+    def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
+        """Runs the program.
+
+        Args:
+            stored: the stored leaves of all arguments.
+
+        Returns:
+            The stored leaves of all results.
+        """
+        known: dict[Atom, Array] = {
+            v: stored[place.stored] for v, place in self._sources if place.cell is None
+        }
+        vectors = [stored[slot] for slot in _vectors_of(self._arguments)]
+        found: dict[Slot, Array] = {}
         for level in range(self._program.num_levels):
-            operations += [op for op in self._program.of(None) if op.level == level]
+            for op in (op for op in self._program.of(None) if op.level == level):
+                results = op.run([value_of(a, known) for a in op.inputs])
+                known.update(zip(op.outputs, results, strict=True))
             if any(self._handed[level]) or level == self._last:
-                operations += self._at(level, vectors, targets)
-        program = OwnedProgram(
-            tuple(operations),
-            tuple(value for value, _ in sources),
-            tuple(atom for atom, _ in targets),
-            tuple(place.cell for _, place in targets),
-            tuple(self._owners),
-            tuple(self._avals),
-            tuple(self._levels),
-        )
-        return program, [place for _, place in sources], [place for _, place in targets]
+                made = self._on_ranks(level, vectors, known)
+                packing = self._packing(level)
+                # What one rank hands to others is everybody's, a level later.
+                handed = self._placed(PartitionSpec(), made[: len(packing.packed)])
+                for rank, values in enumerate(self._handed[level]):
+                    own = packing.unpack(rank, [x[rank] for x in handed]) if values else ()
+                    known.update(zip(values, own, strict=True))
+                found.update(zip(_vectors_of(self._results), made[len(handed) :], strict=False))
+        for atom, place in self._targets:
+            if place.cell is None:
+                value = value_of(atom, known)
+                found[place.stored] = as_array(value, self._program.aval_of(atom))
+        return found
 
-    def _at(
-        self,
-        level: int,
-        vectors: Sequence[Sequence[int]],
-        targets: list[tuple[Atom, LeafPlace]],
-    ) -> list[OwnedOperation]:
-        """The operations of ranks at a level, and those by which all learn the results."""
+    def _on_ranks(
+        self, level: int, vectors: Sequence[Array], known: Mapping[Atom, Array]
+    ) -> list[Array]:
+        """What ranks hand over at a level, packed, and at the last one the vectors of results."""
         reads = sorted({v for rank in self._ranks for v in self._part(rank, level)[1]})
-        run = functools.partial(self._run, level, reads)
-        packing = self._packing(level)
-        forms = _vectors_of(self._results) if level == self._last else {}
-        of_ranks, of_all = [], []
-        for rank in self._ranks:
-            handed = tuple(self._new(form, rank, level) for form in packing.packed)
-            results = tuple(self._new(form, rank, level) for form in forms.values())
-            number = ConstantOperand(jnp.int32(rank), ShapedArray((), jnp.dtype(jnp.int32)))
-            inputs = (number, *vectors[rank], *reads)
-            of_ranks.append(OwnedOperation(run, inputs, (*handed, *results), (rank, 0), level))
-            if values := self._handed[level][rank]:
-                unpack = functools.partial(_unpack, packing, rank)
-                of_all.append(OwnedOperation(unpack, handed, tuple(values), None, level + 1))
-            if forms:
-                targets += zip(results, self._places(self._results, rank), strict=True)
-        return of_ranks + of_all
+        branches = [functools.partial(self._branch, level, reads, rank) for rank in self._ranks]
 
-    def _new(self, form: jax.ShapeDtypeStruct, rank: int, level: int) -> int:
-        self._avals.append(ShapedArray(form.shape, form.dtype))
-        self._owners.append((rank, 0))
-        self._levels.append(level)
-        return len(self._avals) - 1
+        def run(rank: Array, own: list[Array], values: list[Array]) -> list[Array]:
+            operands = [*(x[0] for x in own), *values]
+            return [x[None] for x in jax.lax.switch(rank[0], branches, operands)]
 
-    def _places(self, forms: Sequence[StoredForm], rank: int) -> Iterator[LeafPlace]:
-        for tree, part, keys in _vectors_of(forms):
-            yield LeafPlace("", (rank, 0), part, keys or (), keys, tree)
+        split, whole = PartitionSpec(self._axis), PartitionSpec()
+        mapped = jax.shard_map(
+            run,
+            mesh=self._mesh,
+            axis_names=frozenset({self._axis}),
+            in_specs=(split, split, whole),
+            out_specs=split,
+            check_vma=False,
+        )
+        # Rows that other axes split would have to be moved in branches, where permutes hang.
+        (ranks,) = self._placed(split, [jnp.arange(len(self._ranks))])
+        shared = self._placed(whole, [known[v] for v in reads])
+        return self._placed(split, mapped(ranks, self._placed(split, vectors), shared))
 
-    def _run(self, level: int, reads: list[int], rank: Array, *operands: Array) -> list[Array]:
-        branches = [functools.partial(self._branch, level, reads, r) for r in self._ranks]
-        return jax.lax.switch(rank, branches, operands)
+    def _placed(self, spec: PartitionSpec, values: Sequence[Array]) -> list[Array]:
+        sharding = NamedSharding(self._mesh, spec)
+        return [jax.lax.with_sharding_constraint(jnp.asarray(x), sharding) for x in values]
 
     def _branch(
         self, level: int, reads: list[int], rank: int, operands: Sequence[Array]
@@ -450,10 +442,6 @@ class RankBranches:
 
 def _values(atoms: Iterable[Atom]) -> list[int]:
     return [a for a in dict.fromkeys(atoms) if isinstance(a, int)]
-
-
-def _unpack(packing: Packing, rank: int, *vectors: Array) -> list[Array]:
-    return packing.unpack(rank, vectors)
 
 
 def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, FlatStorage]]:

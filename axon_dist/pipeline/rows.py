@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -106,7 +106,6 @@ class RowProgram:
         targets: for each output, its place among those of the results.
         mesh: names and sizes of its axes, over all devices.
         num_ranks: along the pipeline: dim 0 of every row.
-        axis: the axis of the pipeline, where ranks take different branches of an operation.
     """
 
     def __init__(
@@ -116,9 +115,7 @@ class RowProgram:
         targets: Sequence[LeafPlace],
         mesh: Mesh,
         num_ranks: int,
-        axis: str | None = None,
     ):
-        self._mesh, self._axis = mesh, axis
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
         self._whole = NamedSharding(mesh, PartitionSpec())
@@ -223,44 +220,11 @@ class RowProgram:
         alike = [where for where, (_, row) in outside.items() if row is None]
         rows = [row for _, row in outside.values() if row is not None]
         shared = [value for value, _ in outside.values() if value is not None]
-        found = self._on_ranks(part, [*given.values()], rows, shared) if numbers else []
-        return {name: x for (_, name), x in zip(results, found, strict=True)}
-
-    def _on_ranks(
-        self,
-        part: Callable[..., list[Array]],
-        given: list[Array],
-        rows: list[Array],
-        shared: list[Array],
-    ) -> list[Array]:
-        """Runs a part for all ranks at once, each on its entries of rows."""
-        if self._axis is None:
-            vectorised = jax.vmap(lambda *own: part(*own, shared), axis_size=self._num_ranks)
-            return vectorised(given, rows)
-        split, whole = PartitionSpec(self._axis), PartitionSpec()
-
-        def place(spec, values):
-            return [
-                jax.lax.with_sharding_constraint(jnp.asarray(x), NamedSharding(self._mesh, spec))
-                for x in values
-            ]
-
-        def entries(values):
-            return [x[0] for x in values]
-
-        mapped = jax.shard_map(
-            lambda given, rows, shared: [
-                x[None] for x in part(entries(given), entries(rows), shared)
-            ],
-            mesh=self._mesh,
-            axis_names=frozenset({self._axis}),
-            in_specs=(split, split, whole),
-            out_specs=split,
-            check_vma=False,
+        vectorised = jax.vmap(
+            lambda given, rows: part(given, rows, shared), axis_size=self._num_ranks
         )
-        # Rows that other axes split would have to be moved in branches, where permutes hang.
-        operands = place(split, given), place(split, rows), place(whole, shared)
-        return place(split, mapped(*operands))
+        found = vectorised([*given.values()], rows) if numbers else []
+        return {name: x for (_, name), x in zip(results, found, strict=True)}
 
     def _outside(
         self, variant: RowVariant, where: tuple[int, int], known: Mapping[Atom, Array]
