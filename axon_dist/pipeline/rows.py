@@ -54,28 +54,16 @@ class Share:
 
     def is_like(self, other: Share, program: OwnedProgram) -> bool:
         """Whether another block's part has the same operations, if with other numbers."""
+
+        def reads(share: Share, op: OwnedOperation) -> list[Name]:
+            avals = [(atom, program.aval_of(atom)) for atom in op.inputs]
+            return [share.names.get(atom, (aval.shape, aval.dtype)) for atom, aval in avals]
+
         return len(self.operations) == len(other.operations) and all(
-            self._is_like(program, mine, other, theirs)
-            for mine, theirs in zip(self.operations, other.operations, strict=True)
-        )
-
-    def _is_like(
-        self, program: OwnedProgram, mine: OwnedOperation, other: Share, theirs: OwnedOperation
-    ) -> bool:
-        def spell(names, atom):
-            return names.get(atom, program.aval_of(atom))
-
-        def shape(found):
-            return (found.shape, found.dtype) if hasattr(found, "shape") else found
-
-        return (
             mine.computes_as(theirs)
             and mine.level == theirs.level
-            and len(mine.inputs) == len(theirs.inputs)
-            and all(
-                shape(spell(self.names, a)) == shape(spell(other.names, b))
-                for a, b in zip(mine.inputs, theirs.inputs, strict=True)
-            )
+            and reads(self, mine) == reads(other, theirs)
+            for mine, theirs in zip(self.operations, other.operations, strict=True)
         )
 
 
@@ -197,15 +185,12 @@ class RowProgram:
         }
         own = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
         given = {name: made[name] for name in own if name in made}
-        apart = [where for where, (_, row) in outside.items() if row is not None]
-        results = [(v, first.names[v]) for i in numbers for v in first.operations[i].outputs]
+        alike = {where: value for where, (value, row) in outside.items() if row is None}
+        apart = {where: row for where, (_, row) in outside.items() if row is not None}
+        results = [first.names[v] for i in numbers for v in first.operations[i].outputs]
 
-        def part(
-            given_rows: list[Array], own_numbers: list[Array], shared: list[Array]
-        ) -> list[Array]:
-            values = dict(zip(given, given_rows, strict=True))
-            single = dict(zip(alike, shared, strict=True))
-            single.update(zip(apart, own_numbers, strict=True))
+        def part(rows: list[Array], numbers_apart: dict[tuple[int, int], Array]) -> list[Array]:
+            values, single = dict(zip(given, rows, strict=True)), {**alike, **numbers_apart}
             for i in numbers:
                 op = first.operations[i]
                 operands = [
@@ -215,16 +200,11 @@ class RowProgram:
                 values.update(
                     zip((first.names[v] for v in op.outputs), op.run(operands), strict=True)
                 )
-            return [values[name] for _, name in results]
+            return [values[name] for name in results]
 
-        alike = [where for where, (_, row) in outside.items() if row is None]
-        rows = [row for _, row in outside.values() if row is not None]
-        shared = [value for value, _ in outside.values() if value is not None]
-        vectorised = jax.vmap(
-            lambda given, rows: part(given, rows, shared), axis_size=self._num_ranks
-        )
-        found = vectorised([*given.values()], rows) if numbers else []
-        return {name: x for (_, name), x in zip(results, found, strict=True)}
+        run = jax.vmap(part, axis_size=self._num_ranks)
+        found = run([*given.values()], apart) if numbers else []
+        return dict(zip(results, found, strict=True))
 
     def _outside(
         self, variant: RowVariant, where: tuple[int, int], known: Mapping[Atom, Array]
