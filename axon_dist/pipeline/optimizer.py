@@ -74,6 +74,9 @@ class UnstackedOptimizer:
         optimizer: of the model.
         stacks: the modules of the model that hold many blocks.
         params: shapes of the model's parameters.
+
+    Attributes:
+        state_form: brings a state together, as the optimizer has it for the model, and apart again.
     """
 
     def __init__(
@@ -81,11 +84,11 @@ class UnstackedOptimizer:
     ):
         self._optimizer = optimizer
         self._params = _Form(stacks, params, params)
-        self._state = _Form(stacks, params, jax.eval_shape(optimizer.init, params))
+        self.state_form = _Form(stacks, params, jax.eval_shape(optimizer.init, params))
 
     def init(self, params: PyTree) -> PyTree:
         """The first state."""
-        return self._state.apart(
+        return self.state_form.apart(
             by_rows(self._optimizer.init)(self._params.together(params, Stacked))
         )
 
@@ -95,19 +98,11 @@ class UnstackedOptimizer:
         run = by_rows(lambda u, s, p, extra: self._optimizer.update(u, s, p, **extra))
         updates, state = run(
             form.together(updates, Stacked),
-            self._state.together(state, Stacked),
+            self.state_form.together(state, Stacked),
             form.together(params, Stacked),
             extra,
         )
-        return form.apart(updates), self._state.apart(state)
-
-    def state_together(self, state: PyTree) -> PyTree:
-        """The state as the optimizer has it for the model."""
-        return self._state.together(state)
-
-    def state_apart(self, state: PyTree) -> PyTree:
-        """The inverse of `state_together`, exactly."""
-        return self._state.apart(state)
+        return form.apart(updates), self.state_form.apart(state)
 
 
 class StagedOptimizer:
@@ -137,6 +132,8 @@ class StagedOptimizer:
     ):
         self._optimizer = optimizer
         self._storage, self._mesh, self._axis = storage, mesh, axis
+        is_unstacked = isinstance(optimizer, UnstackedOptimizer)
+        self._unstacked: _Form | None = optimizer.state_form if is_unstacked else None
         params = StoredForm(storage, storage.shapes)
         self.state_form: StoredForm = StoredForm(
             storage, jax.eval_shape(self._optimizer.init, params.shapes)
@@ -170,16 +167,13 @@ class StagedOptimizer:
 
     def state_to_model(self, stored: PyTree) -> PyTree:
         """A state in stored form as the optimizer has it for the model."""
-        apart = self.state_form.to_model(stored)
-        if isinstance(self._optimizer, UnstackedOptimizer):
-            return self._optimizer.state_together(apart)
-        return apart
+        apart, unstacked = self.state_form.to_model(stored), self._unstacked
+        return apart if unstacked is None else unstacked.together(apart)
 
     def state_from_model(self, state: PyTree) -> PyTree:
         """The inverse of `state_to_model`, exactly."""
-        if isinstance(self._optimizer, UnstackedOptimizer):
-            state = self._optimizer.state_apart(state)
-        return self.state_form.from_model(state)
+        unstacked = self._unstacked
+        return self.state_form.from_model(state if unstacked is None else unstacked.apart(state))
 
     def _updates(self, grads: PyTree, state: PyTree, params: PyTree, value: Array) -> Any:
         return self._optimizer.update(grads, state, params, value=value)
