@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..core.compat import eval_equation
-from .factors import EACH
+from .factors import EACH, KEEPS, MOVES
 from .walk import LOOPS, dtype_of, inners, interpret, shape_of
 
 
@@ -44,12 +44,11 @@ ZERO = Alike(0.0)
 INFINITE = Alike(None, is_finite=False)
 
 # fmt: off
-_MOVES = frozenset((
-    "all_gather", "broadcast_in_dim", "expand_dims", "optimization_barrier", "pbroadcast", "pvary",
-    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reshape", "rev", "slice",
-    "dynamic_slice", "gather", "squeeze", "stop_gradient", "transpose", "copy", "name", "cummax",
-    "cummin", "split", "sharding_constraint", "reduce_precision",
-))
+_MOVES = (MOVES | KEEPS | {
+    "all_gather", "pbroadcast", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "dynamic_slice", "gather", "stop_gradient", "copy", "name", "cummax", "cummin",
+    "reduce_precision",
+}) - {"iota"}
 _PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 _SUMS = frozenset(("cumsum", "psum", "psum_invariant"))
 # fmt: on
@@ -102,8 +101,9 @@ def _run(equation: JaxprEqn, given: Sequence[Alike]) -> list[Alike]:
         each = [alike(i.program.jaxpr, i.program.consts, i.inputs(given)) for i in found]
         if len(each[0]) == len(equation.outvars):
             return [_join(values) for values in zip(*each, strict=True)]
-    result = _of_operation(name, equation, given)
-    return [result] * len(equation.outvars)
+    if len(given) == len(equation.outvars) > 1 and name in KEEPS:
+        return [*given]
+    return [_of_operation(name, equation, given)] * len(equation.outvars)
 
 
 def _scan(equation: JaxprEqn, given: Sequence[Alike]) -> list[Alike]:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..core.typing import Path
-from .factors import SCATTERS, Factors, Role, factors, guessed
+from .factors import RESHAPES, SCATTERS, Factors, Role, factors, guessed
 from .walk import Inner, inners, interpret, shape_of
 
 Dims: TypeAlias = list[int]
@@ -231,10 +231,6 @@ def _follow_equation(
     return results
 
 
-REARRANGED = frozenset({"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
-"""Operations after which a parameter is still that parameter."""
-
-
 @dataclasses.dataclass
 class _Step:
     """One equation that runs no program of its own."""
@@ -306,7 +302,7 @@ class _Step:
     def origin_of(self, result: FlowValue) -> Path | None:
         """The parameter that a result is."""
         first = self.operands[0] if self.operands else result
-        if self.name in REARRANGED or self.name == "unstack":
+        if self.name in RESHAPES or self.name in ("transpose", "unstack"):
             return first.origin
         if self.name in ("slice", "split", "dynamic_slice"):
             return first.origin if _is_row(self.flow, first, result) else None

@@ -57,6 +57,9 @@ MOVES = frozenset((
 ))  # fmt: skip
 """Operations that put numbers elsewhere, and compute nothing."""
 
+RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "reshape", "squeeze"))
+"""Those of `MOVES` that may keep the entries of an array in their order."""
+
 KEEPS = frozenset((
     "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "pcast", "pvary",
     "reshard", "sharding_constraint",
@@ -131,11 +134,11 @@ class Factors:
         """The major factor of a dim of an operand."""
         return next(iter(self.operands[operand][dim]), None)
 
-    def result_dim(self, operand: int, dim: int, result: int = 0) -> int | None:
-        """The dim of a result that has the major factor of a dim of an operand."""
+    def result_dim(self, operand: int, dim: int) -> int | None:
+        """The dim of the first result that has the major factor of a dim of an operand."""
         numbers = self.operands[operand][dim]
         found = self.dims(numbers[0], self.results) if numbers else []
-        return next((at for number, at in found if number == result), None)
+        return next((at for number, at in found if number == 0), None)
 
 
 class _Draft:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ..core.typing import Shape
-from .factors import ELEMENTWISE
+from .factors import ELEMENTWISE, RESHAPES
 from .sample_pairs import (
     Operation,
     PairValues,
@@ -33,9 +33,6 @@ from .sample_values import (
 )
 from .walk import shape_of
 
-RELAYS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-"""What may keep the entries of an array in their order."""
-
 Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
 """An equation of the part and the same of the whole; None where one of them has no such relay."""
 
@@ -48,9 +45,9 @@ def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Iterator[Aligned] | None:
         one, other = mine[:1], theirs[:1]
         if one and other and one[0].primitive.name == other[0].primitive.name:
             found.append((mine.pop(0), theirs.pop(0)))
-        elif other and other[0].primitive.name in RELAYS | {"reduce_sum"}:
+        elif other and other[0].primitive.name in RESHAPES | {"reduce_sum"}:
             found.append((None, theirs.pop(0)))
-        elif one and one[0].primitive.name in RELAYS:
+        elif one and one[0].primitive.name in RESHAPES:
             found.append((mine.pop(0), None))
         else:
             return None

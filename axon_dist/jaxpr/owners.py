@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -49,38 +49,34 @@ class ConstantOperand:
 Atom: TypeAlias = "int | ConstantOperand"
 """The number of a value, or a constant."""
 
-Equation: TypeAlias = "JaxprEqn | Callable[..., Sequence[Array]]"
-"""What an operation computes."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnedOperation:
     """One operation of the flat program.
 
     Args:
-        equation: of a jaxpr, for its primitive and parameters; or, in a program that has been
-            rewritten, a function of arrays that returns a list of them.
+        equation: of a jaxpr, for its primitive and parameters.
         inputs: what it reads.
         outputs: the numbers of the values that it makes.
         owner: whose they are.
         level: how many times values have gone from owners to all before it can run.
     """
 
-    equation: Equation
+    equation: JaxprEqn
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     owner: Owner = None
     level: int = 0
 
     @property
-    def name(self) -> str | None:
+    def name(self) -> str:
         """That of its primitive."""
-        return self.equation.primitive.name if isinstance(self.equation, JaxprEqn) else None
+        return self.equation.primitive.name
 
     @property
     def key(self) -> Hashable | None:
         """A key that only operations have that compute the same; None where none is known."""
-        if not isinstance(self.equation, JaxprEqn) or self.equation.effects:
+        if self.equation.effects:
             return None
         key = self.equation.primitive, tuple(sorted(self.equation.params.items()))
         try:
@@ -92,15 +88,11 @@ class OwnedOperation:
     def computes_as(self, other: OwnedOperation) -> bool:
         """Whether another operation computes the same of its inputs."""
         mine, theirs = self.equation, other.equation
-        if not isinstance(mine, JaxprEqn) or not isinstance(theirs, JaxprEqn):
-            return mine is theirs
         return mine.primitive is theirs.primitive and same(mine.params, theirs.params)
 
     def run(self, operands: Sequence[Array]) -> Sequence[Array]:
         """Computes the outputs."""
-        if isinstance(self.equation, JaxprEqn):
-            return eval_equation(self.equation, operands)
-        return self.equation(*operands)
+        return eval_equation(self.equation, operands)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -316,7 +308,7 @@ class _Flat:
         wanted = {*_values(outputs)}
         kept = []
         for op in reversed(self.operations):
-            if _has_effects(op) or not wanted.isdisjoint(op.outputs):
+            if op.equation.effects or not wanted.isdisjoint(op.outputs):
                 kept.append(op)
                 wanted.update(_values(op.inputs))
         self.operations = kept[::-1]
@@ -342,7 +334,7 @@ class _Flat:
                 readers.setdefault(atom, set()).add(op.owner)
 
     def _settled(self, op: OwnedOperation, readers: set[Owner]) -> Owner:
-        if _has_effects(op):
+        if op.equation.effects:
             return op.owner
         sizes = [_size(self.avals[v]) for v in op.outputs]
         owned = [a for a in _values(op.inputs) if self.owners[a] is not None]
@@ -384,10 +376,6 @@ class _Flat:
         return tuple(levels)
 
 
-def _has_effects(op: OwnedOperation) -> bool:
-    return isinstance(op.equation, JaxprEqn) and bool(op.equation.effects)
-
-
 def _values(atoms: Iterable[Atom]) -> list[int]:
     """The atoms that are no constants."""
     return [atom for atom in atoms if not isinstance(atom, ConstantOperand)]
@@ -395,6 +383,17 @@ def _values(atoms: Iterable[Atom]) -> list[int]:
 
 def _size(aval: Aval) -> int:
     return math.prod(aval.shape)
+
+
+def value_of(atom: Atom, known: Mapping[Atom, Array]) -> Array:
+    """The value of an atom."""
+    return atom.value if isinstance(atom, ConstantOperand) else known[atom]
+
+
+def as_array(value: Array, aval: Aval) -> Array:
+    """A value as an array of a dtype; random keys stay as they are."""
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return value if is_key else jnp.asarray(value, aval.dtype)
 
 
 def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], frozenset[Atom]]:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
 from ..core.weighted import PER_SAMPLE
-from .factors import EACH
+from .factors import EACH, RESHAPES
 from .layer_scan import has_units, is_unit
 from .walk import (
     LOOPS,
@@ -179,10 +179,7 @@ def _is_number(atom: Atom) -> bool:
     return shape_of(atom) == () and any(jnp.issubdtype(dtype_of(atom), kind) for kind in kinds)
 
 
-_OF_SCALARS = EACH | CALLS | {
-    "broadcast_in_dim", "copy_p", "custom_jvp_call", "reshape", "select_n", "squeeze",
-    "stop_gradient",
-}  # fmt: skip
+_OF_SCALARS = EACH | CALLS | RESHAPES | {"copy_p", "custom_jvp_call"}
 """What may stand in an ending: it computes of scalars whatever device it runs on."""
 
 
@@ -432,9 +429,7 @@ def _counts(jaxpr: Jaxpr, names: Names) -> Counter[str]:
     return counts
 
 
-PASSED = frozenset(
-    {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
-)
+PASSED = CASTS | RESHAPES | {"transpose"}
 """Operations whose result is the same values as their one operand."""
 
 SLICES = frozenset({"dynamic_slice", "gather"})

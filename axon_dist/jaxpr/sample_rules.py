@@ -12,7 +12,7 @@ import math
 from types import MappingProxyType
 
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
-from .factors import ALONG_ONE, ELEMENTWISE, REDUCTIONS, TRAILING, WINDOWS, Role
+from .factors import ALONG_ONE, ELEMENTWISE, KEEPS, REDUCTIONS, TRAILING, WINDOWS, Role
 from .randomness import FIRST_KEY
 from .sample_indexing import INDEXING
 from .sample_pairs import (
@@ -263,14 +263,17 @@ def _draw(op: Operation, values: list[Value]) -> Value:
     nonlinear(op.name, values)
     if key.is_rows and "rbg" in op.generator and op.name == "random_bits":
         raise Coupling(FIRST_KEY)
-    if key.is_rows:
-        return key
     own = len(op.inputs[0][0])
+    return key if key.is_rows else _of_one_key(op, key, own)
+
+
+def _of_one_key(op: Operation, key: Value, own: int = 0) -> Value:
+    """What is drawn from one key, whose own dims come first."""
     dims = [dim for dim in grown(op.outputs[0]) if dim >= own]
     if not dims:
         return Value(made=key.made)
     if len(dims) > 1 or grown(op.inputs[0]):
-        raise Coupling("draws random numbers for pairs of samples")
+        raise Coupling(PAIRS)
     if key.made:
         raise Coupling(MADE)
     return rows(dims[0])
@@ -284,14 +287,13 @@ def _gamma(op: Operation, values: list[Value]) -> Value:
         if "rbg" in op.generator:
             raise Coupling(FIRST_KEY)
         return aligned([key, shape_of_it], 1.0)
-    if not grown(op.outputs[0]):
-        return Value(made=key.made)
-    if key.made:
-        raise Coupling(MADE)
-    if grown(op.inputs[0]) or grown(op.outputs[0]) != [shape_of_it.dim]:
-        raise Coupling("draws random numbers for pairs of samples")
-    return rows(shape_of_it.dim)
+    drawn = _of_one_key(op, key)
+    if drawn.dim != shape_of_it.dim:
+        raise Coupling(PAIRS)
+    return drawn
 
+
+PAIRS = "draws random numbers for pairs of samples"
 
 MADE = (
     "is drawn with a row for every sample from a key that is made on the way, such as "
@@ -346,14 +348,12 @@ _RETURNED = 12
 _LINEAR = (
     "neg copy copy_p real imag conj reduce_precision stop_gradient name to_edtype from_edtype tie"
 )
-_PLACING = "sharding_constraint mesh_cast pvary pcast layout_constraint reshard"
 _POWERS = "sqrt rsqrt square integer_pow"
 RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(ELEMENTWISE, lambda op, v: nonlinear(op.name, v)),
         **dict.fromkeys(_LINEAR.split(), _linear),
-        **dict.fromkeys(_PLACING.split(), _linear),
-        **dict.fromkeys(("optimization_barrier", "device_put"), lambda op, v: list(v)),
+        **dict.fromkeys(KEEPS, lambda op, v: list(v)),
         **dict.fromkeys(("add", "sub", "add_any"), _add),
         "mul": lambda op, v: times(*v),
         "div": lambda op, v: over(*v),

@@ -22,7 +22,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from ..core.compat import source_line
 from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
-from .one_sample import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
+from .factors import RESHAPES
+from .one_sample import Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_pairs import (
     RESIZED,
     WITHIN,
@@ -252,7 +253,7 @@ class Walk:
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
         """What is made where the part has one sample without its dim; None where it is no such."""
         if self._is_single:
-            if op.name in RELAYS and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
+            if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
                 found = relayed(op, operands[0], self._ratio)
                 if found is not None:
                     return found
@@ -444,12 +445,9 @@ class Walk:
 _ANY = 0.37
 """A scale of what comes back to a backward pass; no power of a small number."""
 
-_KEEPS_NUMBER = frozenset(
-    {
-        "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims",
-        "reduce_precision", "reshape", "squeeze", "stop_gradient",
-    }
-)  # fmt: skip
+_KEEPS_NUMBER = RESHAPES | {
+    "convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient",
+}  # fmt: skip
 """What changes nothing about what a value is."""
 
 

@@ -43,7 +43,6 @@ class LossTrace:
         loss: the atoms of total, weight and metrics.
         metrics: the names of the metrics.
         new_buffers: the atoms of the buffers afterwards.
-        buffer_tree: the structure of the buffers.
         looked_up: the variables that are known ahead of the first stage, of rows of tables that lie
             in parts over the ranks.
         rest: the keys of the parameters outside the blocks that every rank has whole.
@@ -57,7 +56,6 @@ class LossTrace:
     loss: list[Atom]
     metrics: list[str]
     new_buffers: list[Atom]
-    buffer_tree: PyTree
     looked_up: tuple[Var, ...] = ()
     rest: tuple[Keys, ...] = ()
 
@@ -151,7 +149,6 @@ def trace_loss(
         loss=outputs[:num_loss],
         metrics=sorted(shapes[2]),
         new_buffers=outputs[num_loss:],
-        buffer_tree=jax.tree.structure(shapes[3]),
     )
 
 

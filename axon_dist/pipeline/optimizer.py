@@ -6,26 +6,31 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import ShapedArray
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import UnsupportedError
-from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree
-from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, owned
+from ..jaxpr.owners import (
+    Atom,
+    OwnedOperation,
+    OwnedProgram,
+    as_array,
+    owned,
+    value_of,
+)
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
-from .rows import RowProgram, as_array, value_of
+from .rows import RowProgram
 from .storage import FlatStorage, ModelStorage
 from .stored_form import (
     Ends,
     LeafPlace,
-    ProgramDraft,
+    Run,
     Slot,
     StoredForm,
     VectorLayout,
@@ -69,6 +74,9 @@ class UnstackedOptimizer:
         optimizer: of the model.
         stacks: the modules of the model that hold many blocks.
         params: shapes of the model's parameters.
+
+    Attributes:
+        state_form: brings a state together, as the optimizer has it for the model, and apart again.
     """
 
     def __init__(
@@ -76,11 +84,11 @@ class UnstackedOptimizer:
     ):
         self._optimizer = optimizer
         self._params = _Form(stacks, params, params)
-        self._state = _Form(stacks, params, jax.eval_shape(optimizer.init, params))
+        self.state_form = _Form(stacks, params, jax.eval_shape(optimizer.init, params))
 
     def init(self, params: PyTree) -> PyTree:
         """The first state."""
-        return self._state.apart(
+        return self.state_form.apart(
             by_rows(self._optimizer.init)(self._params.together(params, Stacked))
         )
 
@@ -90,23 +98,11 @@ class UnstackedOptimizer:
         run = by_rows(lambda u, s, p, extra: self._optimizer.update(u, s, p, **extra))
         updates, state = run(
             form.together(updates, Stacked),
-            self._state.together(state, Stacked),
+            self.state_form.together(state, Stacked),
             form.together(params, Stacked),
             extra,
         )
-        return form.apart(updates), self._state.apart(state)
-
-    def state_together(self, state: PyTree) -> PyTree:
-        """The state as the optimizer has it for the model."""
-        return self._state.together(state)
-
-    def state_apart(self, state: PyTree) -> PyTree:
-        """The inverse of `state_together`, exactly."""
-        return self._state.apart(state)
-
-
-Run: TypeAlias = Callable[[Mapping[Slot, Array]], dict[Slot, Array]]
-"""The stored leaves of all arguments -> those of all results."""
+        return form.apart(updates), self.state_form.apart(state)
 
 
 class StagedOptimizer:
@@ -136,6 +132,8 @@ class StagedOptimizer:
     ):
         self._optimizer = optimizer
         self._storage, self._mesh, self._axis = storage, mesh, axis
+        is_unstacked = isinstance(optimizer, UnstackedOptimizer)
+        self._unstacked: _Form | None = optimizer.state_form if is_unstacked else None
         params = StoredForm(storage, storage.shapes)
         self.state_form: StoredForm = StoredForm(
             storage, jax.eval_shape(self._optimizer.init, params.shapes)
@@ -169,16 +167,13 @@ class StagedOptimizer:
 
     def state_to_model(self, stored: PyTree) -> PyTree:
         """A state in stored form as the optimizer has it for the model."""
-        apart = self.state_form.to_model(stored)
-        if isinstance(self._optimizer, UnstackedOptimizer):
-            return self._optimizer.state_together(apart)
-        return apart
+        apart, unstacked = self.state_form.to_model(stored), self._unstacked
+        return apart if unstacked is None else unstacked.together(apart)
 
     def state_from_model(self, state: PyTree) -> PyTree:
         """The inverse of `state_to_model`, exactly."""
-        if isinstance(self._optimizer, UnstackedOptimizer):
-            state = self._optimizer.state_apart(state)
-        return self.state_form.from_model(state)
+        unstacked = self._unstacked
+        return self.state_form.from_model(state if unstacked is None else unstacked.apart(state))
 
     def _updates(self, grads: PyTree, state: PyTree, params: PyTree, value: Array) -> Any:
         return self._optimizer.update(grads, state, params, value=value)
@@ -203,19 +198,13 @@ class StagedOptimizer:
 
         run = self._on_whole_vectors(program, sources, ends, forms)
         if run is None:
-            by_cell = program(lambda place: place.cell)
+            by_cell, stages = program(lambda place: place.cell), self._storage.stages
             if all(place.slot is not None for place in (*sources, *ends)):
-                run = self._on_rows(by_cell, sources, ends)
+                run = RowProgram(by_cell, sources, ends, self._mesh, stages.num_devices).run
             else:
-                branches = RankBranches(by_cell, sources, ends, *forms, self._storage.stages)
-                run = self._on_rows(*branches.rewritten(), axis=self._axis)
+                way = stages, self._mesh, self._axis
+                run = RankBranches(by_cell, sources, ends, *forms, *way).run
         return functools.partial(_run, run, *forms)
-
-    def _on_rows(
-        self, program: OwnedProgram, sources: Ends, targets: Ends, axis: str | None = None
-    ) -> Run:
-        num_ranks = self._storage.stages.num_devices
-        return RowProgram(program, sources, targets, self._mesh, num_ranks, axis).run
 
     def _on_whole_vectors(
         self,
@@ -233,8 +222,7 @@ class StagedOptimizer:
             by_leaf = program(lambda place: layout.owners.get(place.keys), small=1)
         except UnsupportedError:  # what leaves cannot hand to each other, they may within a stage
             return None
-        rewritten = on_whole_vectors(by_leaf, sources, targets, layout)
-        return None if rewritten is None else self._on_rows(*rewritten)
+        return on_whole_vectors(by_leaf, sources, targets, layout)
 
 
 def _run(
@@ -258,16 +246,12 @@ def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
         for tree, form in enumerate(forms.values())
         for place in form.places
     ]
-    names = [
-        f"{name}/{path}" if path else name
-        for name, form in forms.items()
-        for path, _ in leaves_with_paths(form.shapes)
-    ]
-    return places, names
+    names = [*forms]
+    return places, [f"{names[p.tree]}/{p.path}" if p.path else names[p.tree] for p in places]
 
 
 class RankBranches:
-    """The operations of ranks whose stages differ, as one operation per level that all ranks have.
+    """Runs what ranks do whose stages differ: at each level a branch for each rank.
 
     Args:
         program: of the model's leaves; owners are cells.
@@ -276,6 +260,8 @@ class RankBranches:
         arguments: the stored forms of the arguments.
         results: the stored forms of the results.
         stages: which blocks are on which rank.
+        mesh: names and sizes of its axes, over all devices.
+        axis: the axis of the pipeline.
     """
 
     def __init__(
@@ -286,66 +272,77 @@ class RankBranches:
         arguments: Sequence[StoredForm],
         results: Sequence[StoredForm],
         stages: Stages,
+        mesh: Mesh,
+        axis: str,
     ):
         self._program, self._stages = program, stages
         self._arguments, self._results = arguments, results
         self._sources = list(zip(program.inputs, sources, strict=True))
         self._targets = list(zip(program.outputs, targets, strict=True))
         self._ranks = range(stages.num_devices)
-        # What one rank hands to others is everybody's, a level later.
-        self._draft = ProgramDraft(program, [None] * len(program.owners))
+        self._mesh, self._axis = mesh, axis
 
-    def rewritten(self) -> tuple[OwnedProgram, Ends, Ends]:
-        """The program, whose cells are a rank and row 0, its sources and its targets."""
-        sources = [source for source in self._sources if source[1].cell is None]
-        vectors = []
-        for rank in self._ranks:
-            forms = _vectors_of(self._arguments).values()
-            vectors.append([self._new(form, rank, 0) for form in forms])
-            sources += zip(vectors[rank], self._places(self._arguments, rank), strict=True)
-        targets = [target for target in self._targets if target[1].cell is None]
-        operations: list[OwnedOperation] = []
+    def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
+        """Runs the program.
+
+        Args:
+            stored: the stored leaves of all arguments.
+
+        Returns:
+            The stored leaves of all results.
+        """
+        known: dict[Atom, Array] = {
+            v: stored[place.stored] for v, place in self._sources if place.cell is None
+        }
+        vectors = [stored[slot] for slot in _vectors_of(self._arguments)]
+        found: dict[Slot, Array] = {}
         for level in range(self._program.num_levels):
-            operations += [op for op in self._program.of(None) if op.level == level]
+            for op in (op for op in self._program.of(None) if op.level == level):
+                results = op.run([value_of(a, known) for a in op.inputs])
+                known.update(zip(op.outputs, results, strict=True))
             if any(self._handed[level]) or level == self._last:
-                operations += self._at(level, vectors, targets)
-        return self._draft.finish(operations, sources, targets)
+                made = self._on_ranks(level, vectors, known)
+                packing = self._packing(level)
+                # What one rank hands to others is everybody's, a level later.
+                handed = self._placed(PartitionSpec(), made[: len(packing.packed)])
+                for rank, values in enumerate(self._handed[level]):
+                    own = packing.unpack(rank, [x[rank] for x in handed]) if values else ()
+                    known.update(zip(values, own, strict=True))
+                found.update(zip(_vectors_of(self._results), made[len(handed) :], strict=False))
+        for atom, place in self._targets:
+            if place.cell is None:
+                value = value_of(atom, known)
+                found[place.stored] = as_array(value, self._program.aval_of(atom))
+        return found
 
-    def _at(
-        self,
-        level: int,
-        vectors: Sequence[Sequence[int]],
-        targets: list[tuple[Atom, LeafPlace]],
-    ) -> list[OwnedOperation]:
-        """The operations of ranks at a level, and those by which all learn the results."""
+    def _on_ranks(
+        self, level: int, vectors: Sequence[Array], known: Mapping[Atom, Array]
+    ) -> list[Array]:
+        """What ranks hand over at a level, packed, and at the last one the vectors of results."""
         reads = sorted({v for rank in self._ranks for v in self._part(rank, level)[1]})
-        run = functools.partial(self._run, level, reads)
-        packing = self._packing(level)
-        forms = _vectors_of(self._results) if level == self._last else {}
-        of_ranks, of_all = [], []
-        for rank in self._ranks:
-            handed = tuple(self._new(form, rank, level) for form in packing.packed)
-            results = tuple(self._new(form, rank, level) for form in forms.values())
-            number = ConstantOperand(jnp.int32(rank), ShapedArray((), jnp.dtype(jnp.int32)))
-            inputs = (number, *vectors[rank], *reads)
-            of_ranks.append(OwnedOperation(run, inputs, (*handed, *results), (rank, 0), level))
-            if values := self._handed[level][rank]:
-                unpack = functools.partial(_unpack, packing, rank)
-                of_all.append(OwnedOperation(unpack, handed, tuple(values), None, level + 1))
-            if forms:
-                targets += zip(results, self._places(self._results, rank), strict=True)
-        return of_ranks + of_all
+        branches = [functools.partial(self._branch, level, reads, rank) for rank in self._ranks]
 
-    def _new(self, form: jax.ShapeDtypeStruct, rank: int, level: int) -> int:
-        return self._draft.new(ShapedArray(form.shape, form.dtype), (rank, 0), level)
+        def run(rank: Array, own: list[Array], values: list[Array]) -> list[Array]:
+            operands = [*(x[0] for x in own), *values]
+            return [x[None] for x in jax.lax.switch(rank[0], branches, operands)]
 
-    def _places(self, forms: Sequence[StoredForm], rank: int) -> Iterator[LeafPlace]:
-        for tree, part, keys in _vectors_of(forms):
-            yield LeafPlace("", (rank, 0), part, keys or (), keys, tree)
+        split, whole = PartitionSpec(self._axis), PartitionSpec()
+        mapped = jax.shard_map(
+            run,
+            mesh=self._mesh,
+            axis_names=frozenset({self._axis}),
+            in_specs=(split, split, whole),
+            out_specs=split,
+            check_vma=False,
+        )
+        # Rows that other axes split would have to be moved in branches, where permutes hang.
+        (ranks,) = self._placed(split, [jnp.arange(len(self._ranks))])
+        shared = self._placed(whole, [known[v] for v in reads])
+        return self._placed(split, mapped(ranks, self._placed(split, vectors), shared))
 
-    def _run(self, level: int, reads: list[int], rank: Array, *operands: Array) -> list[Array]:
-        branches = [functools.partial(self._branch, level, reads, r) for r in self._ranks]
-        return jax.lax.switch(rank, branches, operands)
+    def _placed(self, spec: PartitionSpec, values: Sequence[Array]) -> list[Array]:
+        sharding = NamedSharding(self._mesh, spec)
+        return [jax.lax.with_sharding_constraint(jnp.asarray(x), sharding) for x in values]
 
     def _branch(
         self, level: int, reads: list[int], rank: int, operands: Sequence[Array]
@@ -439,10 +436,6 @@ class RankBranches:
 
 def _values(atoms: Iterable[Atom]) -> list[int]:
     return [a for a in dict.fromkeys(atoms) if isinstance(a, int)]
-
-
-def _unpack(packing: Packing, rank: int, *vectors: Array) -> list[Array]:
-    return packing.unpack(rank, vectors)
 
 
 def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, FlatStorage]]:

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.typing import Array
-from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, sums_of
+from ..jaxpr.owners import (
+    Atom,
+    OwnedOperation,
+    OwnedProgram,
+    as_array,
+    sums_of,
+    value_of,
+)
 from .storage import Cell
 from .stored_form import LeafPlace, Slot
 
@@ -48,45 +54,22 @@ class Share:
 
     def is_like(self, other: Share, program: OwnedProgram) -> bool:
         """Whether another block's part has the same operations, if with other numbers."""
+
+        def reads(share: Share, op: OwnedOperation) -> list[Name]:
+            avals = [(atom, program.aval_of(atom)) for atom in op.inputs]
+            return [share.names.get(atom, (aval.shape, aval.dtype)) for atom, aval in avals]
+
         return len(self.operations) == len(other.operations) and all(
-            self._is_like(program, mine, other, theirs)
+            mine.computes_as(theirs)
+            and mine.level == theirs.level
+            and reads(self, mine) == reads(other, theirs)
             for mine, theirs in zip(self.operations, other.operations, strict=True)
         )
 
-    def _is_like(
-        self, program: OwnedProgram, mine: OwnedOperation, other: Share, theirs: OwnedOperation
-    ) -> bool:
-        def spell(names, atom):
-            return names.get(atom, program.aval_of(atom))
 
-        def shape(found):
-            return (found.shape, found.dtype) if hasattr(found, "shape") else found
-
-        return (
-            mine.computes_as(theirs)
-            and mine.level == theirs.level
-            and len(mine.inputs) == len(theirs.inputs)
-            and all(
-                shape(spell(self.names, a)) == shape(spell(other.names, b))
-                for a, b in zip(mine.inputs, theirs.inputs, strict=True)
-            )
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowVariant:
-    """Blocks of one row that have the same part of a program.
-
-    Args:
-        members: the part of each, by rank.
-    """
-
-    members: Mapping[int, Share]
-
-    @property
-    def first(self) -> Share:
-        """The part that stands for all."""
-        return next(iter(self.members.values()))
+RowVariant: TypeAlias = Mapping[int, Share]
+"""Blocks of one row that have the same part of a program: the part of each, by rank. The first
+stands for all."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,7 +94,6 @@ class RowProgram:
         targets: for each output, its place among those of the results.
         mesh: names and sizes of its axes, over all devices.
         num_ranks: along the pipeline: dim 0 of every row.
-        axis: the axis of the pipeline, where ranks take different branches of an operation.
     """
 
     def __init__(
@@ -121,9 +103,7 @@ class RowProgram:
         targets: Sequence[LeafPlace],
         mesh: Mesh,
         num_ranks: int,
-        axis: str | None = None,
     ):
-        self._mesh, self._axis = mesh, axis
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
         self._whole = NamedSharding(mesh, PartitionSpec())
@@ -135,7 +115,7 @@ class RowProgram:
         self._variant_of: dict[Cell, int] = {
             (rank, row): number
             for number, (row, variant) in enumerate(self._variants)
-            for rank in variant.members
+            for rank in variant
         }
         used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
         # The variant that makes a value of a block, and what it calls it.
@@ -143,7 +123,7 @@ class RowProgram:
         for value, owner in enumerate(program.owners):
             if (cell := as_cell(owner)) is not None and value in used:
                 number = self._variant_of[cell]
-                members = self._variants[number][1].members
+                members = self._variants[number][1]
                 self._homes[value] = number, members[cell[0]].names[value]
         sums, self._partial_sums = sums_of(program)
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
@@ -173,7 +153,7 @@ class RowProgram:
                 made[number].update(self._run_part(variant, level, made[number], known))
         return self._collect(made, known)
 
-    def _sort_out(self, cells: list[Cell]) -> list[tuple[int, RowVariant]]:
+    def _sort_out(self, cells: list[Cell]) -> Sequence[tuple[int, RowVariant]]:
         found: list[tuple[int, dict[int, Share]]] = []
         for rank, row in cells:
             operations = self._program.of((rank, row))
@@ -189,13 +169,13 @@ class RowProgram:
                     break
             else:
                 found.append((row, {rank: share}))
-        return [(row, RowVariant(members)) for row, members in found]
+        return found
 
     def _run_part(
         self, variant: RowVariant, level: int, made: Named, known: Mapping[Atom, Array]
     ) -> Named:
         """Runs one level of the part that blocks of a row have in common, for all ranks at once."""
-        first = variant.first
+        first = next(iter(variant.values()))
         numbers = [i for i, op in enumerate(first.operations) if op.level == level]
         reads = [(i, at) for i in numbers for at in range(len(first.operations[i].inputs))]
         outside = {
@@ -205,15 +185,12 @@ class RowProgram:
         }
         own = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
         given = {name: made[name] for name in own if name in made}
-        apart = [where for where, (_, row) in outside.items() if row is not None]
-        results = [(v, first.names[v]) for i in numbers for v in first.operations[i].outputs]
+        alike = {where: value for where, (value, row) in outside.items() if row is None}
+        apart = {where: row for where, (_, row) in outside.items() if row is not None}
+        results = [first.names[v] for i in numbers for v in first.operations[i].outputs]
 
-        def part(
-            given_rows: list[Array], own_numbers: list[Array], shared: list[Array]
-        ) -> list[Array]:
-            values = dict(zip(given, given_rows, strict=True))
-            single = dict(zip(alike, shared, strict=True))
-            single.update(zip(apart, own_numbers, strict=True))
+        def part(rows: list[Array], numbers_apart: dict[tuple[int, int], Array]) -> list[Array]:
+            values, single = dict(zip(given, rows, strict=True)), {**alike, **numbers_apart}
             for i in numbers:
                 op = first.operations[i]
                 operands = [
@@ -223,57 +200,18 @@ class RowProgram:
                 values.update(
                     zip((first.names[v] for v in op.outputs), op.run(operands), strict=True)
                 )
-            return [values[name] for _, name in results]
+            return [values[name] for name in results]
 
-        alike = [where for where, (_, row) in outside.items() if row is None]
-        rows = [row for _, row in outside.values() if row is not None]
-        shared = [value for value, _ in outside.values() if value is not None]
-        found = self._on_ranks(part, [*given.values()], rows, shared) if numbers else []
-        return {name: x for (_, name), x in zip(results, found, strict=True)}
-
-    def _on_ranks(
-        self,
-        part: Callable[..., list[Array]],
-        given: list[Array],
-        rows: list[Array],
-        shared: list[Array],
-    ) -> list[Array]:
-        """Runs a part for all ranks at once, each on its entries of rows."""
-        if self._axis is None:
-            vectorised = jax.vmap(lambda *own: part(*own, shared), axis_size=self._num_ranks)
-            return vectorised(given, rows)
-        split, whole = PartitionSpec(self._axis), PartitionSpec()
-
-        def place(spec, values):
-            return [
-                jax.lax.with_sharding_constraint(jnp.asarray(x), NamedSharding(self._mesh, spec))
-                for x in values
-            ]
-
-        def entries(values):
-            return [x[0] for x in values]
-
-        mapped = jax.shard_map(
-            lambda given, rows, shared: [
-                x[None] for x in part(entries(given), entries(rows), shared)
-            ],
-            mesh=self._mesh,
-            axis_names=frozenset({self._axis}),
-            in_specs=(split, split, whole),
-            out_specs=split,
-            check_vma=False,
-        )
-        # Rows that other axes split would have to be moved in branches, where permutes hang.
-        operands = place(split, given), place(split, rows), place(whole, shared)
-        return place(split, mapped(*operands))
+        run = jax.vmap(part, axis_size=self._num_ranks)
+        found = run([*given.values()], apart) if numbers else []
+        return dict(zip(results, found, strict=True))
 
     def _outside(
         self, variant: RowVariant, where: tuple[int, int], known: Mapping[Atom, Array]
     ) -> tuple[Array | None, Array | None]:
         """What members read that is not their own: one value for all, or a row of one for each."""
         number, at = where
-        members = variant.members.items()
-        atoms = {rank: share.operations[number].inputs[at] for rank, share in members}
+        atoms = {rank: share.operations[number].inputs[at] for rank, share in variant.items()}
         first = next(iter(atoms.values()))
         if len({self._program.spelled(atom) for atom in atoms.values()}) == 1:
             return value_of(first, known), None
@@ -292,7 +230,7 @@ class RowProgram:
         for term in terms:
             if self._program.owner_of(term) is not None:
                 at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
-        ranks = {home: tuple(self._variants[home[0]][1].members) for home in at}
+        ranks = {home: tuple(self._variants[home[0]][1]) for home in at}
 
         def is_whole(home):
             return len(at[home]) == len(set(at[home])) == len(ranks[home])
@@ -395,14 +333,3 @@ class RowProgram:
 def as_cell(owner: Hashable) -> Cell | None:
     """The cell that an owner is; None for everybody."""
     return owner if isinstance(owner, tuple) else None
-
-
-def value_of(atom: Atom, known: Mapping[Atom, Array]) -> Array:
-    """The value of an atom."""
-    return atom.value if isinstance(atom, ConstantOperand) else known[atom]
-
-
-def as_array(value: Array, aval: ShapedArray) -> Array:
-    """A value as an array of a dtype; random keys stay as they are."""
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    return value if is_key else jnp.asarray(value, aval.dtype)

@@ -64,9 +64,14 @@ class ModelStorage(abc.ABC):
         """The keys of the stored leaves that are rows, row by row."""
 
     @cached_property
+    def flat_shapes(self) -> dict[Keys, jax.ShapeDtypeStruct]:
+        """The shape and dtype of every leaf."""
+        return flatten(self.shapes)
+
+    @cached_property
     def rest(self) -> tuple[Keys, ...]:
         """The keys of the leaves outside the blocks, in the order of the model's leaves."""
-        return tuple(keys for keys in flatten(self.shapes) if self.block_of(keys) is None)
+        return tuple(keys for keys in self.flat_shapes if self.block_of(keys) is None)
 
     @property
     def row_keys(self) -> tuple[Keys, ...]:
@@ -101,8 +106,8 @@ class ModelStorage(abc.ABC):
         return self.like(self._part(is_frozen=True))
 
     def _part(self, is_frozen: bool) -> PyTree:
-        flat = flatten(self.shapes)
-        return nest({keys: x for keys, x in flat.items() if (keys in self.frozen) == is_frozen})
+        flat = self.flat_shapes.items()
+        return nest({keys: x for keys, x in flat if (keys in self.frozen) == is_frozen})
 
     def store(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The stored forms of what is trained and of what is frozen of a model's parameters."""
@@ -196,7 +201,7 @@ class RowStorage(ModelStorage):
     @cached_property
     def _leaves_of_block(self) -> list[tuple[Keys, ...]]:
         found: list[list[Keys]] = [[] for _ in self.stages.blocks]
-        for keys in flatten(self.shapes):
+        for keys in self.flat_shapes:
             if (number := self.block_of(keys)) is not None:
                 found[number].append(keys[len(self.stages.blocks[number]) :])
         return [tuple(leaves) for leaves in found]
@@ -302,10 +307,7 @@ class FlatStorage(ModelStorage):
     @cached_property
     def packing(self) -> Packing:
         """How the leaves of each stage become vectors."""
-        flat = flatten(self.shapes)
-        return Packing.of(
-            [[flat[keys] for keys in self._by_stage[s]] for s in range(self.stages.num_stages)]
-        )
+        return Packing.of([[self.flat_shapes[keys] for keys in held] for held in self._by_stage])
 
     @property
     def row_names(self) -> list[list[Keys]]:
@@ -358,11 +360,6 @@ class FlatStorage(ModelStorage):
                 found[chunk, number] = [tuple(k for k in keys if k in alike) for keys in held]
         return found
 
-    @cached_property
-    def flat_shapes(self) -> dict[Keys, jax.ShapeDtypeStruct]:
-        """The shape and dtype of every leaf."""
-        return flatten(self.shapes)
-
     def rows_of_chunk(self, chunk: int) -> range:
         """One row."""
         return range(chunk, chunk + 1)
@@ -387,10 +384,9 @@ class FlatStorage(ModelStorage):
 
     @cached_property
     def _by_stage(self) -> list[tuple[Keys, ...]]:
-        flat = flatten(self.shapes)
-        blocks = {keys: self.block_of(keys) for keys in flat}
+        blocks = {keys: self.block_of(keys) for keys in self.flat_shapes}
         return [
-            tuple(keys for keys in flat if blocks[keys] in self.stages.blocks_of(stage))
+            tuple(keys for keys, block in blocks.items() if block in self.stages.blocks_of(stage))
             for stage in range(self.stages.num_stages)
         ]
 

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import ShapedArray
-from jax.typing import DTypeLike
 
 from ..core.errors import UnsupportedError
-from ..core.tree import path_str
+from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
 from ..jaxpr.factors import EACH
-from ..jaxpr.owners import Atom, ConstantOperand, Equation, OwnedOperation, OwnedProgram, sums_of
+from ..jaxpr.owners import (
+    Atom,
+    OwnedOperation,
+    OwnedProgram,
+    as_array,
+    sums_of,
+    value_of,
+)
 from .layout import Keys, ParamLike, flatten, nest
 from .storage import Cell, FlatStorage, ModelStorage
 
@@ -82,7 +86,7 @@ class StoredForm:
     @cached_property
     def places(self) -> tuple[LeafPlace, ...]:
         """The place of every leaf, in the order of the leaves of the model's form."""
-        paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.shapes)]
+        paths = [path for path, _ in leaves_with_paths(self.shapes)]
         leaves = [
             (part, keys, storage)
             for part, storage in enumerate(self.storages)
@@ -96,11 +100,15 @@ class StoredForm:
     @cached_property
     def row_paths(self) -> frozenset[Path]:
         """The paths of the stored leaves whose dim 0 counts ranks."""
-        rows = [set() if s is None else set(s.row_keys) for s in self.storages]
-        named = jax.tree_util.tree_leaves_with_path(
-            self._form.outer.unflatten(self._named()), is_leaf=lambda x: isinstance(x, _Name)
-        )
-        return frozenset(path_str(path) for path, name in named if name.keys in rows[name.part])
+        is_row = {
+            (part, keys): keys in storage.row_keys
+            for part, storage in enumerate(self.storages)
+            if storage is not None
+            for keys in (*storage.rest, *storage.row_keys)
+        }
+        others = {(part, ()): False for part, s in enumerate(self.storages) if s is None}
+        found = leaves_with_paths(self.of_slots(is_row | others))
+        return frozenset(path for path, row in found if row)
 
     def from_model(self, tree: PyTree) -> PyTree:
         """The stored form of a tree."""
@@ -121,23 +129,15 @@ class StoredForm:
         parts = enumerate(self._form.outer.flatten_up_to(stored))
         return {(number, keys): x for number, part in parts for keys, x in flatten(part).items()}
 
-    def of_slots(self, slots: dict[tuple[int, Keys], Array]) -> PyTree:
+    def of_slots(self, slots: Mapping[tuple[int, Keys], PyTree]) -> PyTree:
         """The inverse of `slots`."""
-        flat: list[dict[Keys, Array]] = [{} for _ in self.storages]
+        flat: list[dict[Keys, PyTree]] = [{} for _ in self.storages]
         for (part, keys), leaf in slots.items():
             flat[part][keys] = leaf
         return self._form.outer.unflatten(
             flat[number][()] if storage is None else nest(flat[number])
             for number, storage in enumerate(self.storages)
         )
-
-    def _named(self) -> list[PyTree]:
-        return [
-            _Name(part, ())
-            if storage is None
-            else nest({k: _Name(part, k) for k in (*storage.rest, *storage.row_keys)})
-            for part, storage in enumerate(self.storages)
-        ]
 
     def _check_rows(self) -> None:
         first: dict[tuple[int, Keys], tuple[Path, jax.ShapeDtypeStruct]] = {}
@@ -153,12 +153,6 @@ class StoredForm:
                 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Name:
-    part: int
-    keys: Keys
-
-
 def _place(path: Path, part: int, keys: Keys, storage: ModelStorage | None) -> LeafPlace:
     number = None if storage is None else storage.block_of(keys)
     if storage is None or number is None:
@@ -171,49 +165,11 @@ FILL, SUM = "broadcast_in_dim", "reduce_sum"
 Vector: TypeAlias = tuple[int, int]
 """A chunk, and which of its vectors."""
 
-LeafOwner: TypeAlias = tuple[Vector, int, Keys]
-"""The vector in which a leaf lies, the rank that has it, and its keys in the model."""
+LeafOwner: TypeAlias = tuple[Vector, Keys]
+"""The vector in which a leaf lies, and its keys in the model."""
 
 Ends: TypeAlias = Sequence[LeafPlace]
 """For each input or output its place among the leaves of all trees."""
-
-
-class ProgramDraft:
-    """A program on its way to another one, which keeps its values and has further ones.
-
-    Args:
-        program: the old one.
-        owners: of its values in the new one.
-    """
-
-    def __init__(self, program: OwnedProgram, owners: Iterable[Cell | None]):
-        self.owners: list[Cell | None] = list(owners)
-        self.avals, self.levels = list(program.avals), list(program.levels)
-
-    def new(self, aval: ShapedArray, owner: Cell, level: int) -> int:
-        """A further value."""
-        self.avals.append(aval)
-        self.owners.append(owner)
-        self.levels.append(level)
-        return len(self.avals) - 1
-
-    def finish(
-        self,
-        operations: Iterable[OwnedOperation],
-        sources: Sequence[tuple[int, LeafPlace]],
-        targets: Sequence[tuple[Atom, LeafPlace]],
-    ) -> tuple[OwnedProgram, Ends, Ends]:
-        """The new program, its sources and its targets."""
-        program = OwnedProgram(
-            tuple(operations),
-            tuple(value for value, _ in sources),
-            tuple(atom for atom, _ in targets),
-            tuple(place.cell for _, place in targets),
-            tuple(self.owners),
-            tuple(self.avals),
-            tuple(self.levels),
-        )
-        return program, [place for _, place in sources], [place for _, place in targets]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,16 +178,13 @@ class VectorLayout:
 
     Args:
         owners: the owner of a leaf, by its keys.
-        slots: by vector, side (0 for arguments, 1 for results), tree and part, the keys of the
-            stored vector.
-        rows: the number of the row of each vector.
+        sides: the stored forms of the arguments, and those of the results.
         sizes: how many elements each vector has on a rank.
         lengths: how many of them are elements of leaves, by rank.
     """
 
     owners: Mapping[Keys, LeafOwner]
-    slots: Mapping[tuple[Vector, int, int, int], Keys]
-    rows: Mapping[Vector, int]
+    sides: Sequence[Sequence[StoredForm]]
     sizes: Mapping[Vector, int]
     lengths: Mapping[Vector, tuple[int, ...]]
 
@@ -243,141 +196,159 @@ class VectorLayout:
             storage: of the parameters.
             sides: the stored forms of the arguments, and those of the results.
         """
-        order, owners, slots = storage.vectors, {}, {}
-        for vector, ranks in order.items():
-            owners.update({k: (vector, rank, k) for rank, keys in enumerate(ranks) for k in keys})
-        for side, forms in enumerate(sides):
-            parts = [
-                (tree, *p) for tree, form in enumerate(forms) for p in enumerate(form.storages)
-            ]
-            for tree, part, other in parts:
-                if other is None:
-                    continue
-                if not isinstance(other, FlatStorage) or other.vectors != order:
-                    return None
-                for chunk, number in order:
-                    slots[(chunk, number), side, tree, part] = other.row_names[chunk][number]
+        order = storage.vectors
+        parts = [part for forms in sides for form in forms for part in form.storages if part]
+        if not all(isinstance(part, FlatStorage) and part.vectors == order for part in parts):
+            return None
 
         def size(keys):
             return sum(math.prod(storage.flat_shapes[k].shape) for k in keys)
 
+        owners = {k: (v, k) for v, ranks in order.items() for keys in ranks for k in keys}
         lengths = {v: tuple(size(keys) for keys in ranks) for v, ranks in order.items()}
         sizes = {v: storage.packing.packed[v[1]].shape[0] for v in order}
-        return cls(owners, slots, {v: row for row, v in enumerate(order)}, sizes, lengths)
+        return cls(owners, sides, sizes, lengths)
 
-    def is_padded(self, vector: Vector) -> bool:
-        """Whether some rank has fewer elements than the vector has room for."""
-        return min(self.lengths[vector]) < self.sizes[vector]
+    def slot(self, place: LeafPlace, side: int) -> Slot:
+        """The stored leaf that a leaf lies in, as an argument (0) or a result (1)."""
+        storage = self.sides[side][place.tree].storages[place.part]
+        if place.cell is None or storage is None:
+            return place.stored
+        (chunk, number), _ = self.owners[place.keys]
+        return place.tree, place.part, storage.row_names[chunk][number]
+
+    def own(self, vector: Vector, x: Array) -> Array:
+        """A stored vector, zeros behind the elements that a rank has of leaves."""
+        lengths, size = self.lengths[vector], self.sizes[vector]
+        if min(lengths) == size:
+            return x
+        is_own = jnp.arange(size) < jnp.array(lengths)[:, None]
+        return jnp.where(is_own, x, jnp.zeros_like(x))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Leaf:
-    """What a program does to one leaf.
+Names: TypeAlias = Mapping[Atom, Hashable]
+"""What the values of a leaf are called, alike for all leaves that are treated alike."""
 
-    Args:
-        shape: of the leaf.
-        operations: that are the leaf's, in order.
-        names: of the leaf's values, alike for all leaves that are treated alike.
-    """
 
-    shape: tuple[int, ...]
-    operations: tuple[OwnedOperation, ...]
-    names: Mapping[Atom, Hashable]
+def _treatment(
+    program: OwnedProgram,
+    operations: Sequence[OwnedOperation],
+    names: Names,
+    shape: tuple[int, ...],
+) -> Hashable:
+    """What leaves that are treated alike have in common; None where one is not elementwise."""
 
-    def key(self, program: OwnedProgram) -> Hashable:
-        """What leaves that are treated alike have in common; None where one is not elementwise."""
-        if self.shape == ():
-            return None
-        keys: list[Hashable] = []
-        for op in self.operations:
-            kind = self._kind(program, op)
-            reads = tuple(self._read(program, atom) for atom in op.inputs)
-            if kind is None or None in reads:
-                return None
-            keys.append((op.level, kind, reads))
-        return tuple(keys), tuple(sorted(map(repr, self.names.values())))
-
-    def _kind(self, program: OwnedProgram, op: OwnedOperation) -> Hashable:
-        name = op.name
+    def kind_of(op: OwnedOperation) -> Hashable:
         shapes = [program.aval_of(atom).shape for atom in op.inputs]
         results = [program.avals[v].shape for v in op.outputs]
-        if name == SUM and shapes == [self.shape] and results == [()]:
+        if op.name == SUM and shapes == [shape] and results == [()]:
             return SUM, str(program.avals[op.outputs[0]].dtype)
-        if name == FILL and shapes == [()] and results == [self.shape]:
+        if op.name == FILL and shapes == [()] and results == [shape]:
             return FILL, str(program.avals[op.outputs[0]].dtype)
-        if name in EACH and results == [self.shape] and all(s in ((), self.shape) for s in shapes):
+        if op.name in EACH and results == [shape] and all(s in ((), shape) for s in shapes):
             return op.key
         return None
 
-    def _read(self, program: OwnedProgram, atom: Atom) -> Hashable:
+    def read(atom: Atom) -> Hashable:
         """A key of an operand: the name of a value of the leaf, or a number that all ranks know."""
-        if atom in self.names:
-            is_leaf = program.aval_of(atom).shape == self.shape
-            return ("of the leaf", self.names[atom]) if is_leaf else None
+        if atom in names:
+            is_leaf = program.aval_of(atom).shape == shape
+            return ("of the leaf", names[atom]) if is_leaf else None
         if program.aval_of(atom).shape != () or program.owner_of(atom) is not None:
             return None
         return "known", program.spelled(atom)
 
+    keys = [(op.level, kind_of(op), tuple(map(read, op.inputs))) for op in operations]
+    if shape == () or any(kind is None or None in reads for _, kind, reads in keys):
+        return None
+    return tuple(keys), tuple(sorted(map(repr, names.values())))
+
+
+Run: TypeAlias = Callable[[Mapping[Slot, Array]], dict[Slot, Array]]
+"""The stored leaves of all arguments -> those of all results."""
+
 
 def on_whole_vectors(
     program: OwnedProgram, sources: Ends, targets: Ends, layout: VectorLayout
-) -> tuple[OwnedProgram, Ends, Ends] | None:
-    """A program of leaves as one of vectors, or None where it does not work element by element.
+) -> Run | None:
+    """How to run a program of leaves on vectors, or None where it is not element by element.
 
     Args:
         program: of the model's leaves; the owner of each leaf in a block is a `LeafOwner`.
         sources: for each input, its place among the leaves of the arguments.
         targets: for each output, its place among those of the results.
         layout: of the vectors.
-
-    Returns:
-        The program, whose owners are cells (a rank and the row of a vector), its sources and its
-        targets.
     """
     leaves = _leaves(program, sources)
-    if leaves is None or not _sums_all(program, leaves, targets, layout):
+    if leaves is None:
         return None
-    first: dict[tuple[Vector, int], LeafOwner] = {}
+    names = {atom: name for of_leaf in leaves.values() for atom, name in of_leaf.items()}
+    if not _sums_all(program, names, targets, layout):
+        return None
+    # All leaves of a vector are treated alike: what is done to the first is done to the vector.
+    first: dict[Vector, LeafOwner] = {}
     for owner in leaves:
-        first.setdefault(owner[:2], owner)
-    rewriting = _Rewriting(program, {owner: leaves[owner] for owner in first.values()}, layout)
-    return rewriting.run(sources, targets)
+        first.setdefault(owner[0], owner)
+    standing = {None, *first.values()}
+
+    def run(stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
+        known: dict[Atom, Array] = {
+            value: stored[layout.slot(place, 0)]
+            for value, place in zip(program.inputs, sources, strict=True)
+            if program.owners[value] in standing
+        }
+        for op in program.operations:
+            if op.owner in standing:
+                # Of a sum over leaves the terms are left that stand for whole vectors.
+                operands = [
+                    value_of(a, known)
+                    if program.owner_of(a) in standing
+                    else jnp.zeros((), program.aval_of(a).dtype)
+                    for a in op.inputs
+                ]
+                results = _on_vector(program, op, operands, layout)
+                known.update(zip(op.outputs, results, strict=True))
+        found: dict[Slot, Array] = {}
+        for atom, place in zip(program.outputs, targets, strict=True):
+            owner = program.owner_of(atom)
+            if owner in standing:
+                value = as_array(value_of(atom, known), program.aval_of(atom))
+                leaf = _leaf_owner(owner)
+                found[layout.slot(place, 1)] = layout.own(leaf[0], value) if leaf else value
+        return found
+
+    return run
 
 
-def _leaves(program: OwnedProgram, sources: Ends) -> dict[LeafOwner, Leaf] | None:
-    """What the program does to each leaf, if it treats all leaves of a vector alike."""
-    names: dict[LeafOwner, dict[Atom, Hashable]] = {}
+def _leaves(program: OwnedProgram, sources: Ends) -> dict[LeafOwner, Names] | None:
+    """The values of each leaf, if the program treats all leaves of a vector alike."""
+    leaves: dict[LeafOwner, dict[Atom, Hashable]] = {}
     shapes: dict[LeafOwner, tuple[int, ...]] = {}
     for value, place in zip(program.inputs, sources, strict=True):
         owner, shape = _leaf_owner(program.owners[value]), program.avals[value].shape
         if owner is not None:
-            names.setdefault(owner, {})[value] = (place.tree, place.part)
+            leaves.setdefault(owner, {})[value] = (place.tree, place.part)
             if shapes.setdefault(owner, shape) != shape:
                 return None
-    leaves: dict[LeafOwner, Leaf] = {}
     keys: dict[Vector, Hashable] = {}
-    for owner, named in names.items():
+    for owner, names in leaves.items():
         operations = program.of(owner)
         for number, op in enumerate(operations):
-            named.update({v: (number, i, "result") for i, v in enumerate(op.outputs)})
-        leaves[owner] = Leaf(shapes[owner], operations, named)
-        key = leaves[owner].key(program)
+            names.update({v: (number, i, "result") for i, v in enumerate(op.outputs)})
+        key = _treatment(program, operations, names, shapes[owner])
         if key is None or keys.setdefault(owner[0], key) != key:
             return None
-    return leaves
+    return {**leaves}
 
 
-def _sums_all(
-    program: OwnedProgram, leaves: Mapping[LeafOwner, Leaf], targets: Ends, layout: VectorLayout
-) -> bool:
+def _sums_all(program: OwnedProgram, names: Names, targets: Ends, layout: VectorLayout) -> bool:
     """Whether vectors suffice: numbers of leaves are read in sums over all leaves of a vector."""
     sums, partial = sums_of(program)
-    names = {atom: name for leaf in leaves.values() for atom, name in leaf.names.items()}
     for terms in sums.values():
         found: dict[Hashable, list[Keys]] = {}
         for term in terms:
             if (owner := _leaf_owner(program.owner_of(term))) is not None:
-                found.setdefault((owner[0], names[term]), []).append(owner[2])
+                found.setdefault((owner[0], names[term]), []).append(owner[1])
         for (vector, _), keys in found.items():  # type: ignore[misc]
             whole = [k for k, owner in layout.owners.items() if owner[0] == vector]
             if sorted(keys, key=repr) != sorted(whole, key=repr):
@@ -390,107 +361,24 @@ def _sums_all(
         if program.owner_of(atom) != home:
             return False
         owner = _leaf_owner(home)
-        if owner is None:
-            continue
-        key = owner[0], place.tree, place.part
-        if results.setdefault(key, names[atom]) != names[atom]:
+        key = owner and (owner[0], place.tree, place.part)
+        if owner and results.setdefault(key, names[atom]) != names[atom]:
             return False
     return True
 
 
-class _Rewriting:
-    """Rewrites a program of leaves that are treated alike: one leaf stands for a rank's vector."""
-
-    def __init__(
-        self, program: OwnedProgram, leaves: Mapping[LeafOwner, Leaf], layout: VectorLayout
-    ):
-        self._program, self._leaves, self._layout = program, leaves, layout
-        self._cells: dict[LeafOwner, Cell] = {o: (o[1], layout.rows[o[0]]) for o in leaves}
-        owners = map(_leaf_owner, program.owners)
-        self._draft = ProgramDraft(program, (o and self._cells.get(o) for o in owners))
-        self._functions: dict[tuple[Vector, str, str], Equation] = {}
-        for owner, leaf in leaves.items():
-            for value in leaf.names:
-                if isinstance(value, int) and program.avals[value].shape == leaf.shape:
-                    size = (layout.sizes[owner[0]],)
-                    self._draft.avals[value] = program.avals[value].update(shape=size)
-
-    def run(self, sources: Ends, targets: Ends) -> tuple[OwnedProgram, Ends, Ends]:
-        """The program of vectors, its sources and its targets."""
-        operations = [op for old in self._program.operations for op in self._rewritten(old)]
-        given = [
-            (value, self._place(place, 0))
-            for value, place in zip(self._program.inputs, sources, strict=True)
-            if self._stays(value)
-        ]
-        ends: list[tuple[Atom, LeafPlace]] = []
-        for atom, place in zip(self._program.outputs, targets, strict=True):
-            if self._stays(atom):
-                if (owner := _leaf_owner(self._program.owner_of(atom))) is not None:
-                    operations += (masked := self._masked(owner[0], owner, atom))
-                    atom = masked[-1].outputs[0] if masked else atom
-                ends.append((atom, self._place(place, 1)))
-        return self._draft.finish(operations, given, ends)
-
-    def _stays(self, atom: Atom) -> bool:
-        """Whether an atom is everybody's, or of a leaf that stands for its vector."""
-        owner = _leaf_owner(self._program.owner_of(atom))
-        return owner is None or owner in self._leaves
-
-    def _place(self, place: LeafPlace, side: int) -> LeafPlace:
-        if place.cell is None:
-            return place
-        vector, rank, _ = self._layout.owners[place.keys]
-        slot = self._layout.slots[vector, side, place.tree, place.part]
-        return dataclasses.replace(place, cell=(rank, self._layout.rows[vector]), slot=slot)
-
-    def _rewritten(self, op: OwnedOperation) -> list[OwnedOperation]:
-        owner = _leaf_owner(op.owner)
-        if owner is None:
-            # Of a sum over leaves the terms are left that stand for whole vectors.
-            inputs = (a if self._stays(a) else _zero(self._draft.avals[a]) for a in op.inputs)  # type: ignore[index]
-            return [dataclasses.replace(op, inputs=tuple(inputs))]
-        if owner not in self._leaves:
-            return []
-        vector, name = owner[0], op.name
-        op = dataclasses.replace(op, owner=self._cells[owner])
-        if name == FILL:
-            size, dtype = self._layout.sizes[vector], self._draft.avals[op.outputs[0]].dtype
-            fill = self._function(vector, FILL, dtype, lambda x: [jnp.full(size, x, dtype)])
-            return [dataclasses.replace(op, equation=fill)]
-        if name == SUM:
-            dtype = self._draft.avals[op.outputs[0]].dtype
-            masked = self._masked(vector, owner, op.inputs[0])
-            summed = masked[-1].outputs[0] if masked else op.inputs[0]
-            add_up = self._function(vector, SUM, dtype, lambda x: [jnp.sum(x, dtype=dtype)])
-            return [*masked, dataclasses.replace(op, equation=add_up, inputs=(summed,))]
-        return [op]
-
-    def _function(self, vector: Vector, name: str, dtype: DTypeLike, new: Equation) -> Equation:
-        """One function for all ranks, by which their parts of the program are seen to be alike."""
-        return self._functions.setdefault((vector, name, str(dtype)), new)
-
-    def _masked(self, vector: Vector, owner: LeafOwner, atom: Atom) -> list[OwnedOperation]:
-        """Puts zeros behind the elements that a rank has; nothing where vectors are full."""
-        if not self._layout.is_padded(vector) or not isinstance(atom, int):
-            return []
-        form = self._draft.avals[atom]
-        length = ConstantOperand(np.int32(self._layout.lengths[vector][owner[1]]), _INDEX)
-        level, cell = self._draft.levels[atom], self._cells[owner]
-        masked = self._draft.new(form, cell, level)
-        return [OwnedOperation(_first_elements, (atom, length), (masked,), cell, level)]
-
-
-_INDEX = ShapedArray((), np.dtype(np.int32))
-
-
-def _first_elements(x: Array, length: Array) -> list[Array]:
-    place = jnp.arange(x.shape[0], dtype=jnp.int32)
-    return [jnp.where(place < length, x, jnp.zeros_like(x))]
-
-
-def _zero(aval: ShapedArray) -> ConstantOperand:
-    return ConstantOperand(np.zeros((), aval.dtype), aval)
+def _on_vector(
+    program: OwnedProgram, op: OwnedOperation, operands: Sequence[Array], layout: VectorLayout
+) -> Sequence[Array]:
+    """Runs an operation on a leaf for the whole vector of all ranks; one of numbers as it is."""
+    owner = _leaf_owner(op.owner)
+    if owner is None or op.name not in (FILL, SUM):
+        return op.run(operands)
+    vector, dtype = owner[0], program.avals[op.outputs[0]].dtype
+    if op.name == SUM:
+        of_ranks = jnp.sum(layout.own(vector, operands[0]), axis=1, dtype=dtype)
+        return [jnp.sum(of_ranks, axis=0, dtype=dtype)]
+    return [jnp.full((len(layout.lengths[vector]), layout.sizes[vector]), operands[0], dtype)]
 
 
 def _leaf_owner(owner: Hashable) -> LeafOwner | None:

@@ -199,7 +199,31 @@ def stages_by_calls(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SwitchStages:
+class CutLoss:
+    """A loss that is cut into stages.
+
+    Args:
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
+        storage: where parameters lie.
+    """
+
+    trace: LossTrace
+    storage: ModelStorage
+
+    def known(self, rest: Rest, data: Data) -> dict[Var, Array]:
+        """The values that a stage has without blocks and other stages."""
+        named = {keys: rest[i] for i, keys in enumerate(self.storage.rest) if i in rest}
+        return self.trace.known(named, *data)
+
+    def uses(self, *pieces: Piece) -> tuple[int, ...]:
+        """The numbers of the parameters outside the blocks that pieces read."""
+        needs = frozenset[Var]().union(*(piece.needs for piece in pieces))
+        rest = enumerate(self.storage.rest)
+        return tuple(i for i, keys in rest if self.trace.params[keys] in needs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SwitchStages(CutLoss):
     """The loss as one program per stage, whatever the model does between its blocks.
 
     An equation belongs to the stage of the last block that it depends on; what depends on no block
@@ -210,14 +234,7 @@ class SwitchStages:
 
     A block is called in its stage, as often as the loss likes; where calls of one block lie in
     several stages (`Stages.depths`), a rank that has all these stages has the block.
-
-    Args:
-        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        storage: where parameters lie.
     """
-
-    trace: LossTrace
-    storage: ModelStorage
 
     def programs(self) -> list[StageProgram]:
         """One program per stage.
@@ -246,8 +263,8 @@ class SwitchStages:
             ),
             last=self._last,
             first_uses=(),
-            middle_uses=self._uses(self._pieces[stage]),
-            last_uses=self._uses(self._pieces[-1]),
+            middle_uses=self.uses(self._pieces[stage]),
+            last_uses=self.uses(self._pieces[-1]),
             learns=dict.fromkeys(self._learned_at(stage), stage),
         )
 
@@ -363,7 +380,7 @@ class SwitchStages:
         return known | dict(zip(others, self._packings[1].unpack(at, wire.others), strict=True))
 
     def _middle(self, stage: int, weights: Weights, rest: Rest, data: Data, wire: Wire) -> Wire:
-        known = self._known(rest, data) | self._unpack(stage, wire)
+        known = self.known(rest, data) | self._unpack(stage, wire)
         rows = iter(weights)
         for home in self._kept_at(stage):
             own = [next(rows) for _ in self._rows_of(home)]
@@ -373,17 +390,9 @@ class SwitchStages:
         return self._pack(stage + 1, results[:count])._replace(left=results[count:])
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
-        known = self._known(rest, data) | self._unpack(self._num_stages, wire)
+        known = self.known(rest, data) | self._unpack(self._num_stages, wire)
         total, weight, *metrics = self._pieces[-1].run(known)
         return StageLoss(total, weight, metrics)
-
-    def _known(self, rest: Rest, data: Data) -> dict[Var, Array]:
-        named = {keys: rest[i] for i, keys in enumerate(self.storage.rest) if i in rest}
-        return self.trace.known(named, *data)
-
-    def _uses(self, piece: Piece) -> tuple[int, ...]:
-        rest = enumerate(self.storage.rest)
-        return tuple(i for i, keys in rest if self.trace.params[keys] in piece.needs)
 
     def _kept_at(self, stage: int) -> list[int]:
         """The stages, this one or others of its rank, whose blocks a stage calls."""

@@ -72,12 +72,10 @@ class TickProgram:
     Args:
         lanes: in the order in which a tick runs them.
         channels: what is sent after the lanes.
-        num_ticks: ticks.
     """
 
     lanes: tuple[Lane, ...]
     channels: tuple[Channel, ...]
-    num_ticks: int
 
 
 def buffers_of(
@@ -122,7 +120,7 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
                 _fill(lanes[lane], placed, schedule.num_stages - 1, buffers)
                 _route(placed, lanes[lane], schedule, buffers, arrivals)
     channels = [_channel(sent, schedule) for sent in _shared(arrivals, lanes)]
-    return TickProgram(tuple(lanes), tuple(channels), schedule.num_ticks)
+    return TickProgram(tuple(lanes), tuple(channels))
 
 
 def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:

@@ -16,15 +16,15 @@ from ..core.typing import Array
 from ..jaxpr.layer_scan import SHARED, Chain, find_chains
 from ..jaxpr.pieces import Piece, as_it_lies
 from ..jaxpr.walk import made_by, variables
-from .layout import Keys
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Wire
 from .storage import ModelStorage, RowStorage
+from .switch import CutLoss
 from .tables import like, plain, zeros
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UniformStages:
+class UniformStages(CutLoss):
     """The loss as prologue, a chain of equal blocks, and epilogue.
 
     The sequential program it equals:
@@ -37,12 +37,9 @@ class UniformStages:
     leave in buffers of their own is that of the next microbatch.
 
     Args:
-        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        storage: where parameters lie.
         chain: the calls of the blocks.
     """
 
-    trace: LossTrace
     storage: RowStorage
     chain: Chain
 
@@ -68,7 +65,9 @@ class UniformStages:
         between = {call.outvars[r] for call in self._calls[:-1] for r in self.chain.carried}
         free = [piece for pieces in self._own.values() for piece in pieces]
         before = [self._prologue, self._shared, *free]
-        block_params = {self.trace.params[k] for k in self.trace.params if k not in self._rest}
+        block_params = {
+            self.trace.params[k] for k in self.trace.params if k not in self.storage.rest
+        }
         separate = all(made.isdisjoint(p.needs | p.made) for p in before)
         # What is looked up in parts is there for the first stage alone.
         looked_up = set(self.trace.looked_up)
@@ -89,9 +88,9 @@ class UniformStages:
                 first=self._first,
                 middle=lambda *operands, chunk=chunk: self._middle(chunk, *operands),
                 last=self._last,
-                first_uses=self._uses([self._prologue]),
-                middle_uses=self._uses([self._shared, *itertools.chain(*self._own.values())]),
-                last_uses=self._uses([self._epilogue]),
+                first_uses=self.uses(self._prologue),
+                middle_uses=self.uses(self._shared, *itertools.chain(*self._own.values())),
+                last_uses=self.uses(self._epilogue),
                 learns={
                     i: home for i, home in self._homes.items() if home in stages.stages_of(chunk)
                 },
@@ -102,10 +101,6 @@ class UniformStages:
     @cached_property
     def _calls(self) -> list[Any]:
         return [self.trace.jaxpr.eqns[index] for index in self.chain.calls]
-
-    @cached_property
-    def _rest(self) -> dict[Keys, int]:
-        return {keys: number for number, keys in enumerate(self.storage.rest)}
 
     @cached_property
     def _weights(self) -> dict[int, int] | None:
@@ -192,14 +187,6 @@ class UniformStages:
     def _is_float(self) -> list[bool]:
         return [jnp.issubdtype(dtype, jnp.inexact) for dtype in self._dtypes]
 
-    def _uses(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
-        needs = frozenset().union(*(piece.needs for piece in pieces)) if pieces else frozenset()
-        return tuple(i for keys, i in self._rest.items() if self.trace.params[keys] in needs)
-
-    def _known(self, rest: Rest, data: Data) -> dict:
-        named = {keys: rest[i] for keys, i in self._rest.items() if i in rest}
-        return self.trace.known(named, *data)
-
     def _wire(self, values: Sequence[Any]) -> Wire:
         pairs = list(zip(values, self._is_float, strict=True))
         return Wire([plain(v) for v, f in pairs if f], [plain(v) for v, f in pairs if not f])
@@ -213,10 +200,10 @@ class UniformStages:
         count = len(self._calls)
         forms = [self._calls[0].outvars[r].aval for r in self._found]
         none = [jnp.zeros((count, *form.shape), form.dtype) for form in forms]
-        return self._wire([*self._prologue.run(self._known(rest, data)), *none])
+        return self._wire([*self._prologue.run(self.known(rest, data)), *none])
 
     def _middle(self, chunk: int, weights: Any, rest: Rest, data: Data, stage: Array, wire: Wire):
-        known = self._known(rest, data)
+        known = self.known(rest, data)
         shared = self._shared.run(known)
         stages = self.storage.stages
         # `stage` is traced: the same program runs on all ranks, each knows its stage at run time.
@@ -278,7 +265,7 @@ class UniformStages:
         return self._wire([*(results[role] for role in self.chain.carried), *found]), left
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
-        known = self._known(rest, data)
+        known = self.known(rest, data)
         values, outputs = self._unwire(wire), self._calls[-1].outvars
         known.update(zip([outputs[r] for r in self.chain.carried], values, strict=False))
         for r, found in zip(self._found, values[len(self._carried) :], strict=True):

@@ -14,14 +14,24 @@ from .action import Action, Phase
 from .simulate import Timeline
 from .table import Schedule
 
-MEANINGS = {
-    Phase.E: "embedding",
-    Phase.F: "forward",
-    Phase.V: "vocabulary",
-    Phase.B: "backward",
-    Phase.I: "input gradient",
-    Phase.W: "weight gradient",
-    Phase.G: "gradient of the embedding",
+
+class Look(NamedTuple):
+    """How a phase is drawn; of two shades the second is for odd chunks."""
+
+    meaning: str
+    ansi: tuple[int, int]
+    fill: tuple[str, str]
+
+
+# ANSI 256-colour backgrounds, and colours of SVG.
+LOOKS = {
+    Phase.E: Look("embedding", (217, 211), ("#f5bdd0", "#e58aa9")),
+    Phase.F: Look("forward", (117, 75), ("#9cc3f5", "#5e97e0")),
+    Phase.V: Look("vocabulary", (183, 141), ("#d3b5f0", "#b48ae0")),
+    Phase.B: Look("backward", (120, 77), ("#a5dda0", "#5fb766")),
+    Phase.I: Look("input gradient", (158, 79), ("#a8e3d9", "#55bcab")),
+    Phase.W: Look("weight gradient", (222, 214), ("#f7d08a", "#e5a83c")),
+    Phase.G: Look("gradient of the embedding", (181, 174), ("#e0b0b0", "#c98484")),
 }
 
 
@@ -50,32 +60,24 @@ def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...
             f"got {timeline!r:.60}, a {type(timeline).__name__}, for a timeline; give "
             "simulate(schedule), or None for ticks"
         )
+    ticks = (
+        [
+            (action, (tick + number / len(cell), tick + (number + 1) / len(cell)))
+            for tick, cell in enumerate(row)
+            for number, action in enumerate(cell)
+        ]
+        for row in schedule.rows
+    )
     chunk_of = {
         stage: chunk
         for device in range(schedule.num_devices)
         for chunk, stage in enumerate(schedule.stages_of(device))
     }
-    if timeline is not None:
-        return tuple(
-            tuple(
-                Box(*span, action, chunk_of[action.stage])
-                for action, span in row
-                if span[1] > span[0]
-            )
-            for row in timeline.spans
-        )
     return tuple(
         tuple(
-            Box(
-                tick + position / len(cell),
-                tick + (position + 1) / len(cell),
-                action,
-                chunk_of[action.stage],
-            )
-            for tick, cell in enumerate(row)
-            for position, action in enumerate(cell)
+            Box(*span, action, chunk_of[action.stage]) for action, span in row if span[1] > span[0]
         )
-        for row in schedule.rows
+        for row in (ticks if timeline is None else timeline.spans)
     )
 
 
@@ -101,16 +103,6 @@ def title(schedule: Schedule, timeline: Timeline | None) -> str:
     return f"{sizes}, {reading} {timeline.makespan:g}, {bubble}"
 
 
-# ANSI 256-colour backgrounds: two shades each, for even and odd chunks.
-_BACKGROUND = {
-    Phase.E: (217, 211),
-    Phase.F: (117, 75),
-    Phase.V: (183, 141),
-    Phase.B: (120, 77),
-    Phase.I: (158, 79),
-    Phase.W: (222, 214),
-    Phase.G: (181, 174),
-}
 _Column = tuple[str, str]  # a letter and its ANSI style
 _BLANK: _Column = (" ", "")
 _MOST_COLUMNS = 1_000_000
@@ -165,7 +157,7 @@ def draw(
         for name, line in zip(names, lines, strict=True):
             text.append(name.ljust(margin) + _text(line[first : first + step], color))
     legend = (
-        _text([(letter, _style(phase, 0)) for letter in f"{phase} {MEANINGS[phase]}"], color)
+        _text([(letter, _style(phase, 0)) for letter in f"{phase} {LOOKS[phase].meaning}"], color)
         for phase in phases(rows)
     )
     return "\n".join([*text, "   ".join(legend)])
@@ -173,7 +165,7 @@ def draw(
 
 def _scale(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> int:
     """Columns per unit of time, so that the narrowest box has room for its label and an edge."""
-    drawn = [box for row in rows for box in row if box.end > box.start]
+    drawn = [box for row in rows for box in row]
     letters = 1 + max(len(label(schedule, box.action)) for box in drawn)
     shortest, end = min(box.end - box.start for box in drawn), max(box.end for box in drawn)
     if not end * max(letters / shortest, 1) < _MOST_COLUMNS:
@@ -187,7 +179,11 @@ def _scale(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> int:
 
 def _ruler_step(length: int, scale: int) -> int:
     """Units from one number of the ruler to the next."""
-    room = len(str(length // scale)) + 1
+    return _step(scale, len(str(length // scale)) + 1)
+
+
+def _step(scale: float, room: float) -> int:
+    """The least round number of units that take so much room."""
     return next(k * 10**e for e in range(9) for k in (1, 2, 5) if k * 10**e * scale >= room)
 
 
@@ -211,7 +207,7 @@ def _row(schedule: Schedule, row: Sequence[Box], scale: int, length: int) -> lis
 
 
 def _style(phase: Phase, chunk: int) -> str:
-    return f"\x1b[30;48;5;{_BACKGROUND[phase][chunk % 2]}m"
+    return f"\x1b[30;48;5;{LOOKS[phase].ansi[chunk % 2]}m"
 
 
 def _text(columns: Sequence[_Column], color: bool) -> str:
@@ -223,15 +219,6 @@ def _text(columns: Sequence[_Column], color: bool) -> str:
     return line.rstrip()
 
 
-_FILL = {
-    Phase.E: ("#f5bdd0", "#e58aa9"),
-    Phase.F: ("#9cc3f5", "#5e97e0"),
-    Phase.V: ("#d3b5f0", "#b48ae0"),
-    Phase.B: ("#a5dda0", "#5fb766"),
-    Phase.I: ("#a8e3d9", "#55bcab"),
-    Phase.W: ("#f7d08a", "#e5a83c"),
-    Phase.G: ("#e0b0b0", "#c98484"),
-}
 _LEFT, _TOP, _ROW, _PAD = 78, 62, 30, 12
 _LETTER = 7.2  # pixels of one letter at the size of the labels
 
@@ -254,7 +241,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     """
     Schedule.check(schedule, "a picture")
     rows = boxes(schedule, timeline)
-    drawn = [box for row in rows for box in row if box.end > box.start]
+    drawn = [box for row in rows for box in row]
     letters = max(len(label(schedule, box.action)) for box in drawn)
     scale = (letters * _LETTER + 12) / min(box.end - box.start for box in drawn)
     end = max(box.end for box in drawn)
@@ -283,8 +270,8 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
 def _legend(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> Iterator[str]:
     x = _LEFT
     for phase in phases(rows):
-        text = f"{phase} {MEANINGS[phase]}"
-        yield f'<rect x="{x}" y="32" width="14" height="14" fill="{_FILL[phase][0]}"/>'
+        text = f"{phase} {LOOKS[phase].meaning}"
+        yield f'<rect x="{x}" y="32" width="14" height="14" fill="{LOOKS[phase].fill[0]}"/>'
         yield f'<text x="{x + 19}" y="43">{text}</text>'
         x += round(19 + _LETTER * len(text) + 20)
     if schedule.chunks > 1:
@@ -302,8 +289,7 @@ def _lanes(num_devices: int, length: float) -> Iterator[str]:
 
 
 def _axis(end: float, scale: float, bottom: int) -> Iterator[str]:
-    step = next(k * 10**e for e in range(9) for k in (1, 2, 5) if k * 10**e * scale >= 40)
-    for unit in range(0, int(end) + 1, step):
+    for unit in range(0, int(end) + 1, _step(scale, 40)):
         x = _LEFT + unit * scale
         yield f'<path d="M{x:.1f} {bottom}v5" stroke="#888"/>'
         yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{unit}</text>'
@@ -313,7 +299,7 @@ def _svg_row(schedule: Schedule, device: int, row: Sequence[Box], scale: float) 
     y = _TOP + device * _ROW + 1
     for box in row:
         x, width = _LEFT + box.start * scale, (box.end - box.start) * scale
-        fill = _FILL[box.action.phase][box.chunk % 2]
+        fill = LOOKS[box.action.phase].fill[box.chunk % 2]
         yield (
             f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 2}" fill="{fill}" '
             f'stroke="white"><title>{box.action}</title></rect>'

@@ -75,7 +75,7 @@ def greedy(
     clock, todo = 0.0, _work(num_microbatches, rule, times)
     while state.left:
         cells = state.tick()
-        lengths = [state.length(cell) for cell in cells]
+        lengths = [_length(cell, times) for cell in cells]
         clock += max(lengths)
         todo = [work - length for work, length in zip(todo, lengths, strict=True)]
         # What the fullest device still has to do, it does at best without another wait.
@@ -126,16 +126,12 @@ class _Devices:
             made._push(Action(0, Phase.F, m))
         return made
 
-    def length(self, cell: Cell) -> float:
-        """The time of a cell."""
-        return sum(self.times[action[:2]] for action in cell)
-
     def tick(self) -> list[Cell]:
         """Fills one tick: to the rule's span first, then to the longest cell."""
         stashed = [*self.kept]
         cells: list[list[Action]] = [[] for _ in self.ready]
         for span in (self.rule.span, None):
-            longest = max(map(self.length, map(tuple, cells))) if span is None else span
+            longest = max(_length(cell, self.times) for cell in cells) if span is None else span
             for device, cell in enumerate(cells):
                 self._fill(device, cell, longest, stashed[device])
         self.left -= sum(map(len, cells))
@@ -153,7 +149,7 @@ class _Devices:
             if not queue or any(action.phase is phase for action in cell):
                 continue
             entry = self._most_urgent(device, phase, stashed)
-            if entry is None or (cell and self.length((*cell, entry[1])) > span * _CLOSE):
+            if entry is None or (cell and _length((*cell, entry[1]), self.times) > span * _CLOSE):
                 continue
             if entry is queue[0]:
                 heapq.heappop(queue)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist.core.compat import eval_equation
+from axon_dist.jaxpr.alike import UNKNOWN, ZERO, alike
 from axon_dist.jaxpr.walk import (
     called,
     depends_on,
@@ -64,3 +65,10 @@ def test_programs_with_other_constants_in_a_jitted_function_are_not_the_same():
     first = traced(np.arange(3.0))
     assert same_program(first, traced(np.arange(3.0)))
     assert not same_program(first, traced(np.arange(3.0) + 1))
+
+
+def test_a_barrier_hands_each_value_on():
+    """A zero among the values that a barrier keeps together makes no other of them zero."""
+    program = jax.make_jaxpr(lambda w, x: jax.lax.optimization_barrier((w, x)))(1.0, 1.0)
+    found = alike(program.jaxpr, program.consts, [ZERO, UNKNOWN])
+    assert [value.is_zero for value in found] == [True, False]

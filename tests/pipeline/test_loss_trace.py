@@ -25,7 +25,7 @@ def test_inputs_and_outputs_are_told_apart():
     assert trace.metrics == ["awe", "zeal"]
     np.testing.assert_allclose(metrics, [want[2]["awe"], want[2]["zeal"]], rtol=1e-6)
     after = trace.cut(trace.new_buffers).run(known)
-    assert jax.tree.unflatten(trace.buffer_tree, [float(v) for v in after]) == {
+    assert jax.tree.unflatten(jax.tree.structure(buffers), [float(v) for v in after]) == {
         "count": 5,
         "still": 0.25,
     }

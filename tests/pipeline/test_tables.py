@@ -13,7 +13,7 @@ class Replay:
         self.schedule, self.program, self.done = schedule, program, []
         devices = range(schedule.num_devices)
         self.inputs, self.gradients, self.held = ([{} for _ in devices] for _ in range(3))
-        for tick in range(program.num_ticks):
+        for tick in range(schedule.num_ticks):
             sent = [
                 {d: self.act(lane, d, tick) for d in devices if lane.columns["active"][d, tick]}
                 for lane in program.lanes
@@ -81,7 +81,7 @@ def test_channels_carry_exactly_the_transfers(name):
 def test_no_more_than_3_3_times_the_least_is_sent(name):
     schedule = build_schedule(name, 8, 64)
     program = program_of(schedule, buffers_of(assign_slots(schedule)))
-    sent = program.num_ticks * sum(len(channel.pairs) for channel in program.channels)
+    sent = schedule.num_ticks * sum(len(channel.pairs) for channel in program.channels)
     assert sent <= 3.3 * len(transfers(schedule))
 
 
