@@ -220,7 +220,8 @@ class LocalPlan:
             if reduction.per == "microbatch" or count == 1:
                 sums, changed = self._accumulated(sums_of, whole, first, batch)
             else:
-                sums, changed = self._held_back(sums_of, whole, others, first, batch, scale)
+                last = self._last(forward, others) if self._reduces_within(scale) else None
+                sums, changed = self._held_back(sums_of, whole, first, batch, last)
             if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
@@ -251,14 +252,12 @@ class LocalPlan:
         self,
         sums_of: SumsFn,
         whole: PyTree,
-        frozen: PyTree,
         buffers: PyTree,
         batch: Batch,
-        scale: Array | None,
+        reduced: LastFn | None,
     ) -> tuple[Sums, PyTree]:
         """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
         stacking = stacking_of(whole, self.spec.view.units)
-        reduced = self._last(frozen)
 
         def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             # Else the compiler would see through the rows, and stack them anew in every turn.
@@ -267,13 +266,14 @@ class LocalPlan:
             return dataclasses.replace(sums, grads=stacking.stack(sums.grads)), buffers
 
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> Any:
+            assert reduced is not None
             weights = jax.lax.optimization_barrier(weights)
             apart = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
             return reduced(apart, stacking.unstack(weights), buffers, batch)
 
-        within, rows = last if self._reduces_within(scale) else None, stacking.stack(whole)
+        rows, within = stacking.stack(whole), None if reduced is None else last
         sums, buffers = self._accumulated(stacked, rows, buffers, batch, within)
-        if within is None:
+        if reduced is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
         return sums, buffers
 
@@ -287,12 +287,16 @@ class LocalPlan:
         is_held = reduction.per == "step" and self.spec.num_microbatches > 1
         return is_held and not reduction.is_grouped and scale is None
 
-    def _last(self, frozen: PyTree) -> LastFn:
-        """Takes the last microbatch, whose backward pass hides the reduction, unit by unit."""
+    def _last(self, plain: Forward, frozen: PyTree) -> LastFn:
+        """Takes the last microbatch, whose backward pass hides the reduction, unit by unit.
+
+        Without units it runs the `plain` program of the others, on weights that reduce.
+        """
         reduce = functools.partial(reduce_held, self.spec)
 
         def last(sums: Sums, whole: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
-            once = self._read_once(buffers, batch)
+            units = self.spec.view.units
+            once = self._read_once(buffers, batch) if units else frozenset()
             held = dict(leaves_with_paths(sums.grads))
 
             def forward(slots: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
@@ -301,12 +305,18 @@ class LocalPlan:
                 def bundle(path, weight):
                     return Held(weight, held[path], slot[path]) if path in held else weight
 
+                def reduced(path, weight):
+                    gather = reduce(path)
+                    return weight if gather is None else gather(bundle(path, weight))
+
+                if not units:
+                    return plain(map_with_path(reduced, whole), buffers, batch)
                 run = self._plain(reduce, bundle=bundle, by_units=once.__contains__)
                 return beside(run, frozen)(whole, buffers, batch)
 
             # The slots are nothing but shapes: what they are the gradient of is what counts.
             slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)
-            totals = gradient_totals(self._scanned(forward))
+            totals = gradient_totals(self._scanned(forward) if units else forward)
             found, buffers = totals(slots, buffers, batch)
             both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (found.loss, found.metrics))
             return Sums(found.grads, *both), buffers
