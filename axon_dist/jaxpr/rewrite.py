@@ -27,7 +27,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.compat import CALLS, REMATS, eval_equation, in_place_of, inner_programs
+from ..core.compat import CALLS, REMATS, eval_equation, eval_jaxpr, in_place_of, inner_programs
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Function, PyTree
 from .factors import Role, factors
@@ -72,7 +72,10 @@ class Rewriting:
             if not any(isinstance(const, Tracer) for const in closed.consts):
                 # What it closes over is of no trace that will have ended by the next call.
                 found[key] = closed, shapes, numbers
-            results = _Run(self, {}).program(closed.jaxpr, closed.consts, leaves)
+            if self.concerns(closed.jaxpr):
+                results = _Run(self, {}).program(closed.jaxpr, closed.consts, leaves)
+            else:
+                results = eval_jaxpr(closed, leaves)
             kept = [r if n is None else n for r, n in zip(results, numbers, strict=True)]
             return jax.tree.unflatten(jax.tree.structure(shapes), kept)
 

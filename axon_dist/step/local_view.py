@@ -47,7 +47,6 @@ from .objective import (
     beside,
     forward_of,
     gradient_sums,
-    gradient_totals,
 )
 from .spec import StepSpec
 from .view import (
@@ -128,7 +127,9 @@ def _counted(path: Path) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
-def local_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
+def local_gradients(
+    spec: StepSpec, given: GradientArguments, make_plan: type[LocalPlan] | None = None
+) -> GradientResult:
     """Gradients that run per rank and are reduced by hand, laid where their moments lie.
 
     Each rank of the batch axes differentiates its rows of every microbatch and adds up. Either
@@ -140,10 +141,11 @@ def local_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
     Args:
         spec: the step; the `reduction` of its strategy says how gradients become one.
         given: parameters, buffers, batch and scale.
+        make_plan: says what a rank does; None is `LocalPlan`.
     """
     axes = spec.strategy.batch_axes
     # Found outside the region, for a trace inside it would see the samples of one rank.
-    plan = LocalPlan(spec, draws_of(spec, given.batch, axes))
+    plan = (make_plan or LocalPlan)(spec, draws_of(spec, given.batch, axes))
     if gathers_by_units(spec):
         check_reads(spec, given.batch)
     whole, buffer_specs = PartitionSpec(), buffer_partition(given.buffers, spec.reduction, axes)
@@ -151,7 +153,7 @@ def local_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
     mapped = jax.shard_map(
         plan.run,
         mesh=spec.mesh,
-        axis_names=frozenset(axes),
+        axis_names=frozenset(spec.mesh.axis_names if spec.options.is_elastic else axes),
         in_specs=(plan.param_specs, plan.frozen_specs, buffer_specs, batch_specs, whole),
         out_specs=(plan.owner_specs, whole, buffer_specs),
         check_vma=False,
@@ -316,7 +318,9 @@ class LocalPlan:
 
             # The slots are nothing but shapes: what they are the gradient of is what counts.
             slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)
-            totals = gradient_totals(self._scanned(forward) if units else forward)
+            # To what is held no weight could be multiplied in any more: so a total, no mean.
+            run = self._scanned(forward) if units else forward
+            totals = gradient_sums(run, common=lambda _: 1)
             found, buffers = totals(slots, buffers, batch)
             both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (found.loss, found.metrics))
             return Sums(found.grads, *both), buffers

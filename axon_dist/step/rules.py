@@ -14,7 +14,7 @@ from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, 
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
-from ..parallel import STRATEGY_RULES, PlacedStrategy, check_sums, has_experts
+from ..parallel import STRATEGY_RULES, check_sums, has_experts
 from ..sharding import Policy, optimizer_shardings, shardings, spec_axes
 from .elastic import obstacle
 from .gather import no_fp8_gather
@@ -110,9 +110,10 @@ def _rounded(spec: StepSpec) -> Found:
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    if spec.distributed.distributor is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
+    distributed, few = spec.distributed, spec.mesh.size == 1
+    if not distributed.needs_matrices or few or spec.storage.is_by_vectors:
         return None
-    kind = spec.distributed.hidden
+    kind = distributed.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
@@ -156,7 +157,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         ),
     ),
     Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
-    *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    *STRATEGY_RULES,
     ELASTIC_BITS,
     Requirement.row(
         "microbatches are the pipeline's",
@@ -226,7 +227,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         _statistics,
     ),
     Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
-    Requirement("the optimizer works on stages", lambda spec: spec.distributed.next_state),
+    Requirement("the optimizer works on stages", lambda spec: spec.distributed.program),
     Requirement.row(
         "matrices can be distributed",
         UnsupportedError,
@@ -272,7 +273,7 @@ def _compressed(spec: StepSpec) -> Found:
 
 REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
     ELASTIC_BITS,
-    *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    *STRATEGY_RULES,
     Requirement.row(
         "no replica waits for another",
         UnsupportedError,
