@@ -16,7 +16,7 @@ from ..core.typing import LossFn, OptionValue
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import GradScaler
-from .state import Nonfinite, nonfinite_policy
+from .state import Nonfinite
 
 
 class StepKeywords(TypedDict, total=False):
@@ -61,7 +61,8 @@ def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool
             )
     found = dataclasses.replace(options or StepOptions(), **keywords)
     scaler = found.scaler or (GradScaler() if scales else None)
-    return dataclasses.replace(found, scaler=scaler, nonfinite=nonfinite_policy(found.nonfinite))
+    nonfinite = None if found.nonfinite is None else Nonfinite(found.nonfinite)
+    return dataclasses.replace(found, scaler=scaler, nonfinite=nonfinite)
 
 
 def check_arguments(

@@ -15,13 +15,13 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
 from ..parallel import STRATEGY_RULES, check_sums, has_experts
-from ..sharding import Policy, optimizer_shardings, shardings, spec_axes
+from ..sharding import Policy, spec_axes
 from .elastic import obstacle
 from .gather import no_fp8_gather
 from .global_view import check_eval_kwargs
 from .replicas import Outer
 from .separable import wants_ranks
-from .spec import StepSpec, deterministic_options
+from .spec import StepSpec
 from .view import own_statistics
 
 Found = Mapping[str, Any] | None
@@ -132,14 +132,6 @@ def _loops(spec: StepSpec) -> Found:
     return None
 
 
-def _arrays(spec: StepSpec) -> None:
-    """Decides where every array lies."""
-    stored, mesh = spec.storage.strategy, spec.mesh
-    shardings(stored.params, spec.stored_shapes, mesh)
-    shardings(stored.params, spec.stored_frozen, mesh)
-    optimizer_shardings(stored.opt_state, spec.stored_shapes, spec.first_opt_state, mesh)
-
-
 ELASTIC_BITS = Requirement.row(
     "bits do not depend on how many ranks there are",
     UnsupportedError,
@@ -149,13 +141,6 @@ ELASTIC_BITS = Requirement.row(
 
 RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("options have possible values", lambda spec: spec.options.validate()),
-    Requirement(
-        "devices can compute the same bits twice",
-        lambda spec: (
-            spec.options.deterministic
-            and deterministic_options(spec.world, spec.options.deterministic)
-        ),
-    ),
     Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
     *STRATEGY_RULES,
     ELASTIC_BITS,
@@ -184,7 +169,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
             and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
         ),
     ),
-    Requirement("the model can be cut into stages", lambda spec: spec.storage),
     Requirement.row(
         "stages have experts in equal blocks",
         UnsupportedError,
@@ -202,7 +186,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "pipeline: classes=(...)",
         _stage_classes,
     ),
-    Requirement("modules to gather or recompute exist", lambda spec: spec.view),
     Requirement.row(
         "units gather what travels in fp8",
         UnsupportedError,
@@ -226,8 +209,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "ranks from outside, as {asked} would need. Use nnx.BatchNorm, or leave that out",
         _statistics,
     ),
-    Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
-    Requirement("the optimizer works on stages", lambda spec: spec.distributed.program),
     Requirement.row(
         "matrices can be distributed",
         UnsupportedError,
@@ -237,9 +218,12 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "branch",
         _matrices,
     ),
-    Requirement("every array can be laid out", _arrays),
 )
-"""What a step must fulfil, whatever its batch; what depends on the batch is traced."""
+"""What a step must fulfil, whatever its batch; what depends on the batch is traced.
+
+What cannot be made, as stages, an optimizer for them, or a layout, speaks where it is made: by the
+first rule that asks for it, or by the step.
+"""
 
 
 def _held_alone(spec: StepSpec) -> Found:

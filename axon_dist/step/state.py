@@ -12,7 +12,7 @@ import jax
 from jax.core import Tracer
 
 from ..core.checks import ArgumentKind
-from ..core.errors import ConfigError, NamedChoice, did_you_mean
+from ..core.errors import ConfigError, NamedChoice
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Leaf, PyTree
 from ..ops.precision import all_finite
@@ -199,23 +199,3 @@ def is_lost(values: Mapping[str, float]) -> bool:
 def is_finite(state: TrainState) -> bool:
     """Whether every parameter of a state is finite; computed on the devices."""
     return bool(jax.jit(all_finite)(state.params))
-
-
-def nonfinite_policy(name: Nonfinite | str | None) -> Nonfinite | None:
-    """Reads the name of a policy.
-
-    Raises:
-        ConfigError: when there is none of that name.
-
-    Example:
-        >>> nonfinite_policy("skip")
-        <Nonfinite.SKIP: 'skip'>
-    """
-    if name is None:
-        return None
-    try:
-        return Nonfinite(name)
-    except ValueError:
-        raise ConfigError(
-            f"nonfinite: there is no {name!r}.{did_you_mean(name, Nonfinite)}"
-        ) from None
