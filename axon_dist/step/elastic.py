@@ -35,7 +35,7 @@ from ..jaxpr.randomness import changed_results, without_rank
 from ..jaxpr.rows import mixing_in
 from ..sharding import axes_of, optimizer_shardings
 from .local_view import LocalPlan, local_gradients
-from .microbatches import Draws, SumsFn
+from .microbatches import SumsFn
 from .objective import GradientArguments, GradientResult, Sums, beside, forward_of, gradient_sums
 from .optimizer import updated
 from .spec import StepSpec
@@ -93,7 +93,9 @@ class ElasticPlan(LocalPlan):
         After shard k, level l of the stack holds the sum of a complete subtree of 2^l shards
         wherever bit l of k + 1 is set.
         """
-        drawing = None if self.drawing is None else _by_shard(self.drawing)
+        # Parts are told by their number alone.
+        own = self.drawing
+        drawing = None if own is None else dataclasses.replace(own, axes=(), ranks=1)
         batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
         start = jax.lax.axis_index(self.axes) * count
 
@@ -200,11 +202,6 @@ def _alone(
     return jax.shard_map(
         run, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-
-
-def _by_shard(drawing: Draws) -> Draws:
-    """The draws of parts that are told by their number alone."""
-    return dataclasses.replace(drawing, axes=(), ranks=1)
 
 
 def _row(x: Array, number: Array) -> Array:

@@ -206,6 +206,7 @@ class LocalPlan:
         own = own_buffers(buffers, reduction)
         drawing = self.drawing if count == 1 else None
         first = own if drawing is None else drawing.before(own, own, 0)
+        accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
         parts, share = count * self.spec.num_ranks, functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
             # Cast before the gather: in a lower precision half the bytes travel, and the gradient
@@ -220,7 +221,7 @@ class LocalPlan:
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             if reduction.per == "microbatch" or count == 1:
-                sums, changed = self._accumulated(sums_of, whole, first, batch)
+                sums, changed = accumulated(sums_of, whole, first, batch)
             else:
                 last = self._last(forward, others) if self._reduces_within(scale) else None
                 sums, changed = self._held_back(sums_of, whole, first, batch, last)
@@ -232,23 +233,12 @@ class LocalPlan:
             gather = functools.partial(local_gather, self.spec)
             forward = beside(self._scanned(self._plain(gather)), frozen)
             sums_of = gradient_sums(forward, scale, share, parts)
-            sums, changed = self._accumulated(sums_of, params, first, batch)
+            sums, changed = accumulated(sums_of, params, first, batch)
         changed = without_rank(changed, own)
         # Sums of totals and of weights: a mean of means would weigh ranks with few real samples
         # like the others.
         scalars = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
-
-    def _accumulated(
-        self,
-        sums_of: SumsFn,
-        weights: PyTree,
-        buffers: PyTree,
-        batch: Batch,
-        last: LastFn | None = None,
-    ) -> tuple[Sums, PyTree]:
-        count = self.spec.num_microbatches
-        return accumulate(sums_of, weights, buffers, batch, count, last=last, drawing=self.drawing)
 
     def _held_back(
         self,
@@ -274,7 +264,10 @@ class LocalPlan:
             return reduced(apart, stacking.unstack(weights), buffers, batch)
 
         rows, within = stacking.stack(whole), None if reduced is None else last
-        sums, buffers = self._accumulated(stacked, rows, buffers, batch, within)
+        count, drawing = self.spec.num_microbatches, self.drawing
+        sums, buffers = accumulate(
+            stacked, rows, buffers, batch, count, last=within, drawing=drawing
+        )
         if reduced is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
         return sums, buffers

@@ -366,8 +366,14 @@ def gradient_sums(
         if scale is not None:
             grads = jax.tree.map(lambda g: wide(g) * parts, grads)
         weight = weight_of(outcome.loss)
-        weight = weight if is_one(weight) else _nonzero(weight)
-        return weigh(grads, outcome, weight), outcome.buffers
+        factor = None if is_one(weight) else _nonzero(weight)
+
+        def weighed(grad):
+            grad = wide(grad)
+            return grad if factor is None else grad * factor.astype(grad.dtype)
+
+        grads, loss = jax.tree.map(weighed, grads), jax.tree.map(_float, outcome.loss)
+        return Sums(grads, loss, weighed_metrics(outcome)), outcome.buffers
 
     return sums
 
@@ -408,28 +414,6 @@ def _differentiated(
         return (value if scale is None else wide(value) * scale), outcome
 
     return jax.value_and_grad(objective, has_aux=True)
-
-
-def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
-    """Turns the gradients of a mean loss into float32 sums; a weight of 1 costs nothing.
-
-    Args:
-        grads: gradients of `total / grad_weight`.
-        outcome: the loss and metrics, weighed by their own weight.
-        grad_weight: the weight that the gradients were divided by.
-
-    Returns:
-        The sums.
-    """
-
-    def scaled(x, weight):
-        return x if is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
-
-    return Sums(
-        grads=jax.tree.map(lambda g: scaled(wide(g), grad_weight), grads),
-        loss=jax.tree.map(_float, outcome.loss),
-        metrics=weighed_metrics(outcome),
-    )
 
 
 def _per_weight(loss: Weighted) -> Array:
