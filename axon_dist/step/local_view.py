@@ -49,6 +49,7 @@ from .objective import (
     gradient_sums,
 )
 from .spec import StepSpec
+from .storage import counted
 from .view import (
     MakeGather,
     batch_spec,
@@ -110,7 +111,7 @@ def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
         (('head',), ('layers/2/w', 'layers/10/w'))
     """
     found: dict[tuple, list[Path]] = {}
-    inside = sorted(units, key=_counted)
+    inside = sorted(units, key=counted)
     for path, leaf in leaves_with_paths(shapes):
         unit = next((unit for unit in inside if is_inside(path, unit)), None)
         kind = (path,)
@@ -118,13 +119,7 @@ def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
             name = re.sub(r"\d+", "#", unit) + path.removeprefix(unit)
             kind = (name, tuple(leaf.shape), str(leaf.dtype))
         found.setdefault(kind, []).append(path)
-    return Stacking(tuple(tuple(sorted(paths, key=_counted)) for paths in found.values()), shapes)
-
-
-def _counted(path: Path) -> list[tuple[bool, int, str]]:
-    """Sorts `layers/2` before `layers/10`."""
-    parts = re.split(r"(\d+)", path)
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+    return Stacking(tuple(tuple(sorted(paths, key=counted)) for paths in found.values()), shapes)
 
 
 def local_gradients(
