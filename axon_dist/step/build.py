@@ -27,10 +27,9 @@ from ..sharding import FromMetadata, annotations_of
 from .batch import unwrapped
 from .options import StepKeywords, StepOptions, check_arguments, is_told_step, options_of
 from .parts import ModelLike, ModelParts, stored_as, take_apart
-from .replicas import ReplicaForm
+from .replicas import form_of
 from .rules import check_rules
 from .spec import StepSpec
-from .state_form import StateForm
 from .step import TrainStep
 from .view import warn_of_statistics
 
@@ -161,8 +160,7 @@ def build_train_step(
     check_rules(spec)
     if spec.num_microbatches > 1:
         warn_of_statistics(parts.abstract, spec.num_microbatches)
-    form = StateForm if chosen.slow is None else ReplicaForm
-    step = TrainStep(spec, form(spec, source))
+    step = TrainStep(spec, form_of(spec, source))
     if batch is not None:
         step.check(batch)
     return step

@@ -20,6 +20,7 @@ from ..parallel import SlowPlan, Strategy
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from .batch import Placed
 from .objective import GradientResult
+from .parts import Source
 from .separable import Separation
 from .spec import StepSpec
 from .state import FLAG, TrainState
@@ -354,3 +355,13 @@ class ReplicaForm(StateForm):
         rows = _with_rows(one, lambda tree: jax.tree.map(lambda x: _repeated(x, count), tree))
         outer, meeting = self.outer.first(one.params)
         return dataclasses.replace(rows, outer=outer, meeting=meeting)
+
+
+def form_of(spec: StepSpec, source: Source) -> StateForm:
+    """The form of the states of a step, of one replica or of several.
+
+    Args:
+        spec: what the step is made of.
+        source: where the first values of its model come from.
+    """
+    return (StateForm if spec.strategy.slow is None else ReplicaForm)(spec, source)
