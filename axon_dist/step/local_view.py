@@ -49,7 +49,6 @@ from .objective import (
     gradient_sums,
 )
 from .spec import StepSpec
-from .storage import counted
 from .view import (
     MakeGather,
     batch_spec,
@@ -111,7 +110,7 @@ def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
         (('head',), ('layers/2/w', 'layers/10/w'))
     """
     found: dict[tuple, list[Path]] = {}
-    inside = sorted(units, key=counted)
+    inside = sorted(units, key=_counted)
     for path, leaf in leaves_with_paths(shapes):
         unit = next((unit for unit in inside if is_inside(path, unit)), None)
         kind = (path,)
@@ -119,7 +118,13 @@ def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
             name = re.sub(r"\d+", "#", unit) + path.removeprefix(unit)
             kind = (name, tuple(leaf.shape), str(leaf.dtype))
         found.setdefault(kind, []).append(path)
-    return Stacking(tuple(tuple(sorted(paths, key=counted)) for paths in found.values()), shapes)
+    return Stacking(tuple(tuple(sorted(paths, key=_counted)) for paths in found.values()), shapes)
+
+
+def _counted(path: Path) -> list[tuple[bool, int, str]]:
+    """Sorts `layers/2` before `layers/10`."""
+    parts = re.split(r"(\d+)", path)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
 def local_gradients(

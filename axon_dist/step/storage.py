@@ -292,7 +292,7 @@ def block_keys(
     for keys in found:
         layers = [(*keys, row) for row in range(stacks.get(keys, 0))]
         blocks += layers if keys in stacks else [keys]
-    return sorted(blocks, key=lambda keys: [counted(key) for key in keys])
+    return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
 
 
 def _is_in(keys: Keys, outer: Collection[Keys]) -> bool:
@@ -306,7 +306,7 @@ def _stacked(model: nnx.Module) -> dict[Keys, int]:
     return {by_path[path]: count for path, count in paths.items()}
 
 
-def counted(key: str | int) -> tuple[bool, list[str | int]]:
+def _counted(key: str | int) -> tuple[bool, list[str | int]]:
     """Sorts names by the numbers in them: `layer_2` stands before `layer_10`.
 
     A decoder stands behind an encoder, whose results it reads.
