@@ -79,7 +79,7 @@ MUTATIONS = (
         "step/test_objective.py",
     ),
     row(
-        "step/objective.py", "scaled(wide(g), grad_weight)", "wide(g)",
+        "step/objective.py", "else grad * factor.astype(grad.dtype)", "else grad",
         "step/test_objective.py",
     ),
     row(

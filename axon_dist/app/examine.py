@@ -227,7 +227,6 @@ def _leaves(claims: Claims) -> list[dict[str, Any]]:
             "why": row.decision.reason,
         }
         for found in (claims.params, claims.frozen)
-        if found is not None
         for row in found.rows
     ]
 

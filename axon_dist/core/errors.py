@@ -277,10 +277,6 @@ class Requirement(Generic[T]):
 
         return cls(name, check)
 
-    def of(self, part: Callable[[Any], T]) -> Requirement[Any]:
-        """The requirement about a part of something larger."""
-        return Requirement(self.name, lambda whole: self.check(part(whole)))
-
 
 def check_all(rules: tuple[Requirement[T], ...], subject: T) -> None:
     """Raises what the first requirement says that does not hold, if there is one."""

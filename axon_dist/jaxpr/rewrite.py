@@ -23,10 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.compat import CALLS, REMATS, eval_equation, in_place_of, inner_programs
+from ..core.compat import CALLS, REMATS, eval_equation, eval_jaxpr, in_place_of, inner_programs
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Function, PyTree
 from .factors import Role, factors
@@ -56,27 +57,25 @@ class Rewriting:
         """Makes a function whose program is rewritten; traced once more here.
 
         Args:
-            function: of arrays; Python numbers among its results stay what they are.
+            function: of arrays; Python numbers among its results stay what they are. It is called
+                once for arguments of the same shapes on the same mesh.
 
         Returns:
             A function of the same arguments with the same results.
         """
+        found: dict[Any, tuple[ClosedJaxpr, Any, list[float | None]]] = {}
 
         def rewritten(*args: object) -> PyTree:
-            numbers: list[float | None] = []
-
-            def traced(*args: object) -> PyTree:
-                results = function(*args)
-
-                def is_number(leaf):
-                    return isinstance(leaf, (bool, int, float))
-
-                numbers[:] = [x if is_number(x) else None for x in jax.tree.leaves(results)]
-                return results
-
-            closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*args)
-            run = _Run(self, {})
-            results = run.program(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+            leaves, structure = jax.tree.flatten(args)
+            key = structure, *map(jax.typeof, leaves), jax.sharding.get_abstract_mesh()
+            closed, shapes, numbers = found.get(key) or _recorded(function, args)
+            if not any(isinstance(const, Tracer) for const in closed.consts):
+                # What it closes over is of no trace that will have ended by the next call.
+                found[key] = closed, shapes, numbers
+            if self.concerns(closed.jaxpr):
+                results = _Run(self, {}).program(closed.jaxpr, closed.consts, leaves)
+            else:
+                results = eval_jaxpr(closed, leaves)
             kept = [r if n is None else n for r, n in zip(results, numbers, strict=True)]
             return jax.tree.unflatten(jax.tree.structure(shapes), kept)
 
@@ -101,6 +100,20 @@ class Rewriting:
     def hides(self, equation: JaxprEqn) -> bool:
         """Whether a program that an equation runs holds such a one."""
         return any(map(self.concerns, inner_programs(equation)))
+
+
+def _recorded(function: Function, args: Sequence[object]) -> tuple[ClosedJaxpr, PyTree, list]:
+    """The program of a function, the shapes of its results, and those that are Python numbers."""
+    numbers: list[float | None] = []
+
+    def traced(*args: object) -> PyTree:
+        results = function(*args)
+        leaves = jax.tree.leaves(results)
+        numbers[:] = [x if isinstance(x, (bool, int, float)) else None for x in leaves]
+        return results
+
+    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*args)
+    return closed, shapes, numbers
 
 
 def for_platform(jaxpr: Jaxpr, branch_of: Callable[[Any], int]) -> Jaxpr:

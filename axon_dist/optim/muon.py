@@ -163,8 +163,8 @@ def muon(
     The arguments, the numbers and the state are those of `optax.contrib.muon`, so that either can
     go on with a state of the other. In a step, matrices of the same shape are stacked, each device
     gets some of them whole by one all-to-all, orthogonalises them on its own, and gives them back
-    by another; see `Distributor`. In a pipeline whose stages are equal the stacks are those of each
-    stage; where stages differ, every device of a stage orthogonalises all matrices of the stage.
+    by another; see `DistributedUpdate`. In a pipeline whose stages are equal the stacks are those
+    of each stage; where stages differ, every device of a stage orthogonalises all matrices of it.
 
     Args:
         learning_rate: of the matrices, and of the rest where that has none of its own.

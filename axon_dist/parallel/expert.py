@@ -280,16 +280,12 @@ def keep_samples_apart(model: nnx.Module) -> None:
     Args:
         model: to be traced, to find out what it makes of its samples.
     """
-    _wrap(model, sums_samples, MIX, PerSampleExperts())
+    _wrap(model, sums_samples, MIX, _one_by_one)
 
 
-@dataclasses.dataclass(frozen=True)
-class PerSampleExperts:
+def _one_by_one(mix: Function, module: nnx.Module, *arrays: Array) -> tuple[Array, Array]:
     """Runs a module's `mix_experts` as a function of samples one by one."""
-
-    def __call__(self, mix: Function, module: nnx.Module, *arrays: Array) -> tuple[Array, Array]:
-        """As `Experts.mix_experts`."""
-        return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
+    return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
 
 
 def num_ranks(axes: Iterable[str]) -> int:

@@ -307,7 +307,8 @@ def _num_ranks(count: int, schedule: str | Schedule, chunks: int | None) -> int:
                 "stages; give one module per stage"
             )
         return schedule.num_devices
-    per_rank = usual_chunks(schedule) if chunks is None else chunks
+    usual = SCHEDULES[PipelineSchedule(schedule)].chunks if schedule in SCHEDULES else 1
+    per_rank = usual if chunks is None else chunks
     check_sizes(chunks=per_rank)
     if count % per_rank:
         raise ConfigError(
@@ -315,11 +316,6 @@ def _num_ranks(count: int, schedule: str | Schedule, chunks: int | None) -> int:
             f"multiple of {per_rank}"
         )
     return count // per_rank
-
-
-def usual_chunks(schedule: str) -> int:
-    """Stages per rank that a named schedule has when nobody says."""
-    return SCHEDULES[PipelineSchedule(schedule)].chunks if schedule in SCHEDULES else 1
 
 
 def read_schedule(

@@ -260,11 +260,7 @@ class SizeBasedAutoWrapPolicy:
             has_unit = any(inner[: len(keys)] == keys for inner in wrapped)
             if keys and not has_unit and held >= self.min_params:
                 wrapped.append(keys)
-        return frozenset(_path(keys) for keys in wrapped)
-
-
-def _path(keys: tuple) -> Path:
-    return "/".join(str(key) for key in keys)
+        return frozenset("/".join(map(str, keys)) for keys in wrapped)
 
 
 AutoWrapPolicy = TransformerAutoWrapPolicy | SizeBasedAutoWrapPolicy

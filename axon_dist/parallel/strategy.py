@@ -204,10 +204,15 @@ class Strategy:
         return layout
 
     @property
+    def splits(self) -> bool:
+        """Whether parameters or their moments, and so gradients, lie split over an axis."""
+        return bool(self.params.split_axes or self.opt_state.split_axes)
+
+    @property
     def sends_only_sums(self) -> bool:
         """Whether nothing travels but sums of gradients: data parallelism over whole parameters."""
-        splits = self.params.split_axes or self.opt_state.split_axes
-        return bool(self.batch_axes) and not splits and not self.layers and self.pipeline is None
+        others = self.splits or self.layers or self.pipeline is not None
+        return bool(self.batch_axes) and not others
 
     @property
     def keeps_weights_whole(self) -> bool:

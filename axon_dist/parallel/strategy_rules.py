@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import (
@@ -18,16 +18,18 @@ from .plans import CPUOffload, check_offload
 from .strategy import Strategy
 
 
-class PlacedStrategy(NamedTuple):
-    """A strategy, and the devices that it shall run on.
+class PlacedStrategy(Protocol):
+    """What has a strategy, one or composed of several, and the devices that it shall run on."""
 
-    Args:
-        strategy: one, or composed of several.
-        world: the devices, and the mesh they form.
-    """
+    @property
+    def strategy(self) -> Strategy:
+        """What shall hold of it."""
+        ...
 
-    strategy: Strategy
-    world: World
+    @property
+    def world(self) -> World:
+        """The devices, and the mesh they form."""
+        ...
 
 
 def _rule(
@@ -46,7 +48,7 @@ def _rule(
     """
 
     def when(placed: PlacedStrategy) -> Mapping[str, Any] | None:
-        found = broken(*placed)
+        found = broken(placed.strategy, placed.world)
         more = found if isinstance(found, dict) else {}
         return {"strategy": placed.strategy, "mesh": placed.world.spec, **more} if found else None
 
@@ -89,7 +91,7 @@ def _not_over_stages(strategy: Strategy, world: World) -> Mapping[str, str] | No
     return next(({"axis": axis} for axis in left), None)
 
 
-STRATEGY_RULES: tuple[Requirement[PlacedStrategy], ...] = (
+STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "the axes of the batch exist",
         MeshError,
@@ -244,4 +246,4 @@ STRATEGY_RULES: tuple[Requirement[PlacedStrategy], ...] = (
         ),
     ),
 )
-"""The first broken rule speaks."""
+"""Of a `PlacedStrategy`, such as a step; the first broken rule speaks."""

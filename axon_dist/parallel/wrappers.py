@@ -443,8 +443,9 @@ def estimate(
     trees = ((strategy.params, params), (held, grads), (strategy.opt_state, state))
     # Counts and other scalars of the optimizer are whole everywhere and weigh nothing.
     whole = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
-    sizes = [_held(policy, params, tree, mesh) for policy, tree in trees]
-    return _stats(strategy, params, sizes, mesh.size, sum(whole))
+    own, of_grads, moments = (_held(policy, params, tree, mesh) for policy, tree in trees)
+    total, name = num_params(params), strategy.name
+    return FSDPMemoryStats(total, own, of_grads, moments, mesh.size, name, sum(whole))
 
 
 def measure(
@@ -462,18 +463,11 @@ def measure(
         The bytes, host memory not counted.
     """
     trees = (params, grads, opt_state)
-    sizes = [bytes_per_device(tree) for tree in trees]
+    own, of_grads, moments = map(bytes_per_device, trees)
     whole = num_bytes(trees)
     devices = jax.tree.leaves(params)[0].sharding.device_set
-    return _stats(strategy, params, sizes, len(devices), whole)
-
-
-def _stats(
-    strategy: Strategy, params: PyTree, sizes: list[int], world_size: int, whole: int
-) -> FSDPMemoryStats:
-    held, grads, optim = sizes
-    name = strategy.name
-    return FSDPMemoryStats(num_params(params), held, grads, optim, world_size, name, whole)
+    total, name = num_params(params), strategy.name
+    return FSDPMemoryStats(total, own, of_grads, moments, len(devices), name, whole)
 
 
 def _held(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:

@@ -34,5 +34,6 @@ from .policy import axes_of as axes_of
 from .policy import rows_alike as rows_alike
 from .policy import shard_count as shard_count
 from .policy import spec_axes as spec_axes
+from .policy import spec_of as spec_of
 
 explain_calls(globals())

@@ -25,7 +25,7 @@ from rich.table import Table
 from ..core.errors import ClaimError, ConfigError
 from ..core.tree import leaves_with_paths, map_with_path, path_str, shard_bytes
 from ..core.typing import Array, ArrayTree, Leaf, Path, PyTree, Shape
-from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count
+from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count, spec_of
 
 
 def specs(policy: Policy, tree: ArrayTree, mesh: Mesh) -> PyTree:
@@ -205,35 +205,21 @@ def spread(spec: PartitionSpec, shape: Shape) -> PartitionSpec:
         >>> spread(PartitionSpec("fsdp", "tp"), (1, 64))
         P(None, 'tp')
     """
-    kept = [axes_of(spec, dim) if shape[dim] > 1 else () for dim in range(len(spec))]
-    while kept and not kept[-1]:
-        kept.pop()
-    return PartitionSpec(*(entry[0] if len(entry) == 1 else (entry or None) for entry in kept))
+    return spec_of(axes_of(spec, dim) if shape[dim] > 1 else () for dim in range(len(spec)))
 
 
 @dataclasses.dataclass(frozen=True)
-class WithMoments(Policy):
+class WithMoments(Wrapped):
     """Lays trained parameters out as their moments, and leaves all else to another policy.
 
     Args:
-        moments: where moments lie.
+        policy: where moments lie.
         otherwise: for frozen parameters, and for what has no path of a parameter.
         frozen: the paths of the frozen parameters.
     """
 
-    moments: Policy
     otherwise: Policy
     frozen: frozenset[Path]
-
-    @property
-    def name(self) -> str:
-        """That of the policy about moments."""
-        return self.moments.name
-
-    @property
-    def split_axes(self) -> tuple[str, ...]:
-        """Those of the moments."""
-        return self.moments.split_axes
 
     @property
     def flexible_part(self) -> Policy:
@@ -244,7 +230,7 @@ class WithMoments(Policy):
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
         """Decides as the one or the other."""
-        policy = self.otherwise if path in self.frozen else self.moments
+        policy = self.otherwise if path in self.frozen else self.policy
         return policy.decide(path, shape, mesh, taken)
 
 

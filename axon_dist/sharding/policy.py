@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self, TypeAlias
 
 import jax
@@ -186,8 +186,7 @@ class LargestDim(Policy):
             return elements >= LARGE and shape[d] // count % TILE == 0
 
         dim = max(divisible, key=lambda d: (tiled(d), shape[d], -d))
-        entry = self.axes[0] if len(self.axes) == 1 else self.axes
-        spec = PartitionSpec(*(None,) * dim, entry)
+        spec = PartitionSpec(*(None,) * dim, self.axes)
         return Decision(spec, self.name, f"dim {dim} of {shape} split {count} ways")
 
 
@@ -293,6 +292,19 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for dim in range(len(spec)) for axis in axes_of(spec, dim))
 
 
+def spec_of(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
+    """The spec that splits dims over some axes each; it ends with the last that is split.
+
+    Example:
+        >>> spec_of([(), ("dp", "fsdp"), ()])
+        P(None, ('dp', 'fsdp'))
+    """
+    entries = list(axes)
+    while entries and not entries[-1]:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
 def shard_count(spec: PartitionSpec, mesh: HasShape) -> int:
     """Into how many different shards a spec cuts an array."""
     return math.prod(mesh.shape[axis] for axis in spec_axes(spec))
@@ -333,8 +345,7 @@ def _overlay(
                 f"{path}: dim {dim} of {shape} is claimed by {first!r} ({'×'.join(old)}) and "
                 f"{claim.rule!r} ({'×'.join(new)}); leave the dim to one of them"
             )
-        entry = old or new
-        entries.append(entry[0] if len(entry) == 1 else (entry or None))
+        entries.append(old or new)
     merged = PartitionSpec(*entries)
     used = spec_axes(merged)
     twice = sorted({axis for axis in used if used.count(axis) > 1})
@@ -453,10 +464,8 @@ class FromMetadata(Policy):
     ) -> Decision:
         """Decides by the annotation of the path, as far as the mesh has its axes."""
         written = dict(self.annotations).get(path, PartitionSpec())
-        entries = [_on_mesh(axes_of(written, dim), mesh) for dim in range(len(written))]
-        while entries and entries[-1] is None:
-            entries.pop()
-        spec = PartitionSpec(*entries)
+        every = (axes_of(written, dim) for dim in range(len(written)))
+        spec = spec_of(tuple(axis for axis in axes if axis in mesh.shape) for axes in every)
         check_divides(path, shape, spec, mesh)
         return Decision(spec, self.name, f"annotated {written}" if written else "not annotated")
 
@@ -481,8 +490,3 @@ def annotations_of(model: nnx.Module) -> tuple[tuple[Path, PartitionSpec], ...]:
         specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     return tuple((path_str(path), spec) for path, spec in leaves if any(spec))
-
-
-def _on_mesh(axes: tuple[str, ...], mesh: HasShape) -> str | tuple[str, ...] | None:
-    kept = tuple(axis for axis in axes if axis in mesh.shape)
-    return kept[0] if len(kept) == 1 else (kept or None)

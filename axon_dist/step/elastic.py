@@ -15,6 +15,7 @@ and the sums go into another loop, so that nothing of the addition is fused with
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -33,9 +34,10 @@ from ..core.typing import Array, Batch, PyTree
 from ..jaxpr.randomness import changed_results, without_rank
 from ..jaxpr.rows import mixing_in
 from ..sharding import axes_of, optimizer_shardings
-from .local_view import LocalPlan
-from .microbatches import Draws, SumsFn, draws_of
+from .local_view import LocalPlan, local_gradients
+from .microbatches import SumsFn
 from .objective import GradientArguments, GradientResult, Sums, beside, forward_of, gradient_sums
+from .optimizer import updated
 from .spec import StepSpec
 
 T = TypeVar("T")
@@ -53,17 +55,7 @@ def elastic_gradients(spec: StepSpec, given: GradientArguments) -> GradientResul
     Raises:
         UnsupportedError: for a buffer that depends on the samples of a shard.
     """
-    axes = spec.strategy.batch_axes
-    plan, whole = ElasticPlan(spec, draws_of(spec, given.batch, axes)), PartitionSpec()
-    mapped = jax.shard_map(
-        plan.run,
-        mesh=spec.mesh,
-        in_specs=(plan.param_specs, plan.frozen_specs, whole, PartitionSpec(axes), whole),
-        out_specs=(plan.owner_specs, whole, whole),
-        check_vma=False,
-    )
-    grads, (loss, metrics), buffers = mapped(*given)
-    return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
+    return local_gradients(spec, given, ElasticPlan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +93,9 @@ class ElasticPlan(LocalPlan):
         After shard k, level l of the stack holds the sum of a complete subtree of 2^l shards
         wherever bit l of k + 1 is set.
         """
-        drawing = None if self.drawing is None else _by_shard(self.drawing)
+        # Parts are told by their number alone.
+        own = self.drawing
+        drawing = None if own is None else dataclasses.replace(own, axes=(), ranks=1)
         batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
         start = jax.lax.axis_index(self.axes) * count
 
@@ -184,10 +178,7 @@ def elastic_update(
     found = spec.owners, optimizer_shardings(policy, spec.stored_shapes, state, mesh)
     owners, moments = jax.tree.map(lambda place: place.spec, found)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> tuple[PyTree, PyTree]:
-        updates, state = spec.stored_optimizer.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
+    update = functools.partial(updated, spec.stored_optimizer.update)
     alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
     return alone(grads, state, params, loss)
 
@@ -213,11 +204,6 @@ def _alone(
     )
 
 
-def _by_shard(drawing: Draws) -> Draws:
-    """The draws of parts that are told by their number alone."""
-    return dataclasses.replace(drawing, axes=(), ranks=1)
-
-
 def _row(x: Array, number: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
 
@@ -231,10 +217,8 @@ def obstacle(spec: StepSpec) -> dict[str, str] | None:
     Returns:
         `why` and `what`; None where it can, or is not asked to.
     """
-    for find in (_of_strategy, _of_counts, _of_sums, _of_update):
-        if (found := find(spec)) is not None:
-            return dict(zip(("why", "what"), found, strict=True))
-    return None
+    found = (find(spec) for find in (_of_strategy, _of_counts, _of_sums, _of_update))
+    return next(({"why": one[0], "what": one[1]} for one in found if one is not None), None)
 
 
 Obstacle: TypeAlias = tuple[str, str] | None

@@ -24,7 +24,7 @@ from ..jaxpr.factors import COMPARES, EACH, MOVES
 from ..ops.fp8 import WEIGHT, Fp8Layers
 from ..ops.int8 import WIDEN, Int8, Int8Form
 from ..parallel import Reduction
-from ..sharding import Policy, axes_of, spec_axes, spread
+from ..sharding import Policy, axes_of, spec_axes, spec_of, spread
 
 if TYPE_CHECKING:
     from .spec import StepSpec
@@ -260,7 +260,7 @@ def gathers_by_units(spec: StepSpec) -> bool:
     Else weights are whole for the whole step.
     """
     strategy = spec.strategy
-    once = spec.reduction.per == "step" or strategy.gathers_once
+    once = spec.reduction.per == "step" or strategy.gathers_once or spec.options.is_elastic
     return bool(strategy.params.split_axes) and not once
 
 
@@ -325,10 +325,8 @@ def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
         >>> only_axes(PartitionSpec("fsdp", "tp"), ("tp",))
         P(None, 'tp')
     """
-    kept = [tuple(a for a in axes_of(spec, dim) if a in axes) for dim in range(len(spec))]
-    while kept and not kept[-1]:
-        kept.pop()
-    return PartitionSpec(*(entry[0] if len(entry) == 1 else (entry or None) for entry in kept))
+    kept = (tuple(a for a in axes_of(spec, dim) if a in axes) for dim in range(len(spec)))
+    return spec_of(kept)
 
 
 def regather_in_backward(primitive: Primitive, *_: object, **__: Any) -> bool:

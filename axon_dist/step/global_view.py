@@ -50,7 +50,7 @@ def global_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult
     params, frozen, buffers, batch, scale = given
     count, once = spec.num_microbatches, spec.strategy.gathers_once
     looped: frozenset[Path] = frozenset()
-    if _splits(spec):
+    if spec.strategy.splits:
         # As recurrent layers read their weights: in every turn.
         samples, shapes = spec.microbatch(batch)
         jaxpr = spec.separator.program(shapes, samples).jaxpr
@@ -80,12 +80,6 @@ def _at_owners(spec: StepSpec, grads: PyTree) -> PyTree:
     return jax.lax.with_sharding_constraint(grads, spec.owners)
 
 
-def _splits(spec: StepSpec) -> bool:
-    """Whether weights or their gradients lie split, so that units gather them."""
-    strategy = spec.strategy
-    return bool(strategy.params.split_axes or strategy.opt_state.split_axes)
-
-
 def global_forward(
     spec: StepSpec,
     also: Prepare,
@@ -104,7 +98,7 @@ def global_forward(
         A function (params, buffers, batch) -> `Outcome`.
     """
     gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
-    prepare = spec.view.prepare(gather if _splits(spec) else None, also)
+    prepare = spec.view.prepare(gather if spec.strategy.splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
     return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 

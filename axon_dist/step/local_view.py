@@ -47,7 +47,6 @@ from .objective import (
     beside,
     forward_of,
     gradient_sums,
-    gradient_totals,
 )
 from .spec import StepSpec
 from .view import (
@@ -128,7 +127,9 @@ def _counted(path: Path) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
-def local_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
+def local_gradients(
+    spec: StepSpec, given: GradientArguments, make_plan: type[LocalPlan] | None = None
+) -> GradientResult:
     """Gradients that run per rank and are reduced by hand, laid where their moments lie.
 
     Each rank of the batch axes differentiates its rows of every microbatch and adds up. Either
@@ -140,10 +141,11 @@ def local_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
     Args:
         spec: the step; the `reduction` of its strategy says how gradients become one.
         given: parameters, buffers, batch and scale.
+        make_plan: says what a rank does; None is `LocalPlan`.
     """
     axes = spec.strategy.batch_axes
     # Found outside the region, for a trace inside it would see the samples of one rank.
-    plan = LocalPlan(spec, draws_of(spec, given.batch, axes))
+    plan = (make_plan or LocalPlan)(spec, draws_of(spec, given.batch, axes))
     if gathers_by_units(spec):
         check_reads(spec, given.batch)
     whole, buffer_specs = PartitionSpec(), buffer_partition(given.buffers, spec.reduction, axes)
@@ -151,7 +153,7 @@ def local_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
     mapped = jax.shard_map(
         plan.run,
         mesh=spec.mesh,
-        axis_names=frozenset(axes),
+        axis_names=frozenset(spec.mesh.axis_names if spec.options.is_elastic else axes),
         in_specs=(plan.param_specs, plan.frozen_specs, buffer_specs, batch_specs, whole),
         out_specs=(plan.owner_specs, whole, buffer_specs),
         check_vma=False,
@@ -204,6 +206,7 @@ class LocalPlan:
         own = own_buffers(buffers, reduction)
         drawing = self.drawing if count == 1 else None
         first = own if drawing is None else drawing.before(own, own, 0)
+        accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
         parts, share = count * self.spec.num_ranks, functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
             # Cast before the gather: in a lower precision half the bytes travel, and the gradient
@@ -218,9 +221,10 @@ class LocalPlan:
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             if reduction.per == "microbatch" or count == 1:
-                sums, changed = self._accumulated(sums_of, whole, first, batch)
+                sums, changed = accumulated(sums_of, whole, first, batch)
             else:
-                sums, changed = self._held_back(sums_of, whole, others, first, batch, scale)
+                last = self._last(forward, others) if self._reduces_within(scale) else None
+                sums, changed = self._held_back(sums_of, whole, first, batch, last)
             if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
@@ -229,36 +233,23 @@ class LocalPlan:
             gather = functools.partial(local_gather, self.spec)
             forward = beside(self._scanned(self._plain(gather)), frozen)
             sums_of = gradient_sums(forward, scale, share, parts)
-            sums, changed = self._accumulated(sums_of, params, first, batch)
+            sums, changed = accumulated(sums_of, params, first, batch)
         changed = without_rank(changed, own)
         # Sums of totals and of weights: a mean of means would weigh ranks with few real samples
         # like the others.
         scalars = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
-    def _accumulated(
-        self,
-        sums_of: SumsFn,
-        weights: PyTree,
-        buffers: PyTree,
-        batch: Batch,
-        last: LastFn | None = None,
-    ) -> tuple[Sums, PyTree]:
-        count = self.spec.num_microbatches
-        return accumulate(sums_of, weights, buffers, batch, count, last=last, drawing=self.drawing)
-
     def _held_back(
         self,
         sums_of: SumsFn,
         whole: PyTree,
-        frozen: PyTree,
         buffers: PyTree,
         batch: Batch,
-        scale: Array | None,
+        reduced: LastFn | None,
     ) -> tuple[Sums, PyTree]:
         """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
         stacking = stacking_of(whole, self.spec.view.units)
-        reduced = self._last(frozen)
 
         def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             # Else the compiler would see through the rows, and stack them anew in every turn.
@@ -267,13 +258,17 @@ class LocalPlan:
             return dataclasses.replace(sums, grads=stacking.stack(sums.grads)), buffers
 
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> Any:
+            assert reduced is not None
             weights = jax.lax.optimization_barrier(weights)
             apart = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
             return reduced(apart, stacking.unstack(weights), buffers, batch)
 
-        within, rows = last if self._reduces_within(scale) else None, stacking.stack(whole)
-        sums, buffers = self._accumulated(stacked, rows, buffers, batch, within)
-        if within is None:
+        rows, within = stacking.stack(whole), None if reduced is None else last
+        count, drawing = self.spec.num_microbatches, self.drawing
+        sums, buffers = accumulate(
+            stacked, rows, buffers, batch, count, last=within, drawing=drawing
+        )
+        if reduced is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
         return sums, buffers
 
@@ -287,12 +282,16 @@ class LocalPlan:
         is_held = reduction.per == "step" and self.spec.num_microbatches > 1
         return is_held and not reduction.is_grouped and scale is None
 
-    def _last(self, frozen: PyTree) -> LastFn:
-        """Takes the last microbatch, whose backward pass hides the reduction, unit by unit."""
+    def _last(self, plain: Forward, frozen: PyTree) -> LastFn:
+        """Takes the last microbatch, whose backward pass hides the reduction, unit by unit.
+
+        Without units it runs the `plain` program of the others, on weights that reduce.
+        """
         reduce = functools.partial(reduce_held, self.spec)
 
         def last(sums: Sums, whole: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
-            once = self._read_once(buffers, batch)
+            units = self.spec.view.units
+            once = self._read_once(buffers, batch) if units else frozenset()
             held = dict(leaves_with_paths(sums.grads))
 
             def forward(slots: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
@@ -301,12 +300,20 @@ class LocalPlan:
                 def bundle(path, weight):
                     return Held(weight, held[path], slot[path]) if path in held else weight
 
+                def reduced(path, weight):
+                    gather = reduce(path)
+                    return weight if gather is None else gather(bundle(path, weight))
+
+                if not units:
+                    return plain(map_with_path(reduced, whole), buffers, batch)
                 run = self._plain(reduce, bundle=bundle, by_units=once.__contains__)
                 return beside(run, frozen)(whole, buffers, batch)
 
             # The slots are nothing but shapes: what they are the gradient of is what counts.
             slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)
-            totals = gradient_totals(self._scanned(forward))
+            # To what is held no weight could be multiplied in any more: so a total, no mean.
+            run = self._scanned(forward) if units else forward
+            totals = gradient_sums(run, common=lambda _: 1)
             found, buffers = totals(slots, buffers, batch)
             both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (found.loss, found.metrics))
             return Sums(found.grads, *both), buffers

@@ -332,7 +332,7 @@ def beside(forward: Forward, frozen: PyTree) -> Forward:
 def gradient_sums(
     forward: Forward,
     scale: Array | None = None,
-    common: Callable[[Array], Array] | None = None,
+    common: Callable[[Array], Array | int] | None = None,
     parts: int = 1,
 ) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
     """Makes the function that differentiates the loss and returns weighted sums.
@@ -344,7 +344,8 @@ def gradient_sums(
         forward: the forward pass.
         scale: what the loss is multiplied by on the way back, against vanishing gradients.
         common: makes one weight of those of all ranks; needed where gradients of different ranks
-            are added within the backward pass, before weights of their own could be multiplied in.
+            are added within the backward pass, before weights of their own could be multiplied in;
+            where it makes 1 of each, the total is differentiated and not the mean.
         parts: into how many of about this size a batch is cut. A sample weighs so many times more
             in the mean of a part: a scaled loss is divided by it on the way back, or half precision
             would overflow in parts where it does not as a whole.
@@ -365,32 +366,16 @@ def gradient_sums(
         if scale is not None:
             grads = jax.tree.map(lambda g: wide(g) * parts, grads)
         weight = weight_of(outcome.loss)
-        weight = weight if is_one(weight) else _nonzero(weight)
-        return weigh(grads, outcome, weight), outcome.buffers
+        factor = None if is_one(weight) else _nonzero(weight)
+
+        def weighed(grad):
+            grad = wide(grad)
+            return grad if factor is None else grad * factor.astype(grad.dtype)
+
+        grads, loss = jax.tree.map(weighed, grads), jax.tree.map(_float, outcome.loss)
+        return Sums(grads, loss, weighed_metrics(outcome)), outcome.buffers
 
     return sums
-
-
-def gradient_totals(forward: Forward) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
-    """Makes the function that differentiates the sum of the losses, not their mean.
-
-    For gradients that are added to others within the backward pass, where no weight could be
-    multiplied in any more.
-
-    Args:
-        forward: the forward pass.
-
-    Returns:
-        A function of (params, buffers, batch) giving the sums, gradients in the dtypes that they
-        are made in, and the new buffers.
-    """
-    differentiate = _differentiated(forward, lambda _: 1, None, lambda loss: loss.total)
-
-    def totals(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
-        (_, outcome), grads = differentiate(params, buffers, batch)
-        return weigh(grads, outcome, 1), outcome.buffers
-
-    return totals
 
 
 def gradient_means(
@@ -429,28 +414,6 @@ def _differentiated(
         return (value if scale is None else wide(value) * scale), outcome
 
     return jax.value_and_grad(objective, has_aux=True)
-
-
-def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
-    """Turns the gradients of a mean loss into float32 sums; a weight of 1 costs nothing.
-
-    Args:
-        grads: gradients of `total / grad_weight`.
-        outcome: the loss and metrics, weighed by their own weight.
-        grad_weight: the weight that the gradients were divided by.
-
-    Returns:
-        The sums.
-    """
-
-    def scaled(x, weight):
-        return x if is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
-
-    return Sums(
-        grads=jax.tree.map(lambda g: scaled(wide(g), grad_weight), grads),
-        loss=jax.tree.map(_float, outcome.loss),
-        metrics=weighed_metrics(outcome),
-    )
 
 
 def _per_weight(loss: Weighted) -> Array:

@@ -142,6 +142,18 @@ def _updated(optimizer: Any, params: PyTree) -> PyTree:
     return changes
 
 
+def updated(
+    update: Callable[..., tuple[PyTree, PyTree]],
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    loss: Array,
+) -> tuple[PyTree, PyTree]:
+    """The next parameters, and the next state of the optimizer whose update is given."""
+    updates, state = update(grads, state, params, value=loss)
+    return optax.apply_updates(params, updates), state
+
+
 def _as_state(
     optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
 ) -> optax.GradientTransformationExtraArgs:
@@ -191,7 +203,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DistributedUpdate:
-    """What an optimizer does to parameters as the state holds them.
+    """What an optimizer does to parameters as the state holds them, its matrices distributed.
 
     Args:
         optimizer: the transformation as it runs on them.
@@ -226,31 +238,38 @@ class DistributedUpdate:
         """The update as a program of gradients, state, parameters and loss."""
         return self._traced[0]
 
-    @property
-    def next_state(self) -> PyTree:
-        """The shapes of the optimizer's state after an update."""
-        return self._traced[1][1]
+    @cached_property
+    def needs_matrices(self) -> bool:
+        """Whether the optimizer needs matrices whole, which are then distributed."""
+        return has_matrices(self.program)
 
     @cached_property
-    def distributor(self) -> Distributor | None:
-        """Distributes the matrices that the optimizer needs whole; None where it needs none."""
-        if not has_matrices(self._traced[0]):
-            return None
+    def _places(self) -> tuple[PartitionSpec, ...]:
+        """How each input of the update lies."""
         owners = shardings(self.state_policy, self.params, self.mesh)
         moments = optimizer_shardings(self.state_policy, self.params, self.state, self.mesh)
         params = shardings(self.param_policy, self.params, self.mesh)
         places = jax.tree.leaves((owners, moments, params))
-        return Distributor(self.mesh, (*(place.spec for place in places), PartitionSpec()))
+        return (*(place.spec for place in places), PartitionSpec())
 
     @property
     def hidden(self) -> str | None:
         """The operation of the optimizer that hides matrices which it needs whole."""
-        return hidden_in(self._traced[0])
+        return hidden_in(self.program)
 
     @property
     def distributions(self) -> tuple[Distribution, ...]:
-        """How the matrices that the optimizer needs whole are distributed."""
-        return () if self.distributor is None else self.distributor.distributions(self._traced[0])
+        """How the matrices that the optimizer needs whole are distributed, stack by stack."""
+        found: list[Distribution] = []
+
+        def note(calls: Sequence[RowCall]) -> list[Array]:
+            found.extend(plan for plan, _ in self._stacks(calls))
+            return [call.x for call in calls]
+
+        if self.needs_matrices:
+            run = functools.partial(run_with_calls, self.program)
+            jax.eval_shape(lambda *values: run(values, note), *input_shapes(self.program))
+        return tuple(found)
 
     def __call__(
         self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array
@@ -266,11 +285,70 @@ class DistributedUpdate:
         Returns:
             The updates, and the next state.
         """
-        if self.distributor is None or self.mesh.size == 1:
+        if not self.needs_matrices or self.mesh.size == 1:
             return self.optimizer.update(grads, state, params, value=value)
         program, shapes = self._traced
         leaves = jax.tree.leaves((grads, state, params, value.astype(jnp.float32)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), self.distributor.run(program, leaves))
+        results = run_with_calls(program, leaves, self._run)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def _run(self, calls: Sequence[RowCall]) -> list[Array]:
+        results: dict[int, Array] = {}
+        for plan, members in self._stacks(calls):
+            made = self._together(plan, [calls[number] for number in members])
+            results.update(zip(members, made, strict=True))
+        return [results[number] for number in range(len(calls))]
+
+    def _stacks(self, calls: Sequence[RowCall]) -> list[tuple[Distribution, list[int]]]:
+        """Which calls go together, and how their stack is distributed."""
+        groups: dict[Any, list[int]] = {}
+        for number, call in enumerate(calls):
+            lead, spec = self._specs(call)
+            more = tuple(map(id, call.more))
+            own = call.x.shape[call.lead :]
+            key = (call.function, own, call.x.dtype, spec, spec_axes(lead), more)
+            groups.setdefault(key, []).append(number)
+        return [
+            (self._distribution(key, [calls[number] for number in members]), members)
+            for key, members in groups.items()
+        ]
+
+    def _distribution(self, key: tuple[Any, ...], calls: Sequence[RowCall]) -> Distribution:
+        function, shape, _, spec, apart, _ = key
+        size = self.mesh.shape
+        ranks = math.prod(size[axis] for axis in apart)
+        count = sum(math.prod(call.x.shape[: call.lead]) for call in calls) // ranks
+        moved = spec_axes(spec)
+        num_ranks, extra = math.prod(size[axis] for axis in moved), []
+        for axis in self.mesh.axis_names:
+            more = num_ranks * size[axis]
+            if axis not in (*apart, *moved) and -(-count // more) < -(-count // num_ranks):
+                extra.append(axis)
+                num_ranks = more
+        return Distribution(function, shape, count, spec, apart, moved, tuple(extra), num_ranks)
+
+    def _specs(self, call: RowCall) -> tuple[PartitionSpec, PartitionSpec]:
+        """How the dims lie that count matrices, and those of a matrix."""
+        if call.origin is None:
+            return PartitionSpec(), PartitionSpec()
+        number, dims = call.origin
+        entries = [axes_of(self._places[number], dim) for dim in dims]
+        return PartitionSpec(*entries[: call.lead]), PartitionSpec(*entries[call.lead :])
+
+    def _together(self, plan: Distribution, calls: Sequence[RowCall]) -> list[Array]:
+        """Runs the calls of one stack."""
+        inner = (*plan.spec, *[None] * (len(plan.shape) - len(plan.spec)))
+        leads = [(self._specs(call)[0], call.lead) for call in calls]
+        places = [PartitionSpec(*lead, *[None] * (n - len(lead)), *inner) for lead, n in leads]
+        more = calls[0].more
+        run = jax.shard_map(
+            functools.partial(_on_device, plan, [call.lead for call in calls]),
+            mesh=self.mesh,
+            in_specs=(places, PartitionSpec()),
+            out_specs=places,
+            check_vma=False,
+        )
+        return run([call.x for call in calls], more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,103 +400,6 @@ class Distribution:
             f"{self.count} of {size} distributed over {over}: {self.per_device} on each of "
             f"{self.num_ranks} devices, {self.padding} of them padding"
         )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Distributor:
-    """Runs an optimizer's update with its whole matrices distributed over the devices of a mesh.
-
-    Args:
-        mesh: names and sizes of its axes, over all devices.
-        specs: how each input of the update lies.
-    """
-
-    mesh: Mesh
-    specs: tuple[PartitionSpec, ...]
-
-    def run(self, program: ClosedJaxpr, values: Sequence[Array]) -> list[Array]:
-        """Runs a traced update.
-
-        Args:
-            program: a closed jaxpr.
-            values: its inputs, in global view.
-
-        Returns:
-            Its outputs.
-        """
-        return run_with_calls(program, values, self._run)
-
-    def distributions(self, program: ClosedJaxpr) -> tuple[Distribution, ...]:
-        """How the stacks of a traced update will be distributed."""
-        found: list[Distribution] = []
-
-        def note(calls: Sequence[RowCall]) -> list[Array]:
-            found.extend(plan for plan, _ in self._stacks(calls))
-            return [call.x for call in calls]
-
-        jax.eval_shape(
-            lambda *values: run_with_calls(program, values, note), *input_shapes(program)
-        )
-        return tuple(found)
-
-    def _run(self, calls: Sequence[RowCall]) -> list[Array]:
-        results: dict[int, Array] = {}
-        for plan, members in self._stacks(calls):
-            made = self._together(plan, [calls[number] for number in members])
-            results.update(zip(members, made, strict=True))
-        return [results[number] for number in range(len(calls))]
-
-    def _stacks(self, calls: Sequence[RowCall]) -> list[tuple[Distribution, list[int]]]:
-        """Which calls go together, and how their stack is distributed."""
-        groups: dict[Any, list[int]] = {}
-        for number, call in enumerate(calls):
-            lead, spec = self._specs(call)
-            more = tuple(map(id, call.more))
-            own = call.x.shape[call.lead :]
-            key = (call.function, own, call.x.dtype, spec, spec_axes(lead), more)
-            groups.setdefault(key, []).append(number)
-        return [
-            (self._distribution(key, [calls[number] for number in members]), members)
-            for key, members in groups.items()
-        ]
-
-    def _distribution(self, key: tuple[Any, ...], calls: Sequence[RowCall]) -> Distribution:
-        function, shape, _, spec, apart, _ = key
-        size = self.mesh.shape
-        ranks = math.prod(size[axis] for axis in apart)
-        count = sum(math.prod(call.x.shape[: call.lead]) for call in calls) // ranks
-        moved = spec_axes(spec)
-        num_ranks, extra = math.prod(size[axis] for axis in moved), []
-        for axis in self.mesh.axis_names:
-            more = num_ranks * size[axis]
-            if axis not in (*apart, *moved) and -(-count // more) < -(-count // num_ranks):
-                extra.append(axis)
-                num_ranks = more
-        return Distribution(function, shape, count, spec, apart, moved, tuple(extra), num_ranks)
-
-    def _specs(self, call: RowCall) -> tuple[PartitionSpec, PartitionSpec]:
-        """How the dims lie that count matrices, and those of a matrix."""
-        if call.origin is None:
-            return PartitionSpec(), PartitionSpec()
-        number, dims = call.origin
-        entries = [axes_of(self.specs[number], dim) for dim in dims]
-        entries = [entry[0] if len(entry) == 1 else (entry or None) for entry in entries]
-        return PartitionSpec(*entries[: call.lead]), PartitionSpec(*entries[call.lead :])
-
-    def _together(self, plan: Distribution, calls: Sequence[RowCall]) -> list[Array]:
-        """Runs the calls of one stack."""
-        inner = (*plan.spec, *[None] * (len(plan.shape) - len(plan.spec)))
-        leads = [(self._specs(call)[0], call.lead) for call in calls]
-        places = [PartitionSpec(*lead, *[None] * (n - len(lead)), *inner) for lead, n in leads]
-        more = calls[0].more
-        run = jax.shard_map(
-            functools.partial(_on_device, plan, [call.lead for call in calls]),
-            mesh=self.mesh,
-            in_specs=(places, PartitionSpec()),
-            out_specs=places,
-            check_vma=False,
-        )
-        return run([call.x for call in calls], more)
 
 
 def _on_device(

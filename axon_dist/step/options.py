@@ -10,13 +10,13 @@ from typing import Any, Literal, TypedDict
 from flax import nnx
 from jax.sharding import Mesh
 
-from ..core.checks import check_fields
+from ..core.checks import OPTIMIZER, check_fields
 from ..core.errors import ConfigError, GroupError, did_you_mean
 from ..core.typing import LossFn, OptionValue
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import GradScaler
-from .state import Nonfinite, nonfinite_policy
+from .state import Nonfinite
 
 
 class StepKeywords(TypedDict, total=False):
@@ -61,7 +61,8 @@ def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool
             )
     found = dataclasses.replace(options or StepOptions(), **keywords)
     scaler = found.scaler or (GradScaler() if scales else None)
-    return dataclasses.replace(found, scaler=scaler, nonfinite=nonfinite_policy(found.nonfinite))
+    nonfinite = None if found.nonfinite is None else Nonfinite(found.nonfinite)
+    return dataclasses.replace(found, scaler=scaler, nonfinite=nonfinite)
 
 
 def check_arguments(
@@ -97,15 +98,11 @@ def check_arguments(
             "optimizer is an nnx.Optimizer, which keeps a state of its own; give the optax "
             "transformation it was made of, the step keeps its state in TrainState.opt_state"
         )
-    if inspect.isclass(optimizer):
+    if inspect.isclass(optimizer) or not OPTIMIZER.holds(optimizer):
+        of_class = f"the class {getattr(optimizer, '__name__', '')}"
+        what = of_class if inspect.isclass(optimizer) else f"a {type(optimizer).__name__}"
         raise ConfigError(
-            f"optimizer is the class {optimizer.__name__}; give an optax transformation, such as "
-            "optax.adamw(1e-3)"
-        )
-    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__}; give an optax transformation, such as "
-            "optax.adamw(1e-3)"
+            f"optimizer is {what}; give an optax transformation, such as optax.adamw(1e-3)"
         )
     if inspect.isclass(loss_fn):
         raise ConfigError(

@@ -43,18 +43,6 @@ def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
     }
 
 
-def first_rows(state: TrainState, replicas: int) -> TrainState:
-    """A state with a row for each replica, all of them alike but for their random streams.
-
-    The keys of the first replica are the model's own; those of replica r are folded with r.
-
-    Args:
-        state: of one replica.
-        replicas: how many.
-    """
-    return _with_rows(state, lambda tree: jax.tree.map(lambda x: _repeated(x, replicas), tree))
-
-
 def mean_rows(buffers: PyTree) -> PyTree:
     """The buffers to evaluate with: the mean of statistics, and of the rest the first replica's."""
 
@@ -65,6 +53,7 @@ def mean_rows(buffers: PyTree) -> PyTree:
 
 
 def _repeated(x: Array, replicas: int) -> Array:
+    """A row for each replica; the keys of the first are the model's own, of r folded with r."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(x, (replicas, *x.shape))
     folded = [jnp.vectorize(jax.random.fold_in)(x, number) for number in range(1, replicas)]
@@ -362,7 +351,8 @@ class ReplicaForm(StateForm):
     ) -> TrainState:
         """The first state with given parameters; see `StateForm.around`."""
         one = super().around(stored, buffers, opt_state)
-        rows = first_rows(one, self.spec.mesh.shape[self.outer.plan.axis])
+        count = self.spec.mesh.shape[self.outer.plan.axis]
+        rows = _with_rows(one, lambda tree: jax.tree.map(lambda x: _repeated(x, count), tree))
         outer, meeting = self.outer.first(one.params)
         return dataclasses.replace(rows, outer=outer, meeting=meeting)
 

@@ -14,14 +14,14 @@ from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, 
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
-from ..parallel import STRATEGY_RULES, PlacedStrategy, check_sums, has_experts
-from ..sharding import Policy, optimizer_shardings, shardings, spec_axes
+from ..parallel import STRATEGY_RULES, check_sums, has_experts
+from ..sharding import Policy, spec_axes
 from .elastic import obstacle
 from .gather import no_fp8_gather
 from .global_view import check_eval_kwargs
 from .replicas import Outer
 from .separable import wants_ranks
-from .spec import StepSpec, deterministic_options
+from .spec import StepSpec
 from .view import own_statistics
 
 Found = Mapping[str, Any] | None
@@ -110,9 +110,10 @@ def _rounded(spec: StepSpec) -> Found:
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    if spec.distributed.distributor is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
+    distributed, few = spec.distributed, spec.mesh.size == 1
+    if not distributed.needs_matrices or few or spec.storage.is_by_vectors:
         return None
-    kind = spec.distributed.hidden
+    kind = distributed.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
@@ -131,14 +132,6 @@ def _loops(spec: StepSpec) -> Found:
     return None
 
 
-def _arrays(spec: StepSpec) -> None:
-    """Decides where every array lies."""
-    stored, mesh = spec.storage.strategy, spec.mesh
-    shardings(stored.params, spec.stored_shapes, mesh)
-    shardings(stored.params, spec.stored_frozen, mesh)
-    optimizer_shardings(stored.opt_state, spec.stored_shapes, spec.first_opt_state, mesh)
-
-
 ELASTIC_BITS = Requirement.row(
     "bits do not depend on how many ranks there are",
     UnsupportedError,
@@ -148,15 +141,8 @@ ELASTIC_BITS = Requirement.row(
 
 RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("options have possible values", lambda spec: spec.options.validate()),
-    Requirement(
-        "devices can compute the same bits twice",
-        lambda spec: (
-            spec.options.deterministic
-            and deterministic_options(spec.world, spec.options.deterministic)
-        ),
-    ),
     Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
-    *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    *STRATEGY_RULES,
     ELASTIC_BITS,
     Requirement.row(
         "microbatches are the pipeline's",
@@ -183,7 +169,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
             and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
         ),
     ),
-    Requirement("the model can be cut into stages", lambda spec: spec.storage),
     Requirement.row(
         "stages have experts in equal blocks",
         UnsupportedError,
@@ -201,7 +186,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "pipeline: classes=(...)",
         _stage_classes,
     ),
-    Requirement("modules to gather or recompute exist", lambda spec: spec.view),
     Requirement.row(
         "units gather what travels in fp8",
         UnsupportedError,
@@ -225,8 +209,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "ranks from outside, as {asked} would need. Use nnx.BatchNorm, or leave that out",
         _statistics,
     ),
-    Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
-    Requirement("the optimizer works on stages", lambda spec: spec.distributed.next_state),
     Requirement.row(
         "matrices can be distributed",
         UnsupportedError,
@@ -236,9 +218,12 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "branch",
         _matrices,
     ),
-    Requirement("every array can be laid out", _arrays),
 )
-"""What a step must fulfil, whatever its batch; what depends on the batch is traced."""
+"""What a step must fulfil, whatever its batch; what depends on the batch is traced.
+
+What cannot be made, as stages, an optimizer for them, or a layout, speaks where it is made: by the
+first rule that asks for it, or by the step.
+"""
 
 
 def _held_alone(spec: StepSpec) -> Found:
@@ -272,7 +257,7 @@ def _compressed(spec: StepSpec) -> Found:
 
 REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
     ELASTIC_BITS,
-    *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    *STRATEGY_RULES,
     Requirement.row(
         "no replica waits for another",
         UnsupportedError,

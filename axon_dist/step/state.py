@@ -12,9 +12,9 @@ import jax
 from jax.core import Tracer
 
 from ..core.checks import ArgumentKind
-from ..core.errors import ConfigError, NamedChoice, did_you_mean
-from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Leaf, PyTree
+from ..core.errors import ConfigError, NamedChoice
+from ..core.tree import leaves_with_paths, problem_of
+from ..core.typing import Array, PyTree
 from ..ops.precision import all_finite
 from ..optim.wrappers import SPIKE as SPIKE
 
@@ -110,18 +110,14 @@ def _problem(given: Any, wanted: Any, where: Any) -> str | None:
         return f"is a {type(given).__name__} and no array"
     if given.shape != wanted.shape or given.dtype != wanted.dtype:
         return f"is {given.dtype}{list(given.shape)} and must be {wanted.dtype}{list(wanted.shape)}"
-    if _is_gone(given):
-        return "was deleted"
+    if (problem := problem_of(given)) is not None:
+        return problem
     if not isinstance(given, jax.Array) or isinstance(given, Tracer) or not given.committed:
         return None
     place = where.with_memory_kind(given.sharding.memory_kind)
     if not given.sharding.is_equivalent_to(place, given.ndim):
         return f"lies as {given.sharding} and must lie as {where}"
     return None
-
-
-def _is_gone(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def check_usable(state: TrainState) -> None:
@@ -140,7 +136,7 @@ def check_usable(state: TrainState) -> None:
             f"got {what} for a state; give a TrainState, that of step.init() or of the step "
             "before: state, metrics = step(state, batch)"
         )
-    if _is_gone(state.step):
+    if isinstance(state.step, jax.Array) and problem_of(state.step) is not None:
         raise ConfigError(
             "this state was used up by an earlier step, which gave its memory to the next state; "
             "go on with the state that the step returned: state, metrics = step(state, batch)"
@@ -199,23 +195,3 @@ def is_lost(values: Mapping[str, float]) -> bool:
 def is_finite(state: TrainState) -> bool:
     """Whether every parameter of a state is finite; computed on the devices."""
     return bool(jax.jit(all_finite)(state.params))
-
-
-def nonfinite_policy(name: Nonfinite | str | None) -> Nonfinite | None:
-    """Reads the name of a policy.
-
-    Raises:
-        ConfigError: when there is none of that name.
-
-    Example:
-        >>> nonfinite_policy("skip")
-        <Nonfinite.SKIP: 'skip'>
-    """
-    if name is None:
-        return None
-    try:
-        return Nonfinite(name)
-    except ValueError:
-        raise ConfigError(
-            f"nonfinite: there is no {name!r}.{did_you_mean(name, Nonfinite)}"
-        ) from None

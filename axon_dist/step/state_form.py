@@ -44,14 +44,14 @@ class Claims:
         params: about the parameters.
         grads: about the gradients that reach the optimizer: they lie with its moments.
         opt_state: about the optimizer state.
-        frozen: about the frozen parameters, where there are some.
+        frozen: about the frozen parameters; of no rows where there are none.
         programs: what a compiled step must show besides; each raises where it does not.
     """
 
     params: Explanation
     grads: Explanation
     opt_state: Explanation
-    frozen: Explanation | None = None
+    frozen: Explanation
     programs: tuple[Callable[[jax.stages.Compiled], Any], ...] = ()
 
     def of_program(self, *checks: Callable[[jax.stages.Compiled], Any]) -> Claims:
@@ -78,8 +78,7 @@ class Claims:
         """
         self.params.check(state.params)
         self.opt_state.check(state.opt_state)
-        if self.frozen is not None:
-            self.frozen.check(state.frozen)
+        self.frozen.check(state.frozen)
         if grads is not None:
             self.grads.check(grads)
 
@@ -98,8 +97,9 @@ class Claims:
         self.check(jax.tree.map(placed_shape, state, compiled.output_shardings[0]))
 
     def __rich__(self) -> Group:
-        tables = [one.table() for one in (self.params, self.grads, self.opt_state)]
-        return Group(*tables, *([] if self.frozen is None else [self.frozen.table()]))
+        frozen = [self.frozen] if self.frozen.rows else []
+        every = (self.params, self.grads, self.opt_state, *frozen)
+        return Group(*(one.table() for one in every))
 
 
 def placed_shape(x: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
@@ -191,9 +191,7 @@ class StateForm:
             explain(strategy.params, params, mesh, f"parameters {under}"),
             explain(policy, params, mesh, f"gradients {under}"),
             explain_optimizer(policy, params, state.opt_state, mesh, what),
-            explain(frozen, state.frozen, mesh, f"frozen parameters {under}")
-            if jax.tree.leaves(state.frozen)
-            else None,
+            explain(frozen, state.frozen, mesh, f"frozen parameters {under}"),
         )
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from .elastic import elastic_gradients, elastic_update, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .objective import GradientArguments, GradientResult
+from .optimizer import updated
 from .options import LOSS_SCALE, StepOptions
 from .parts import SHARED, own_and_given
 from .pipeline_view import pipeline_gradients
@@ -203,14 +203,6 @@ def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> Gra
     )
 
 
-def _updated(spec: StepSpec) -> Callable[..., tuple[PyTree, PyTree]]:
-    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> tuple[PyTree, PyTree]:
-        updates, state = spec.distributed(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    return update
-
-
 def one_step(
     spec: StepSpec, state: TrainState, placed: Placed, held: Array | None = None
 ) -> tuple[TrainState, Metrics]:
@@ -230,7 +222,8 @@ def one_step(
     norm_of = functools.partial(whole_norm, spec) if options.is_elastic else optax.tree.norm
     clipped, measured = clip(grads, options, norm_of)
     with jax.named_scope("optimizer"):
-        update = functools.partial(elastic_update, spec) if options.is_elastic else _updated(spec)
+        alone = (elastic_update, spec) if options.is_elastic else (updated, spec.distributed)
+        update = functools.partial(*alone)
         params, opt_state = update(clipped, state.opt_state, state.params, metrics["loss"])
     measured |= metrics_of(opt_state)
     if "param_norm" in options.metrics:

@@ -80,11 +80,7 @@ class ModelChanges:
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
-        return (
-            params
-            if self.strategy.precision is None
-            else cast_floating(params, self.strategy.precision.compute)
-        )
+        return params if self.dtype is None else cast_floating(params, self.dtype)
 
     @property
     def dtype(self) -> Any:
@@ -245,9 +241,8 @@ def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) ->
         UnsupportedError: when the classes named for units or checkpointing do not exist, or fp8
             finds no layer.
     """
-    splits = bool(strategy.params.split_axes or strategy.opt_state.split_axes)
     units: frozenset[Path] = frozenset()
-    if splits or strategy.remat is not None or parts.int8:
+    if strategy.splits or strategy.remat is not None or parts.int8:
         units = _units(strategy, parts)
     view = ModelChanges(strategy, parts, units, unroll)
     _ = view.fp8
@@ -287,26 +282,22 @@ def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
     """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
-    if reduction.sync_buffers:
-        return jax.tree.map(lambda _: PartitionSpec(), buffers)
-    return _of_ranks(lambda _: PartitionSpec(axes), buffers, lambda _: PartitionSpec())
+    whole = PartitionSpec()
+    return _of_ranks(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: whole)
 
 
 def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
     """Gives every rank its own copy of the statistics where they are not synchronised."""
-    if reduction.sync_buffers:
-        return buffers
-    return _of_ranks(lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
+    return _of_ranks(reduction, lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
 
 
 def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
     """The statistics to evaluate with: the average over the ranks' own."""
-    if reduction.sync_buffers:
-        return buffers
-    return _of_ranks(lambda x: x.mean(0), buffers)
+    return _of_ranks(reduction, lambda x: x.mean(0), buffers)
 
 
 def _of_ranks(
+    reduction: Reduction,
     function: Callable[[Any], Any],
     buffers: PyTree,
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
@@ -316,16 +307,15 @@ def _of_ranks(
 
     def one(leaf: Any) -> Any:
         is_statistic = not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return (function if is_statistic else otherwise)(leaf)
+        is_own = is_statistic and not reduction.sync_buffers
+        return (function if is_own else otherwise)(leaf)
 
     return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
 
 
 def own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
     """The statistics of this rank, inside `shard_map`."""
-    if reduction.sync_buffers:
-        return buffers
-    return _of_ranks(lambda x: x[0], buffers)
+    return _of_ranks(reduction, lambda x: x[0], buffers)
 
 
 def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:

@@ -1,5 +1,7 @@
 """Strategies are values: they validate, compose, and say who conflicts."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -7,11 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist import DDP, CPUOffload, GradSyncStrategy, MixedPrecision
 from axon_dist.core.errors import ConfigError, MeshError, StrategyConflictError, check_all
-from axon_dist.mesh import MeshSpec
+from axon_dist.mesh import MeshSpec, World
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import (
     STRATEGY_RULES,
-    PlacedStrategy,
     Reduction,
     Strategy,
     as_strategy,
@@ -24,6 +25,14 @@ from axon_dist.parallel import (
     zero,
 )
 from axon_dist.sharding import ByRule, LargestDim, Merge, Replicate
+
+
+class Placed(NamedTuple):
+    """What the rules are about."""
+
+    strategy: Strategy
+    world: World
+
 
 TP = Strategy("tp", params=ByRule(((r"w", P(None, "tp")),), "tp"))
 
@@ -127,19 +136,19 @@ def test_axes_that_the_mesh_lacks(world):
     with pytest.raises(
         MeshError, match=r"'ddp' splits the batch over axis 'fsdp', which mesh dp=8 lacks.*dp"
     ):
-        check_all(STRATEGY_RULES, PlacedStrategy(ddp(("fsdp",)), world))
+        check_all(STRATEGY_RULES, Placed(ddp(("fsdp",)), world))
 
 
 def test_stages_send_nothing_around_a_ring(make_world):
     world, stages = make_world("pp=2,cp=2"), pipelined(2, 4)
     whole = compose(stages, context_parallel("ulysses"))
     with pytest.raises(StrategyConflictError, match=r"ring of axis 'cp'.*parallel\('ulysses'\)"):
-        check_all(STRATEGY_RULES, PlacedStrategy(compose(stages, context_parallel()), world))
-    check_all(STRATEGY_RULES, PlacedStrategy(whole, world))
+        check_all(STRATEGY_RULES, Placed(compose(stages, context_parallel()), world))
+    check_all(STRATEGY_RULES, Placed(whole, world))
 
 
 def test_stages_recompute_block_by_block(make_world):
     remat = Strategy("remat", remat=ActivationCheckpointing("sqrt"))
     both = compose(pipelined(2, 4), remat)
     with pytest.raises(StrategyConflictError, match=r"pipeline.*interval 'sqrt'; leave .* at 1"):
-        check_all(STRATEGY_RULES, PlacedStrategy(both, make_world("pp=2")))
+        check_all(STRATEGY_RULES, Placed(both, make_world("pp=2")))

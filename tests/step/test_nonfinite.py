@@ -162,7 +162,9 @@ def test_an_overflow_is_the_business_of_the_scale_until_it_cannot_fall():
 
 
 def test_there_are_three_policies():
-    with pytest.raises(ConfigError, match=r"nonfinite: there is no 'skp'. Did you mean 'skip'\?"):
+    with pytest.raises(
+        ConfigError, match=r"Nonfinite got 'skp', and has no such member. Did you mean 'skip'\?"
+    ):
         build(policy="skp")
 
 

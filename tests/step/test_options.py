@@ -32,7 +32,11 @@ def test_keywords_stand_over_the_value():
     [
         ({"accumulate": 2}, {}, "must be None or such as StepOptions"),
         (None, {"acumulate": 2}, "no argument 'acumulate'. Did you mean 'accumulate'"),
-        (None, {"nonfinite": "stopp"}, "there is no 'stopp'. Did you mean 'stop'"),
+        (
+            None,
+            {"nonfinite": "stopp"},
+            "Nonfinite got 'stopp', and has no such member. Did you mean 'stop'",
+        ),
     ],
 )
 def test_what_is_no_option_is_named(options, keywords, error):
