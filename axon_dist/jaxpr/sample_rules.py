@@ -348,7 +348,7 @@ _LINEAR = (
 )
 _PLACING = "sharding_constraint mesh_cast pvary pcast layout_constraint reshard"
 _POWERS = "sqrt rsqrt square integer_pow"
-RULES: MappingProxyType[str, Rule] = MappingProxyType(
+SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(ELEMENTWISE, lambda op, v: nonlinear(op.name, v)),
         **dict.fromkeys(_LINEAR.split(), _linear),
