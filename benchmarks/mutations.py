@@ -98,11 +98,11 @@ MUTATIONS = (
     ),
     row(
         "ops/precision.py", "wide(g) / state.scale", "wide(g) * state.scale",
-        "precision/test_scaler.py::test_scale_and_unscale",
+        "ops/test_scaler.py::test_scale_and_unscale",
     ),
     row(
         "ops/precision.py", "state.good_steps + 1 >= self", "state.good_steps >= self",
-        "precision/test_scaler.py",
+        "ops/test_scaler.py",
     ),
     # Collectives: the scale of a mean, slices, buckets.
     row(
@@ -265,11 +265,11 @@ MUTATIONS = (
     # What the witness reads off a program, and what the planner says of one.
     row(
         "inspect/computations.py", "return iteration\n", "return iteration + 1\n",
-        "hlo/test_loops.py",
+        "inspect/test_loops.py",
     ),
     row(
         "mesh/group.py", "iota.transpose(order or range(len(dims)))", "iota",
-        "hlo/test_groups.py::test_every_notation_becomes_lists_of_devices",
+        "inspect/test_groups.py::test_every_notation_becomes_lists_of_devices",
     ),
     row(
         "inspect/ledger.py", "2 if kind == \"all-reduce\" else 1", "1",

@@ -29,6 +29,7 @@ from axon_dist.planner import (
     read_step,
     workload_of,
 )
+from axon_dist.planner.candidates import AXES, DATA_PARALLEL
 from axon_dist.planner.reading import AUTO, USABLE
 from axon_dist.step import TrainStep
 
@@ -52,8 +53,8 @@ _BEFORE_REMAT = 2
 """How often of these smaller microbatches are tried before blocks are recomputed."""
 
 SIMPLICITY = ("ddp", "zero2", "zero1", "full_shard", "hybrid_shard")
-"""Data-parallel strategies in the order in which they are taken. ZeRO-1 holds more than ZeRO-2, and
-is for steps of so many microbatches that reducing each is no longer quiet."""
+"""Data-parallel strategies in the order in which they are taken, before others. ZeRO-1 holds more
+than ZeRO-2, and is for steps of so many microbatches that reducing each is no longer quiet."""
 
 
 Tell: TypeAlias = Callable[[str, str], None]
@@ -323,9 +324,10 @@ def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
 
 def _complexity(one: Arrangement) -> int:
     """How much is combined; smaller is simpler."""
-    axes = (one.tp, one.cp, one.pp, one.ep)
-    combined = sum(2**place for place, size in enumerate(axes) if size > 1)
-    return len(SIMPLICITY) * combined + SIMPLICITY.index(one.strategy)
+    axes = dict.fromkeys(("tp", "cp", "pp", "ep", *AXES))
+    model = [n for n, a in enumerate(axes) if a not in ("dp", "fsdp") and getattr(one, a) > 1]
+    order = [*dict.fromkeys((*SIMPLICITY, *DATA_PARALLEL))]
+    return len(order) * sum(2**place for place in model) + order.index(one.strategy)
 
 
 def _build(search: _Search, arrangement: Arrangement) -> tuple[RunConfig, TrainStep]:
@@ -351,7 +353,7 @@ def _least_split(
     """Of a kind the first whose train state fits, or the smallest; None where all are refused."""
 
     def splits(one):
-        return one.tp * one.cp * one.pp * one.ep
+        return one.num_devices // (one.replicas * one.shard_ranks)
 
     best: _Split | None = None
     for one in sorted(group, key=splits):

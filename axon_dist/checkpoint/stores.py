@@ -448,6 +448,8 @@ def write_gathered(
             os.replace(f"{path}.tmp", path)
         except OSError as caught:
             error = caught
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}.tmp")
     collections.deque(values, maxlen=0)
     on_main(lambda: _check_written(path, error))
 

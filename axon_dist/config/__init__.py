@@ -5,6 +5,7 @@ Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds 
 """
 
 import importlib
+import warnings
 
 from axon_dist.core.arguments import explain_calls
 
@@ -25,7 +26,7 @@ from .optimizers import OwnOptimizer as OwnOptimizer
 from .parse import CONFIG as CONFIG
 from .parse import load_config as load_config
 from .parse import load_untrusted as load_untrusted
-from .rates import SCHEDULES as SCHEDULES
+from .rates import RATES as RATES
 from .schema import RunConfig as RunConfig
 from .schema import abstract_batch as abstract_batch
 from .schema import build_strategy as build_strategy
@@ -54,6 +55,9 @@ explain_calls(globals())
 
 def __getattr__(name: str) -> object:
     """What is built and run lives in `app`, above this room; asked for here, it is found."""
+    if name == "SCHEDULES":
+        warnings.warn("config.SCHEDULES is called config.RATES", DeprecationWarning, stacklevel=2)
+        return RATES
     app = None if name.startswith("_") else importlib.import_module("axon_dist.app")
     if not hasattr(app, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,7 @@ from axon_dist.core.typing import PyTree
 from axon_dist.core.words import pattern_error
 from axon_dist.optim import by_path, hidden_matrices, matrices, muon
 
-from .rates import SCHEDULES, Cosine, RateSchedule
+from .rates import RATES, Cosine, RateSchedule
 from .read import Fraction, Natural, NonNegative, OneOf, Positive
 from .user_code import Own
 
@@ -80,7 +80,7 @@ class Optimizer(abc.ABC):
     """
 
     learning_rate: Positive = 3e-4
-    schedule: Annotated[RateSchedule, OneOf(SCHEDULES)] = Cosine()
+    schedule: Annotated[RateSchedule, OneOf(RATES)] = Cosine()
     groups: tuple[Group, ...] = ()
     momentum_dtype: Dtype | None = None
 

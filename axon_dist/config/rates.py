@@ -142,7 +142,7 @@ class InverseSquareRoot(RateSchedule):
         return lambda step: peak * jnp.sqrt(scale / (scale + jnp.maximum(step, 0)))
 
 
-SCHEDULES: MappingProxyType[str, type[RateSchedule]] = MappingProxyType(
+RATES: MappingProxyType[str, type[RateSchedule]] = MappingProxyType(
     {
         "cosine": Cosine,
         "linear": Linear,
@@ -151,3 +151,4 @@ SCHEDULES: MappingProxyType[str, type[RateSchedule]] = MappingProxyType(
         "inverse_sqrt": InverseSquareRoot,
     }
 )
+"""The schedules of learning rates, by name; those of pipelines are `schedule.SCHEDULES`."""

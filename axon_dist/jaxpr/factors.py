@@ -206,8 +206,8 @@ def factors_of(
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
     """
-    rule = RULES.get(name)
-    if rule is None:
+    rule = FACTORS.get(name)
+    if rule is None or (rule is _along and len(_DIM & params.keys()) != 1):
         return None
     draft = _Draft(name, params, inputs, outputs)
     rule(draft)
@@ -315,10 +315,13 @@ def _whole(draft: _Draft, dims: Iterable[int]) -> None:
             draft.add(Role.REDUCED, ins)
 
 
+_DIM = frozenset({"axis", "dimension", "operand_axis", "reduction_dimension"})
+"""What primitives of `ALONG_ONE` call their dim; one that calls it otherwise is not known."""
+
+
 def _along(draft: _Draft) -> None:
-    names = ("axis", "dimension", "operand_axis", "reduction_dimension")
-    axis = next((draft.params[name] for name in names if name in draft.params), -1)
-    _whole(draft, [axis % len(draft.inputs[0])])
+    (name,) = _DIM & draft.params.keys()
+    _whole(draft, [draft.params[name] % len(draft.inputs[0])])
 
 
 def _trailing(draft: _Draft) -> None:
@@ -441,7 +444,7 @@ REDUCTIONS |= {"argmax", "argmin", "reduce"}
 
 ALONG_ONE = frozenset({f"cum{kind}" for kind in ("sum", "prod", "max", "min", "logsumexp")})
 ALONG_ONE |= {"sort", "top_k", "approx_top_k"}
-"""What goes along one dim, and keeps the others."""
+"""What goes along one dim, which a parameter of `_DIM` says, and keeps the others."""
 
 WINDOWS = frozenset({f"reduce_window{kind}" for kind in ("", "_sum", "_max", "_min")})
 """What looks at the places around each."""
@@ -462,7 +465,7 @@ SCATTERS = SCATTER_ADDS | frozenset(
     {"scatter"} | {f"scatter{dash}{kind}" for kind in ("mul", "min", "max") for dash in "-_"}
 )
 
-RULES: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
+FACTORS: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
     {
         **dict.fromkeys((*ELEMENTWISE, *KEEPS), _each),
         **dict.fromkeys(TRAILING, _trailing),

@@ -24,7 +24,7 @@ from .sample_pairs import (
     PairValues,
     Shapes,
 )
-from .sample_rules import RULES, is_transposed
+from .sample_rules import SAMPLE_RULES, is_transposed
 from .sample_values import (
     Coupling,
     Kind,
@@ -145,7 +145,7 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
             continue
         moved = dataclasses.replace(op, inputs=((given, large),), outputs=((shape, result),))
         try:
-            found = RULES[op.name](moved, [value])
+            found = SAMPLE_RULES[op.name](moved, [value])
         except (Coupling, LookupError):
             continue
         if isinstance(found, Value) and (found.kind, found.dim) == (Kind.ROWS, dim):
@@ -198,7 +198,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
     if len(own) != 1:
         return None
     plain = dataclasses.replace(op, inputs=tuple(inputs), outputs=((own.pop(), whole),))
-    found = RULES[op.name](plain, values)
+    found = SAMPLE_RULES[op.name](plain, values)
     return found if isinstance(found, Value) else found[0]
 
 

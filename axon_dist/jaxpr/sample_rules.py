@@ -349,7 +349,7 @@ _LINEAR = (
     "neg copy copy_p real imag conj reduce_precision stop_gradient name to_edtype from_edtype tie"
 )
 _POWERS = "sqrt rsqrt square integer_pow"
-RULES: MappingProxyType[str, Rule] = MappingProxyType(
+SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(ELEMENTWISE, lambda op, v: nonlinear(op.name, v)),
         **dict.fromkeys(_LINEAR.split(), _linear),

@@ -51,7 +51,7 @@ from .sample_pairs import (
     promised,
     pullback,
 )
-from .sample_rules import RULES, unknown, unread
+from .sample_rules import SAMPLE_RULES, unknown, unread
 from .sample_values import (
     CONSTANT,
     Coupling,
@@ -216,7 +216,7 @@ class Walk:
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
         if spoiled and not decided:
             return [told(min(spoiled, key=lambda v: Why.SIZES in v.why), at)] * count
-        rule = RULES.get(name, unknown)
+        rule = SAMPLE_RULES.get(name, unknown)
         try:
             if (loose := self._loose(op, operands)) is not None:
                 return self._numbered(pair, operands, [told(loose, at)] * count)
@@ -261,7 +261,7 @@ class Walk:
             if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
                 found = loosely(op, operands, self._ratio)
                 return coupled(Why.DIFFERS, "") if found is None else found
-        is_known = op.name in RULES or all_constant(operands)
+        is_known = op.name in SAMPLE_RULES or all_constant(operands)
         why = f"takes `{op.name}` {RESIZED}"
         return None if not is_known or are_alike(op) else coupled(why, "")
 

@@ -291,7 +291,7 @@ class Arrangement:
     def name(self) -> str:
         """What is combined, such as `"pp + tp + full_shard"`."""
         parts = [] if self.apart is None else [self.apart.strategy]
-        parts += [axis for axis in ("pp", "cp", "ep", "tp") if getattr(self, axis) > 1]
+        parts += [a for a in AXES if a not in ("dp", "fsdp") and getattr(self, a) > 1]
         if self.shard_ranks > 1 or not parts[self.replicas > 1 :]:
             parts.append(self.strategy)
         return " + ".join(parts)

@@ -194,6 +194,9 @@ class LargestDim(Policy):
 class ByRule(Policy):
     """Lays leaves out by the first pattern that matches their path; the tensor-parallel rule.
 
+    Its `split_axes` are none: a strategy takes its arrays for whole. ZeRO of some arrays alone is a
+    subclass of `Wrapped` that asks `LargestDim` about these.
+
     Args:
         rules: pairs of a regular expression, searched for in the path, and a PartitionSpec.
         label: the name that tables show.
@@ -315,8 +318,13 @@ def check_divides(path: Path, shape: Shape, spec: PartitionSpec, mesh: HasShape)
 
     Raises:
         DivisibilityError: naming the dim, its size, and the sizes of the axes that would do.
-        StrategyConflictError: when the spec names more dims than the array has.
+        StrategyConflictError: when the spec names more dims than there are, or another axis.
     """
+    if lacking := {*spec_axes(spec)}.difference(mesh.shape):
+        raise StrategyConflictError(
+            f"{path}: {spec} names the axis {min(lacking)!r}, the mesh has {', '.join(mesh.shape)};"
+            " give the mesh this axis, or name one of its own in the rule"
+        )
     if len(spec) > len(shape):
         raise StrategyConflictError(
             f"{path}: {spec} names {len(spec)} dims, the array of shape {shape} has {len(shape)}; "

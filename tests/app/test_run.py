@@ -25,7 +25,7 @@ from axon_dist.app.runs import build_loader, build_run
 from axon_dist.app.training import advice
 from axon_dist.checkpoint import read_manifest
 from axon_dist.cli.main import main
-from axon_dist.config import DATA, LOGGERS, MODELS, OPTIMIZERS, SCHEDULES, RunConfig, load_config
+from axon_dist.config import DATA, LOGGERS, MODELS, OPTIMIZERS, RATES, RunConfig, load_config
 from axon_dist.config.models import make_model
 from axon_dist.config.read import read
 from axon_dist.core.errors import ConfigError, OutOfMemoryError, install_command
@@ -141,7 +141,7 @@ def test_other_processes_train_and_write_no_metrics(tiny, tmp_path):
 
 
 def variants():
-    tables = (DATA, OPTIMIZERS, SCHEDULES, LOGGERS)
+    tables = (DATA, OPTIMIZERS, RATES, LOGGERS)
     models = [kind.sizes for kind in MODELS.values()]
     return [*models, *(cls for table in tables for cls in table.values())]
 
@@ -274,7 +274,7 @@ def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
     for data in every_kind_of_text(tmp_path):
         next(build_loader(read(RunConfig, {"data": data}), World.emulate(8)))
     for name in OPTIMIZERS:
-        for schedule in SCHEDULES:
+        for schedule in RATES:
             config = read(RunConfig, {"optimizer": {"name": name, "schedule": schedule}})
             config.optimizer.build(10)
 

@@ -62,3 +62,11 @@ def test_what_is_no_such_file(tmp_path, contents):
     (tmp_path / "f").write_bytes(contents)
     with pytest.raises(CheckpointError, match=r"cannot read '.*f' as safetensors: .*name another"):
         open_tensors(tmp_path / "f")
+
+
+def test_what_could_not_be_put_in_place_leaves_nothing(tmp_path):
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "kept").touch()
+    with pytest.raises(CheckpointError, match="cannot write"):
+        export_safetensors(tmp_path / "w", {"w": jnp.ones(2)})
+    assert [path.name for path in tmp_path.iterdir()] == ["w"]

@@ -1,4 +1,5 @@
 import pathlib
+import sys
 
 import pytest
 import yaml
@@ -7,6 +8,8 @@ from axon_dist.app import config_plans
 from axon_dist.cli.main import main
 from axon_dist.cli.plans import config_of_size
 from axon_dist.models import num_params
+from axon_dist.parallel import ZeROStage
+from axon_dist.planner import Arrangement
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -147,6 +150,16 @@ def test_names_are_those_of_configs_and_the_order_is_said(capsys, monkeypatch):
     assert "Best first: what fits" in text
     assert "zero2" in text
     assert "shard_grad_op" not in text
+
+
+def test_a_strategy_without_a_place_in_the_order_comes_last_of_its_kind(monkeypatch):
+    table = {"mine": ZeROStage.STAGE1, **config_plans.DATA_PARALLEL}
+    for module in ("axon_dist.planner.candidates", "axon_dist.app.config_plans"):
+        monkeypatch.setattr(sys.modules[module], "DATA_PARALLEL", table)
+    given = {"tp": {"tp": 2}, "mine": {"strategy": "mine"}, "hybrid": {"dp": 2, "fsdp": 2}}
+    given["hybrid"]["strategy"] = "hybrid_shard"
+    place = {name: config_plans._complexity(Arrangement(**sizes)) for name, sizes in given.items()}
+    assert place["hybrid"] < place["mine"] < place["tp"]
 
 
 @pytest.mark.parametrize("size", [1e4, 1e6, 125e6, 350e6, 1.3e9, 7e9, 13e9, 70e9, 175e9])

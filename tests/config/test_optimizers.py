@@ -9,7 +9,7 @@ from flax import nnx
 
 from axon_dist.config.optimizers import OPTIMIZERS, SGD, Adam, AdamW, Lion, Muon
 from axon_dist.config.rates import (
-    SCHEDULES,
+    RATES,
     ConstantRate,
     Cosine,
     InverseSquareRoot,
@@ -78,7 +78,7 @@ def test_every_option_reaches_optax(ours, theirs):
 def test_every_row_has_a_case_above():
     missing = "add a case above (of a schedule: below) and the class here"
     assert set(OPTIMIZERS.values()) == {AdamW, Adam, Lion, Muon, SGD}, missing
-    assert set(SCHEDULES.values()) == {
+    assert set(RATES.values()) == {
         ConstantRate, Cosine, InverseSquareRoot, Linear, WarmupStableDecay,
     }, missing  # fmt: skip
 

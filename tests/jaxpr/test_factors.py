@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist.core.compat import eval_equation
-from axon_dist.jaxpr.factors import Role, factors
+from axon_dist.jaxpr.factors import Role, factors, factors_of
 from axon_dist.jaxpr.walk import shape_of
 
 X = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
@@ -121,3 +121,10 @@ def test_the_dim_of_a_result():
     found = factors(equation_of("transpose"))
     assert [found.result_dim(0, dim) for dim in range(2)] == [1, 0]
     assert factors(equation_of("reduce_sum")).role(0, 0) is Role.SUMMED
+
+
+def test_a_dim_of_another_name_is_not_guessed():
+    """Taken for the last one, a sort along the samples would pass for one of each sample."""
+    shapes = [[(4, 3)], [(4, 3)]]
+    assert factors_of("sort", {"dimension": 0}, *shapes).role(0, 0) is Role.ALONG
+    assert factors_of("sort", {"dim": 0}, *shapes) is None

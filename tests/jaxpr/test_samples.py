@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Primitive
 
 from axon_dist.core.weighted import per_sample
-from axon_dist.jaxpr import samples
+from axon_dist.jaxpr import factors, samples
 from axon_dist.jaxpr.sample_values import Use, nonlinear, use_of
 from axon_dist.jaxpr.samples import follow_samples
 from axon_dist.ops.linear_loss import linear_cross_entropy
@@ -425,10 +426,21 @@ def test_what_couples_the_samples_and_where(name):
 
 def test_a_foreign_call_has_a_rule_of_its_own(monkeypatch):
     """What says the shapes of its results is no difference between a part and the whole."""
-    rules = {**samples.RULES, "pure_callback": lambda op, values: nonlinear(op.name, values)}
-    monkeypatch.setattr(samples, "RULES", rules)
+    rules = {**samples.SAMPLE_RULES, "pure_callback": lambda op, values: nonlinear(op.name, values)}
+    monkeypatch.setattr(samples, "SAMPLE_RULES", rules)
     kept = lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     assert find(lambda p, b: jnp.mean(kept(b["x"]))).loss.kind is Use.MEAN
+
+
+def test_a_sort_that_calls_its_dim_otherwise_is_not_known(monkeypatch):
+    sort = Primitive("my_sort")
+    sort.def_abstract_eval(lambda x, dim: x)
+    rules = {**samples.SAMPLE_RULES, "my_sort": samples.SAMPLE_RULES["sort"]}
+    monkeypatch.setattr(samples, "SAMPLE_RULES", rules)
+    monkeypatch.setattr(factors, "FACTORS", {**factors.FACTORS, "my_sort": factors.FACTORS["sort"]})
+    use = find(lambda p, b: jnp.mean(sort.bind(b["x"], dim=0)))
+    assert use.loss.kind is Use.COUPLED
+    assert use.loss.why.startswith("goes through `my_sort`, of which it is not known")
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -5,6 +5,7 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import subprocess
 
 import pytest
 
@@ -12,6 +13,7 @@ import axon_dist
 
 PACKAGE = pathlib.Path(axon_dist.__file__).parent
 ROOT = PACKAGE.parent
+PUBLIC = ROOT / "tests" / "repo" / "public_names.txt"
 ROOMS = [
     module.name
     for module in pkgutil.iter_modules(axon_dist.__path__, "axon_dist.")
@@ -53,16 +55,76 @@ def _documented(docstring: str) -> set[str]:
     return set(re.findall(r"^    \*{0,2}(\w+):", section.group(1), re.MULTILINE))
 
 
+FILE = r"`([\w/.]+\.(?:py|md|yml|toml|txt|json))`"
+NAMES = r"((?:`[\w.]+`(?:, (?:and )?| and | or )?)+)"
+FORMS = {
+    "file: names": (rf"{FILE}: {NAMES}", (0, 1)),
+    "names of file": (rf"{NAMES} (?:of|in) {FILE}", (1, 0)),
+    "names (file)": (rf"{NAMES} \({FILE}\)", (1, 0)),
+}
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+TABLE = GUIDE[GUIDE.index("## Where to add") : GUIDE.index("## What may change")].splitlines()[5:]
+SOURCES = [
+    path.read_text()
+    for top in (PACKAGE, ROOT / "benchmarks", ROOT / "docs", ROOT / "tests")
+    for path in top.rglob("*.py")
+]
+OUTSIDE = {"path", "value", "full", "axon", "loggers"}
+"""Words in code that no file of Python defines."""
+
+
+def found(path: str) -> pathlib.Path | None:
+    return next((root / path for root in (PACKAGE, ROOT) if (root / path).exists()), None)
+
+
+def is_defined(name: str, text: str) -> bool:
+    """Whether a text defines a name, and a class each of the names in it."""
+    forms = r"^ *(?:class |def )?{0}\b(?=\w*(?: *[:=(\[]|$))|[\"'{{]{0}[\"'}}]"
+    return all(re.search(forms.format(part), text, re.MULTILINE) for part in name.split("."))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_names_of_the_guide_stand_in_the_files_that_it_names(form):
+    pattern, (file, names) = FORMS[form]
+    pairs = [match for row in TABLE for match in re.findall(pattern, row)]
+    assert pairs
+    for match in pairs:
+        text = found(match[file]).read_text()
+        for name in re.findall(r"`([\w.]+)`", match[names]):
+            assert is_defined(name, text), f"{match[file]}: {name}"
+
+
 def test_where_to_add_what_exists():
-    """Every file and every table that the guide for contributors names is there."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    rows = text[text.index("## Where to add") : text.index("## What may change")].splitlines()[5:]
-    for row in filter(None, rows):
-        for path in re.findall(r"`([\w/]+(?:\.(?:py|md|yml|txt)|/))`", row):
-            assert any((root / path).exists() for root in (PACKAGE, ROOT)), f"{path}: {row}"
-        for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", row):
-            lines = next(r / file for r in (PACKAGE, ROOT) if (r / file).exists()).read_text()
-            for name in re.findall(r"`(\w+)`", names):
-                assert re.search(rf"^(class |def )?{name}\b", lines, re.MULTILINE), (
-                    f"{file}: {name}"
-                )
+    """Every file, folder, module and name that the guide for contributors shows is there."""
+    for path in re.findall(FILE, GUIDE) + re.findall(r"`([\w/]+/)`", GUIDE):
+        assert found(path), path
+    for module in re.findall(r"`python -m ((?:tests|benchmarks)[\w.]+)", GUIDE):
+        assert found(module.replace(".", "/") + ".py"), module
+    for row in TABLE:
+        for name in re.findall(r"`([A-Za-z_]\w+(?:\.\w+)*)`", row):
+            if found(name) is None and name not in OUTSIDE:
+                last = name.rpartition(".")[2]
+                assert any(is_defined(last, text) for text in SOURCES), f"{name}: {row}"
+
+
+def test_documented_names_are_kept_from_moving():
+    pages = [(ROOT / "docs" / page).read_text() for page in ("api.md", "api/rooms.md")]
+    entries = re.findall(r"^::: (\S+)\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    kept = {tuple(line.split()) for line in PUBLIC.read_text().splitlines()}
+    assert len(entries) > 150
+    # A page may name the module of a name that the package exports.
+    of_rooms = {(room, name) for room, name in entries if room in ("axon_dist", *ROOMS)}
+    assert of_rooms - kept == set()
+    assert {name for _, name in entries} - {name for _, name in kept} == set()
+
+
+def test_the_root_holds_what_it_should():
+    """A test or a try that writes into the current folder leaves files there."""
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if git.returncode:
+        pytest.skip("no checkout of git")
+    assert {path.partition("/")[0] for path in git.stdout.split()} == {
+        ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md",
+        "SECURITY.md", "axon_dist", "benchmarks", "configs", "conftest.py", "docs", "examples",
+        "mkdocs.yml", "pyproject.toml", "tests",
+    }  # fmt: skip

@@ -27,6 +27,12 @@ def test_a_name_that_never_was_is_not_found():
         getattr(importlib.import_module("axon_dist.config"), "tri" + "an")
 
 
+def test_a_name_that_has_another_now_warns():
+    config = importlib.import_module("axon_dist.config")
+    with pytest.warns(DeprecationWarning, match="SCHEDULES is called config.RATES"):
+        assert getattr(config, "SCHED" + "ULES") is config.RATES
+
+
 SHOWN = [
     "World",
     "MeshSpec",

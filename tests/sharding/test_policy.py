@@ -98,6 +98,12 @@ def test_a_rule_with_more_dims_than_the_array():
         ByRule(((r"b", P(None, "tp")),))("b", (8,), MESH)
 
 
+def test_a_rule_with_an_axis_that_the_mesh_lacks():
+    said = r"b: .*'ep'.* names the axis 'ep', the mesh has .*fsdp.*; give the mesh this axis, or"
+    with pytest.raises(StrategyConflictError, match=said):
+        ByRule(((r"b", P("ep")),))("b", (8,), MESH)
+
+
 def test_flexible_policies_fill_what_fixed_ones_leave_free_in_any_order():
     tp = ByRule(((r"w", P(None, "tp")),), label="tp")
     data = LargestDim(("fsdp",), 1, "full_shard")

@@ -110,6 +110,9 @@ def test_native_weights_know_no_config(folder, tmp_path):
     load_weights(factory(hub_config(folder, rope_theta=7.0)), tmp_path / "native")
 
 
+PLAIN = ("hf-llama", "hf-mistral", "hf-phi3")
+"""The families whose files can hold a plain Llama."""
+
 PARTS = {
     "hf-llama": {"rope_scaling": RopeScaling("llama3")},
     "hf-mistral": {"windows": (4,)},
@@ -159,7 +162,7 @@ def test_a_model_of_one_family_is_not_loaded_nor_written_as_another(tmp_path):
         with pytest.raises(ConfigError, match=r"(windows|norms|rope_scaling|qk_norm) is"):
             load_weights(factory(plain), folder, "hf-llama")
     for name in PARTS:
-        if name not in ("hf-llama", "hf-mistral", "hf-phi3"):
+        if name not in PLAIN:
             with pytest.raises(UnsupportedError, match=r"is no .*, which has|experts is no"):
                 save_weights(factory(plain)(), tmp_path / "out", name)
     with pytest.raises(UnsupportedError, match=r"with windows=\(4, 0\) is no Mistral, which has"):
