@@ -333,7 +333,8 @@ def test_an_axis_that_nothing_is_split_over_is_told(tiny):
     found = opening_lines(build_run(RunConfig.from_dict(tiny | {"mesh": "dp=4,tp=2"})))
     assert [line in one for one in found].count(True) == 1
     parallel = {"ddp": {}, "pipeline": {"num_microbatches": 2}}
-    both = RunConfig.from_dict(tiny | {"mesh": "dp=4,pp=2", "parallel": parallel})
+    deep = tiny | {"mesh": "dp=4,pp=2", "model": tiny["model"] | {"num_layers": 2}}
+    both = RunConfig.from_dict(deep | {"parallel": parallel})
     assert not any("no strategy" in one for one in opening_lines(build_run(both)))
 
 

@@ -211,4 +211,6 @@ def test_a_row_of_the_table_of_strategies(what):
     said = eval(f"({memory.removesuffix(' P')})", {"N": 8, "S": world.mesh.shape[axis]})
     whole_gradients = what in ("nothing", "optimizer state")
     gradients = 4 if whole_gradients else 4 / world.mesh.shape[axis]
-    assert np.isclose(stored(eval(code.strip("`"), names), world), said - gradients)
+    # A replica also counts its steps.
+    found = stored(eval(code.strip("`"), names), world)
+    assert np.isclose(found, said - gradients, rtol=1e-3), found
