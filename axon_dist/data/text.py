@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.words import plural
 
 from .files import (
     FEW,
@@ -208,9 +207,10 @@ def _scan(path: Path, update: Callable[[bytes], None]) -> list[Span]:
 
 
 def _amount(files: Sequence[TextFile]) -> str:
-    are_parts = any(file.stop is not None for file in files)
-    names = ("part of a file", "parts of files") if are_parts else ("file", "files")
-    return f"{plural(len(files), *names)} of {_size(files) / 1e6:.2f} MB"
+    names = ("part of a file", "parts of files")
+    if all(file.stop is None for file in files):
+        names = ("file", "files")
+    return f"{len(files)} {names[len(files) != 1]} of {_size(files) / 1e6:.2f} MB"
 
 
 def _size(files: Sequence[TextFile]) -> int:
