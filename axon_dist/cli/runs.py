@@ -32,7 +32,7 @@ from axon_dist.app import (
 )
 from axon_dist.app.verify import SPREAD
 from axon_dist.config import RunConfig, describe, load_config, to_markdown, to_text
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, MeshError
 from axon_dist.core.files import as_place
 from axon_dist.core.words import plural, printable
 from axon_dist.launch import INTERRUPTED
@@ -233,7 +233,13 @@ def verify_config(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     config = tiny(config) if arguments.here else config
     steps = (2 if arguments.here else 5) if arguments.steps is None else arguments.steps
-    verification = verify(config, steps)
+    try:
+        verification = verify(config, steps)
+    except MeshError as error:
+        if not arguments.here:
+            raise
+        said = str(error).partition(", or emulate other devices")[0]
+        raise MeshError(f"{said}, or leave out --here, which emulates none") from error
     table = Table(
         title=f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
     )

@@ -207,8 +207,10 @@ def _scan(path: Path, update: Callable[[bytes], None]) -> list[Span]:
 
 
 def _amount(files: Sequence[TextFile]) -> str:
-    parts = "parts of files" if any(file.stop is not None for file in files) else "files"
-    return f"{len(files)} {parts} of {_size(files) / 1e6:.2f} MB"
+    names = ("part of a file", "parts of files")
+    if all(file.stop is None for file in files):
+        names = ("file", "files")
+    return f"{len(files)} {names[len(files) != 1]} of {_size(files) / 1e6:.2f} MB"
 
 
 def _size(files: Sequence[TextFile]) -> int:

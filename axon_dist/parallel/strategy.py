@@ -186,6 +186,14 @@ class Strategy:
         return (*self.batch_axes, *_position_axes([self]))
 
     @property
+    def axes(self) -> frozenset[str]:
+        """The axes of a mesh along which devices differ in what they compute or store."""
+        others = {plan.axis for plan in (self.pipeline, self.slow) if plan is not None}
+        split = (*self.params.split_axes, *self.opt_state.split_axes)
+        within = (axis for layers in self.layers for axis in layers.axes)
+        return frozenset({*self.batch_axes, *split, *within, *others})
+
+    @property
     def reduces_per(self) -> str:
         """`"step"` or `"microbatch"`: what was said, or what the layout of the parameters asks for.
 

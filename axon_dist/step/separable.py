@@ -67,9 +67,9 @@ class Separation:
 
 
 BEFORE = (
-    "What follows from the batch alone, as normalised advantages, counts of classes or a shuffled "
-    "partner of each sample do, can be computed before the step and given in the batch; make every "
-    "sample count for itself"
+    "What follows from the batch alone, as normalised advantages, counts of classes, masks divided "
+    "by their means or a shuffled partner of each sample do, can be computed before the step and "
+    "given in the batch; make every sample count for itself"
 )
 _PAIRS = (
     "What belongs together, as a chosen and a rejected answer do, stands in one sample: give it as "

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from axon_dist.app import config_plans, create_directory, train
 from axon_dist.app.runs import build_loader, build_run
+from axon_dist.app.summary import opening_lines
 from axon_dist.app.training import advice
 from axon_dist.checkpoint import read_manifest
 from axon_dist.cli.main import main
@@ -325,6 +326,16 @@ def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
     tiny |= {"mesh": "dp=2", "devices": {"emulate": 2}}
     plans = advice(build_run(RunConfig.from_dict(tiny)))
     assert re.match(r"axon plan would take ddp on mesh dp=2, .* GB on a emulated", plans[0])
+
+
+def test_an_axis_that_nothing_is_split_over_is_told(tiny):
+    line = "axis tp of the mesh is split by no strategy: its 2 ranks compute the same"
+    found = opening_lines(build_run(RunConfig.from_dict(tiny | {"mesh": "dp=4,tp=2"})))
+    assert [line in one for one in found].count(True) == 1
+    parallel = {"ddp": {}, "pipeline": {"num_microbatches": 2}}
+    deep = tiny | {"mesh": "dp=4,pp=2", "model": tiny["model"] | {"num_layers": 2}}
+    both = RunConfig.from_dict(deep | {"parallel": parallel})
+    assert not any("no strategy" in one for one in opening_lines(build_run(both)))
 
 
 def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):

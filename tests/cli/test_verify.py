@@ -63,3 +63,12 @@ def test_tiny_keeps_what_the_mesh_needs():
         {"mesh": "cp=2", "model": {"max_length": 4096}, "data": {"sequence_length": 4096}}
     )
     assert tiny(long).data.sequence_length == 128
+
+
+def test_here_does_not_send_to_emulated_devices(capsys):
+    """What `--here` ignores is no way out of a mesh that the machine is too small for."""
+    assert main(["verify", "configs/fsdp8.yaml", "--here", "mesh=fsdp=3"]) == 2
+    said = capsys.readouterr().err
+    assert "needs 3 devices and got" in said
+    assert said.strip().endswith("or leave out --here, which emulates none")
+    assert "devices.emulate" not in said

@@ -7,7 +7,18 @@ import shlex
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from flax import nnx
+
+import axon_dist
+from axon_dist import World, build_train_step, parallel
 from axon_dist.cli.main import VERBS, _parse
+from axon_dist.config import RunConfig
+from axon_dist.core.tree import leaves_with_paths
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -125,3 +136,81 @@ def test_every_promise_has_a_test_that_would_fail():
             path, _, name = test.partition("::")
             tree = ast.parse((ROOT / "tests" / path).read_text())
             assert name in {x.name for x in tree.body if isinstance(x, ast.FunctionDef)}, test
+
+
+_SECTION = README.partition("## Choosing a strategy")[2].partition("\n## ")[0]
+_LINES = [line for line in _SECTION.splitlines() if line.startswith("| ")][1:]
+STRATEGIES = {cells[1]: cells for cells in ([x.strip() for x in s.split("|")] for s in _LINES)}
+"""The rows of the table of strategies, by what does not fit."""
+
+ROWS = {
+    "nothing": ("dp=8", "planner/test_reading.py::test_bytes_are_those_of_the_papers"),
+    "optimizer state": ("dp=8", "planner/test_reading.py::test_bytes_are_those_of_the_papers"),
+    "gradients": ("dp=8", "planner/test_reading.py::test_bytes_are_those_of_the_papers"),
+    "parameters": ("fsdp=8", "planner/test_reading.py::test_bytes_are_those_of_the_papers"),
+    "parameters, slow links between nodes": (
+        "dp=2,fsdp=4",
+        "planner/test_reading.py::test_bytes_are_those_of_the_papers",
+    ),
+    "the links between nodes, on every step": ("nodes=2,fsdp=4", ""),
+    "activations": ("dp=8", ""),
+    "activations of long sequences": (
+        "dp=2,cp=4",
+        "parallel/test_context.py::test_activations_shrink_with_the_ranks",
+    ),
+    "a matrix product, or a block's activations": (
+        "fsdp=4,tp=2",
+        "parallel/test_tensor.py::test_a_block_sums_twice_forward_and_twice_backward",
+    ),
+    "experts of a mixture": (
+        "dp=2,ep=4",
+        "parallel/test_expert.py::test_experts_of_other_models_equal_one_device_and_are_not_gathered",
+    ),
+    "a node's memory, over slow links": (
+        "dp=2,pp=4",
+        "contracts/test_pipelines.py::test_memory_does_not_grow_with_microbatches",
+    ),
+    "gradients and moments of a pretrained model": ("dp=8", ""),
+    "speed": ("dp=8", ""),
+    "speed on Hopper and later": (
+        "dp=8",
+        "precision/test_fp8_aot.py::test_bytes_are_four_in_place_of_six",
+    ),
+}
+"""The mesh that a row of the table is for, and a test that fails where its bytes are others."""
+
+
+def stored(strategy, world) -> float:
+    """Bytes of parameters and moments on a device, for each parameter of the model."""
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    state = build_train_step(model, optax.adam(1e-3), loss, strategy, world).init()
+    leaves = (leaf for _, leaf in leaves_with_paths(state) if leaf.ndim)
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / 64**2
+
+
+@pytest.mark.parametrize("what", STRATEGIES)
+def test_a_row_of_the_table_of_strategies(what):
+    """The config is one, the Python is that strategy, and stores what the row says."""
+    code, written, memory = STRATEGIES[what][3:6]
+    mesh, test = ROWS[what]
+    if test:
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text()
+    plain = {"mesh": mesh, **yaml.safe_load(written.strip("`"))}
+    assert RunConfig.from_dict(plain)
+    bytes_of = re.fullmatch(r"(\S.*?)(?:/([NS]))? P", memory)
+    if bytes_of is None or "beside" in memory:
+        ast.parse(re.match(r"`([^`]*)`", code)[1].replace("…", "..."))
+        return
+    axis = "fsdp" if "fsdp" in mesh else "dp"
+    world = World.emulate(8, mesh)
+    names = vars(parallel) | vars(axon_dist)
+    names |= {"model": nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))}
+    names |= {"group": world.group(axis)}
+    said = eval(f"({memory.removesuffix(' P')})", {"N": 8, "S": world.mesh.shape[axis]})
+    whole_gradients = what in ("nothing", "optimizer state")
+    gradients = 4 if whole_gradients else 4 / world.mesh.shape[axis]
+    # A replica also counts its steps.
+    found = stored(eval(code.strip("`"), names), world)
+    assert np.isclose(found, said - gradients, rtol=1e-3), found
