@@ -17,6 +17,8 @@ from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.parallel.plans import APART
 from axon_dist.planner import (
+    AXES,
+    DATA_PARALLEL,
     Arrangement,
     Reading,
     SlowReplicas,
@@ -29,7 +31,6 @@ from axon_dist.planner import (
     read_step,
     workload_of,
 )
-from axon_dist.planner.candidates import AXES, DATA_PARALLEL
 from axon_dist.planner.reading import AUTO, USABLE
 from axon_dist.step import TrainStep
 

@@ -274,7 +274,7 @@ class DryRun:
         ]
 
 
-def _differing(config: Mapping[str, Any]) -> list[str]:
+def _differing(config: Mapping[str, object]) -> list[str]:
     """The values of a config that are not those of one that says nothing, and how many are."""
     every, defaults = (
         flatten_dict(dict(one), sep=".", is_leaf=lambda _, value: not value)

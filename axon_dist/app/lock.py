@@ -96,7 +96,7 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
     return file
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> dict[str, str | int]:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
@@ -254,7 +254,7 @@ def _read(contents: bytes | None) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {"host": "a machine that does not say so"}
 
 
-def _who(holder: Mapping[str, Any]) -> str:
+def _who(holder: Mapping[str, object]) -> str:
     named = (holder.get(name, "?") for name in ("pid", "host", "since"))
     return "process {} on {}, since {}".format(*named)
 

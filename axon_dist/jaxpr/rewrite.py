@@ -63,7 +63,7 @@ class Rewriting:
         Returns:
             A function of the same arguments with the same results.
         """
-        found: dict[Any, tuple[ClosedJaxpr, Any, list[float | None]]] = {}
+        found: dict[object, tuple[ClosedJaxpr, PyTree, list[float | None]]] = {}
 
         def rewritten(*args: object) -> PyTree:
             leaves, structure = jax.tree.flatten(args)

@@ -47,7 +47,7 @@ def _rule(
         broken: gives something true where it does not hold; a dict has more names of the sentence.
     """
 
-    def when(placed: PlacedStrategy) -> Mapping[str, Any] | None:
+    def when(placed: PlacedStrategy) -> Mapping[str, object] | None:
         found = broken(placed.strategy, placed.world)
         more = found if isinstance(found, dict) else {}
         return {"strategy": placed.strategy, "mesh": placed.world.spec, **more} if found else None

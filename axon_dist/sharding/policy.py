@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import jax
 from flax import nnx
@@ -391,7 +391,7 @@ class Wrapped(Policy):
         return self.policy.split_axes
 
     @property
-    def flexible_part(self) -> Self:
+    def flexible_part(self) -> Policy:
         """As this one, about the flexible part of the policy."""
         return dataclasses.replace(self, policy=self.policy.flexible_part)
 
