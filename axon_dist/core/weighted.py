@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 
+from .arguments import checked
 from .checks import ARRAY, FUNCTION
 from .typing import Array, Function
 
@@ -81,6 +82,7 @@ PER_SAMPLE = "axon_dist_per_sample"
 """The name of a call that is promised to treat the samples, dim 0 of its arrays, one by one."""
 
 
+@checked(function=FUNCTION)
 def per_sample(function: Function) -> Function:
     """Promises that a function treats samples one by one, forwards and backwards.
 
@@ -101,7 +103,6 @@ def per_sample(function: Function) -> Function:
         >>> double(jnp.ones(2)).tolist()
         [2.0, 2.0]
     """
-    FUNCTION.check("per_sample", "function", function)
 
     def run(*args: object) -> Array:
         return function(*args)

@@ -216,8 +216,7 @@ def factors_of(
 
 def guessed(equation: JaxprEqn) -> Factors:
     """Factors by shapes alone: dims of one size, at one place in arrays of one rank, are one."""
-    sides = equation.invars, equation.outvars
-    shapes = ([*map(shape_of, side)] for side in sides)
+    shapes = ([*map(shape_of, side)] for side in (equation.invars, equation.outvars))
     draft = _Draft(equation.primitive.name, equation.params, *shapes)
     _each(draft)
     return draft.finished()
@@ -316,7 +315,6 @@ def _whole(draft: _Draft, dims: Iterable[int]) -> None:
 
 
 _DIM = frozenset({"axis", "dimension", "operand_axis", "reduction_dimension"})
-"""What primitives of `ALONG_ONE` call their dim; one that calls it otherwise is not known."""
 
 
 def _along(draft: _Draft) -> None:
@@ -444,7 +442,7 @@ REDUCTIONS |= {"argmax", "argmin", "reduce"}
 
 ALONG_ONE = frozenset({f"cum{kind}" for kind in ("sum", "prod", "max", "min", "logsumexp")})
 ALONG_ONE |= {"sort", "top_k", "approx_top_k"}
-"""What goes along one dim, which a parameter of `_DIM` says, and keeps the others."""
+"""What goes along one dim, which a parameter of `_DIM` says, and keeps the others; else unknown."""
 
 WINDOWS = frozenset({f"reduce_window{kind}" for kind in ("", "_sum", "_max", "_min")})
 """What looks at the places around each."""

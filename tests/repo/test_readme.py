@@ -174,7 +174,7 @@ ROWS = {
     "speed": ("dp=8", ""),
     "speed on Hopper and later": (
         "dp=8",
-        "precision/test_fp8_aot.py::test_bytes_are_four_in_place_of_six",
+        "ops/test_fp8_aot.py::test_bytes_are_four_in_place_of_six",
     ),
 }
 """The mesh that a row of the table is for, and a test that fails where its bytes are others."""
