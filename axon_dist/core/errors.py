@@ -91,7 +91,7 @@ class BackendStartedError(AxonDistError, RuntimeError):
     """JAX has started its backend already, so its number of devices can no longer change."""
 
 
-MALFORMED = (*(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),)
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 """What Python raises over data that a file or a stranger gives and that is none of what it says."""
 
 _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(

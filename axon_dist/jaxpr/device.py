@@ -239,7 +239,7 @@ class _Reader:
             places = [other for other in readers if other.name == "sharding_constraint"]
             shares = {self.sizes[other.writes[0]] for other in places if places == readers}
             axes, size = frozenset(whole[0].axes), whole[0].num_bytes
-            for shard in (axes, *(axes - {axis} for axis in axes)):
+            for shard in (axes, *(axes - {axis} for axis in sorted(axes))):
                 rest = axes - shard
                 if shares == {size // self.ways(shard)} and rest in summed:
                     node.sent = ()

@@ -17,6 +17,7 @@ from axon_dist import (
     World,
     build_train_step,
     compose,
+    context_parallel,
     ddp,
     fsdp,
     tensor_parallel,
@@ -24,6 +25,7 @@ from axon_dist import (
 )
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import PIPELINED
+from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.step.spec import compiler_options
 
 GATHERS = next(name for name in PIPELINED if name.endswith("all_gather"))
@@ -73,6 +75,27 @@ def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch
     make = lambda **options: build(world, strategy, **options).compiler_options
     assert make() == {NAME: "dce" if alone else "algsimp"}
     assert make(compiler_options={NAME: "cse"}) == {NAME: "cse"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "axes", "several"),
+    [
+        (context_parallel(), "dp=2,cp=4", True),
+        (context_parallel("ulysses"), "dp=4,cp=2", False),
+        (tensor_parallel("transformer"), "dp=4,tp=2", False),
+    ],
+    ids=["ring", "ulysses", "tensor"],
+)
+def test_rings_over_positions_have_several_transfers_in_flight(
+    chip, layers, axes, several, monkeypatch
+):
+    row = dataclasses.replace(chip, parallel_options=((NAME, "dce"),))
+    monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
+    config = TransformerConfig(64, width=32, num_layers=1, num_heads=2)
+    model, world = Transformer(config, rngs=nnx.Rngs(0)), World.emulate(8, axes)
+    strategy = compose(ddp("dp"), layers)
+    step = build_train_step(model, optax.sgd(1.0), next_token_loss, strategy, world)
+    assert step.compiler_options == {NAME: "dce" if several else "algsimp"}
 
 
 @pytest.mark.parametrize(
