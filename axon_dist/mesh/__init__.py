@@ -38,9 +38,9 @@ from .targets import prepare_environment as prepare_environment
 from .world import GROUP as GROUP
 from .world import Backend as Backend
 from .world import World as World
+from .world import abstract_world as abstract_world
 from .world import build_mesh as build_mesh
-from .world import is_on_paper as is_on_paper
-from .world import paper_world as paper_world
+from .world import is_abstract as is_abstract
 from .world import process_index as process_index
 
 explain_calls(globals())

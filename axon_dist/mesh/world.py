@@ -391,8 +391,8 @@ def _backend_of(devices: Sequence[Any]) -> Backend:
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperDevice:
-    """What a trace asks of a device; nothing runs on it, and nothing is compiled for it.
+class PlaceholderDevice:
+    """A device that is not there: it says what a trace asks of one, and nothing is compiled for it.
 
     Args:
         id: its number in the mesh.
@@ -405,7 +405,7 @@ class PaperDevice:
     id: int
     platform: str
     process_index: int = 0
-    device_kind: str = "paper"
+    device_kind: str = "placeholder"
     compute_capability: str | None = None
 
     def memory_stats(self) -> None:
@@ -416,15 +416,15 @@ class PaperDevice:
         return []
 
 
-def is_on_paper(world: World) -> bool:
-    """Whether a world is one of `paper_world`, for which nothing can be lowered."""
-    return isinstance(world.mesh.devices.flat[0], PaperDevice)
+def is_abstract(world: World) -> bool:
+    """Whether a world is one of `abstract_world`: programs for it are traced and never lowered."""
+    return isinstance(world.mesh.devices.flat[0], PlaceholderDevice)
 
 
-def paper_world(
+def abstract_world(
     axes: AxesLike, num_devices: int, platform: str, compute_capability: str | None = None
 ) -> World:
-    """A world of devices that are nowhere, for which steps can be built and traced.
+    """A world of placeholder devices, for which steps can be built and traced.
 
     Args:
         axes: anything `MeshSpec` reads.
@@ -439,11 +439,11 @@ def paper_world(
         MeshError: when the axes do not multiply to the number of devices.
 
     Example:
-        >>> paper_world("dp=2,tp=4", 8, "tpu").size
+        >>> abstract_world("dp=2,tp=4", 8, "tpu").size
         8
     """
     spec = MeshSpec(axes).resolve(num_devices)
-    device = PaperDevice(0, platform, compute_capability=compute_capability)
+    device = PlaceholderDevice(0, platform, compute_capability=compute_capability)
     devices = [dataclasses.replace(device, id=number) for number in range(num_devices)]
     # Not by `build_mesh`, which asks the devices of a TPU how they are wired.
     types = (AxisType.Auto,) * len(spec.names)

@@ -1,4 +1,4 @@
-"""`Arrangement`: how a step is spread over devices, and all that are worth comparing.
+"""`Candidate`: a mesh with strategies, and all candidates that are worth comparing.
 
 `Workload` is what is to be trained, read from the model and its loss.
 """
@@ -34,7 +34,7 @@ from .reading import idle_share
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What says which arrangements of a model and its batch are worth a trace.
+    """What says which candidates for a model and its batch are worth a trace.
 
     Args:
         num_params: trainable scalars.
@@ -218,8 +218,8 @@ _PLACES = {"ddp": "dp", "zero1": "dp", "zero2": "dp", "full_shard": "fsdp"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """Axis sizes, what data-parallel ranks split, and what is recomputed.
+class Candidate:
+    """A mesh with strategies, to be ranked by the time of its step.
 
     Args:
         strategy: a key of `DATA_PARALLEL` or `ALIASES`: what the ranks of `dp` and `fsdp` split;
@@ -243,8 +243,8 @@ class Arrangement:
             two axes.
 
     Example:
-        >>> arrangement = Arrangement(strategy="fsdp", pp=8, fsdp=16, tp=8)
-        >>> arrangement.name, str(arrangement.mesh)
+        >>> candidate = Candidate(strategy="fsdp", pp=8, fsdp=16, tp=8)
+        >>> candidate.name, str(candidate.mesh)
         ('pp + tp + full_shard', 'pp=8,fsdp=16,tp=8')
     """
 
@@ -275,7 +275,7 @@ class Arrangement:
             )
         PipelineSchedule(self.schedule)
         for field in (*AXES, "replicas", "num_microbatches"):
-            COUNT.check("Arrangement", field, getattr(self, field))
+            COUNT.check("Candidate", field, getattr(self, field))
         if (self.replicas > 1) != (self.apart is not None):
             raise ConfigError(
                 f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "
@@ -321,10 +321,10 @@ class Arrangement:
         return MeshSpec(kept)
 
     def to_config(self) -> JsonDict:
-        """The lines of a config that make this arrangement, as plain data.
+        """The lines of a config that make this candidate, as plain data.
 
         Example:
-            >>> Arrangement(strategy="full_shard", fsdp=8, remat=True).to_config()
+            >>> Candidate(strategy="full_shard", fsdp=8, remat=True).to_config()
             {'mesh': {'fsdp': 8}, 'parallel': {'full_shard': {}}, 'remat': {'interval': 1}}
         """
         parallel: JsonDict = {self.strategy: {}}
@@ -356,20 +356,20 @@ class Arrangement:
         return lines
 
 
-def arrange(strategy: str, num_ranks: int, **rest: Any) -> Arrangement:
-    """A data-parallel strategy over some ranks, on the axis where it usually lies.
+def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
+    """The candidate with a data-parallel strategy over some ranks, on the axis it usually has.
 
     Args:
         strategy: a name of `DATA_PARALLEL` or `ALIASES`; not hybrid sharding, which has two sizes.
         num_ranks: data-parallel ranks.
-        **rest: other fields of `Arrangement`.
+        **rest: other fields of `Candidate`.
 
     Example:
-        >>> str(arrange("zero1", 4).mesh), str(arrange("fsdp", 4).mesh)
+        >>> str(candidate_for("zero1", 4).mesh), str(candidate_for("fsdp", 4).mesh)
         ('dp=4', 'fsdp=4')
     """
     axis = _PLACES.get(ALIASES.get(strategy, strategy), "dp")
-    return Arrangement(strategy=strategy, **{axis: num_ranks}, **rest)
+    return Candidate(strategy=strategy, **{axis: num_ranks}, **rest)
 
 
 DEVICES = ArgumentKind("a number, 1 to 10^6", lambda x: COUNT.holds(x) and x <= 10**6)
@@ -383,8 +383,8 @@ def candidates(
     hardware: Hardware,
     apart: SlowReplicas | None = None,
     replicas: int = 1,
-) -> Iterator[Arrangement]:
-    """Yields the arrangements whose sizes divide the devices, the experts and the batch.
+) -> Iterator[Candidate]:
+    """Yields the candidates whose sizes divide the devices, the experts and the batch.
 
     Tensor, context and expert parallelism stay inside a node. In a pipeline, whose ranks gather
     their stage once per step, sharding moves no more than replicating, so replicas are always
@@ -440,24 +440,24 @@ def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
     return together and inside and work.divides(**split)
 
 
-def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Arrangement]:
+def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Candidate]:
     model = {**split, "sequence": split["tp"] > 1}
     if ranks == 1:
-        yield Arrangement(strategy="ddp", **model)
+        yield Candidate(strategy="ddp", **model)
         return
     for name in DATA_PARALLEL:
         if split["pp"] > 1 and not ZERO[DATA_PARALLEL[name]].params:
             continue
         if name != "hybrid_shard":
-            yield arrange(name, ranks, **model)
+            yield candidate_for(name, ranks, **model)
         elif max(split.values()) == 1 and 1 < hardware.node_size < ranks:
             size = hardware.node_size
             if ranks % size == 0:
-                yield Arrangement(strategy=name, dp=ranks // size, fsdp=size)
+                yield Candidate(strategy=name, dp=ranks // size, fsdp=size)
 
 
-def more_microbatches(plan: Arrangement, work: Workload, least: int) -> Arrangement | None:
-    """The same arrangement with smaller microbatches.
+def more_microbatches(plan: Candidate, work: Workload, least: int) -> Candidate | None:
+    """The same candidate with smaller microbatches.
 
     Args:
         plan: whose microbatches are too large.
@@ -475,7 +475,7 @@ def more_microbatches(plan: Arrangement, work: Workload, least: int) -> Arrangem
     )
 
 
-def _with_turns(base: Arrangement, local: int, num_layers: int) -> Arrangement:
+def _with_turns(base: Candidate, local: int, num_layers: int) -> Candidate:
     """A pipeline with microbatches enough to keep it busy, and the schedule that idles least."""
     if base.pp == 1:
         return base

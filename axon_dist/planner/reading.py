@@ -245,7 +245,7 @@ class Traceable(Protocol):
 
     @property
     def world(self) -> World:
-        """The devices, which may be on paper."""
+        """The devices, which may be placeholders."""
         ...
 
     def program(self, batch: Batch) -> tuple[ClosedJaxpr, list[jax.ShapeDtypeStruct]]:
