@@ -250,8 +250,8 @@ def self_test(world: World, timeout: float) -> None:
     numbers = np.arange(world.size, dtype=np.int32)
     with _deadline(world, timeout):
         placed = jax.make_array_from_callback(numbers.shape, split, lambda index: numbers[index])
-        whole = NamedSharding(world.mesh, PartitionSpec())
-        total = int(jax.jit(jnp.sum, out_shardings=whole)(placed))
+        replicated = NamedSharding(world.mesh, PartitionSpec())
+        total = int(jax.jit(jnp.sum, out_shardings=replicated)(placed))
     if total != numbers.sum():
         raise LaunchError(
             f"the self-test added up the ranks 0 to {world.size - 1} over all devices and got "
@@ -355,19 +355,19 @@ class StepWatch:
         mine = {"who": str(self.me), "step": self._step, "signs": self._signs}
         self.store.set(f"{_STEPS}{self.me.process}", json.dumps(mine))
         if self.me.process == 0:
-            told = {int(name): text for name, text in self.store.items(_STEPS).items()}
-            self._silences.hear(told)
+            reports = {int(name): text for name, text in self.store.items(_STEPS).items()}
+            self._silences.hear(reports)
             self._silences.tick(self.period)
             limit = self.limit
             if len(self._silences.longer_than(limit)) == self.me.num_processes:
-                post_verdict(self.store, find_culprit(told, limit))
+                post_verdict(self.store, find_culprit(reports, limit))
 
 
-def find_culprit(told: Mapping[int, str], timeout: float) -> str:
+def find_culprit(reports: Mapping[int, str], timeout: float) -> str:
     """Says who holds the others up, where no process has gone on for too long.
 
     Args:
-        told: what each process last told, as JSON.
+        reports: what each process last reported, as JSON.
         timeout: for how many seconds.
 
     Example:
@@ -375,7 +375,7 @@ def find_culprit(told: Mapping[int, str], timeout: float) -> str:
         >>> find_culprit(dict(enumerate(signs)), 60)
         'b hangs: no sign for 60 s after step 5, and the others wait for it; see where its main ...'
     """
-    rows = [json.loads(text) for text in told.values()]
+    rows = [json.loads(text) for text in reports.values()]
     least, most = (choose(row["signs"] for row in rows) for choose in (min, max))
     behind = [row for row in rows if row["signs"] == least]
     after = f"for {timeout:g} s after step {behind[0]['step']}"

@@ -212,8 +212,8 @@ class Hardware:
     ) -> CompilerOptions:  # fmt: skip
         """What a step is compiled with; `parallel` is several transfers at once, None by nodes."""
         parallel = self.num_nodes(num_devices) > 1 if parallel is None else parallel
-        own = self.options + self.parallel_options * parallel + self.no_gather_options * whole
-        return dict(own + self.sums_only_options * only_sums)
+        options = self.options + self.parallel_options * parallel + self.no_gather_options * whole
+        return dict(options + self.sums_only_options * only_sums)
 
     def num_nodes(self, num_ranks: int, stride: int = 1) -> int:
         """The nodes that a group touches whose members are `stride` devices apart."""
@@ -407,9 +407,9 @@ def relative_of(mesh: jax.sharding.Mesh) -> Hardware | None:
     compiler does with options goes by the compute capability. Its rates are those of another chip.
     """
     capability = getattr(mesh.devices.flat[0], "compute_capability", None)
-    own = machine_of(mesh)
-    if own is not None or not re.fullmatch(r"\d+\.\d+", str(capability)):
-        return own
+    exact = machine_of(mesh)
+    if exact is not None or not re.fullmatch(r"\d+\.\d+", str(capability)):
+        return exact
     older = [row for row in HARDWARE.values() if row.capability]
     older = [row for row in older if _version(row.capability) <= _version(str(capability))]
     return max(older, key=lambda row: _version(row.capability), default=None)
@@ -458,8 +458,8 @@ def chip_names() -> dict[str, str]:
 def option_names() -> tuple[str, ...]:
     """The names of all compiler options that are set for some chip."""
     fields = ("options", "no_gather_options", "sums_only_options", "parallel_options")
-    every = [getattr(row, field) for row in HARDWARE.values() for field in fields]
-    return tuple(sorted({name for options in every for name, _ in options}))
+    option_lists = [getattr(row, field) for row in HARDWARE.values() for field in fields]
+    return tuple(sorted({name for options in option_lists for name, _ in options}))
 
 
 MOST_DEVICES = 2**20

@@ -43,8 +43,8 @@ class _Group(type):
 
     def __getattr__(cls, name: str) -> NoReturn:
         public = [known for known in dir(cls) if not known.startswith("_")]
-        where = _ELSEWHERE.get(name) or did_you_mean(name, public).strip()
-        raise NoAttributeError(f"a ProcessGroup has no {name!r}; {where}")
+        hint = _ELSEWHERE.get(name) or did_you_mean(name, public).strip()
+        raise NoAttributeError(f"a ProcessGroup has no {name!r}; {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +129,9 @@ class ProcessGroup(metaclass=_Group):
             return (self.members,)
         grid = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)
         names = list(self.mesh.axis_names)
-        kept = [names.index(axis) for axis in self.axes]
-        rest = [dim for dim in range(len(names)) if dim not in kept]
-        rows = grid.transpose(rest + kept).reshape(-1, self.size)
+        dims = [names.index(axis) for axis in self.axes]
+        rest = [dim for dim in range(len(names)) if dim not in dims]
+        rows = grid.transpose(rest + dims).reshape(-1, self.size)
         return _rows(rows)
 
     def contains(self, rank: int) -> bool:

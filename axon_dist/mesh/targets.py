@@ -200,8 +200,8 @@ def _description(row: Hardware) -> str:
         r"memory_bandwidth: \d+": f"memory_bandwidth: {row.memory_bandwidth:.0f}",
     }
     for field, stated in fields.items():
-        text, found = re.subn(field, stated, text)
-        assert found == 1, f"{file} states {field!r} {found} times"
+        text, count = re.subn(field, stated, text)
+        assert count == 1, f"{file} states {field!r} {count} times"
     return text
 
 

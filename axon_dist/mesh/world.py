@@ -136,12 +136,12 @@ class World:
         if devices is None:
             share = stated_share(os.environ)
             initialize(from_env(os.environ), Timeouts.from_env(os.environ), share)
-        chosen = list(jax.devices() if devices is None else _as_devices(devices))
-        if not chosen:
+        members = list(jax.devices() if devices is None else _as_devices(devices))
+        if not members:
             raise MeshError("got an empty list of devices; a world needs at least one")
-        spec = MeshSpec(axes).resolve(len(chosen))
-        keep_collectives_in_order(chosen)
-        return cls(build_mesh(spec, chosen), _backend_of(chosen))
+        spec = MeshSpec(axes).resolve(len(members))
+        keep_collectives_in_order(members)
+        return cls(build_mesh(spec, members), _backend_of(members))
 
     @classmethod
     def emulate(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:

@@ -102,9 +102,9 @@ class TensorParallelAttention(nnx.Module):
         axis = manual_axis(self.group)
         if axis is None or heads.shape[-2] < self.num_kv_heads:
             return self._by_heads(jnp.repeat(heads, num_queries // heads.shape[-2], axis=-2))
-        every = jnp.repeat(heads, self.num_heads // self.num_kv_heads, axis=-2)
+        repeated = jnp.repeat(heads, self.num_heads // self.num_kv_heads, axis=-2)
         start = jax.lax.axis_index(axis) * num_queries
-        return jax.lax.dynamic_slice_in_dim(every, start, num_queries, axis=-2)
+        return jax.lax.dynamic_slice_in_dim(repeated, start, num_queries, axis=-2)
 
     def _by_heads(self, x: Array) -> Array:
         if self.group is None or manual_axis(self.group) is not None:
@@ -150,14 +150,14 @@ def attended(
     Raises:
         UnsupportedError: when the call gives more than these.
     """
-    given = inspect.signature(attend).bind(module, *args, **kwargs).arguments
-    segments = given.pop("segments", None)
-    (_, *heads), more = list(given.values())[:4], list(given)[4:]
-    more = [name for name in more if given[name] is not None]
-    more += [name for name in list(given)[:4] if name in ("args", "kwargs")]
+    bound = inspect.signature(attend).bind(module, *args, **kwargs).arguments
+    segments = bound.pop("segments", None)
+    (_, *heads), more = list(bound.values())[:4], list(bound)[4:]
+    more = [name for name in more if bound[name] is not None]
+    more += [name for name in list(bound)[:4] if name in ("args", "kwargs")]
     if more or len(heads) != 3:
         raise UnsupportedError(
-            f"{type(module).__name__}.attend is called with {', '.join(list(given)[1:])}; where a "
+            f"{type(module).__name__}.attend is called with {', '.join(list(bound)[1:])}; where a "
             "strategy divides attention over devices it can take query, key, value and segments "
             "alone. Keep what else it needs in the module, such as causal=True"
         )

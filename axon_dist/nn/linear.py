@@ -310,10 +310,10 @@ def born(
     dim: int | None,
 ) -> Array:
     """Fills a whole array and keeps each rank's shard of it, split along `dim`."""
-    held = math.prod(shape) * jnp.dtype(dtype).itemsize
-    if held >= ADDRESSES:  # Whoever asks XLA for such an array ends in an abort.
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if size >= ADDRESSES:  # Whoever asks XLA for such an array ends in an abort.
         raise ConfigError(
-            f"a weight of shape {shape} in {jnp.dtype(dtype)} has {held:.1e} bytes, and a process "
+            f"a weight of shape {shape} in {jnp.dtype(dtype)} has {size:.1e} bytes, and a process "
             f"can address {ADDRESSES:.1e}; check the features"
         )
     if group is None:
@@ -461,5 +461,5 @@ def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str |
     largest = largest if axis is None else all_max(largest, axis)
     exponentials = total(jnp.exp(logits - largest[..., None]).sum(-1))
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) + start
-    chosen = total(jnp.where(classes == labels[..., None], logits, 0.0).sum(-1))
-    return jnp.log(exponentials) + largest - chosen
+    label_logits = total(jnp.where(classes == labels[..., None], logits, 0.0).sum(-1))
+    return jnp.log(exponentials) + largest - label_logits

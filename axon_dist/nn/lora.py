@@ -89,8 +89,8 @@ def lora(
 
     Source: Hu et al., LoRA, arXiv:2106.09685.
     """
-    for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
-        FLOATS.or_none().check("lora", name, given)
+    for name, option in (("dtype", dtype), ("param_dtype", param_dtype)):
+        FLOATS.or_none().check("lora", name, option)
     adapted = nnx.clone(model)
     layers = dict(_layers(adapted))
     paths = (paths,) if isinstance(paths, str) else paths
@@ -146,8 +146,8 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
     plain = nnx.clone(model)
     known = {after: before for before, after in ADAPTED.items()}
     merged: set[int] = set()
-    found = list(nnx.iter_modules(plain))
-    for _, layer in found:
+    modules = list(nnx.iter_modules(plain))
+    for _, layer in modules:
         if not isinstance(layer, nnx.LoRALinear | LoRALinearGeneral) or type(layer) not in known:
             continue
         adapter, kernel = layer.lora, layer.kernel
@@ -162,7 +162,7 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         _become(layer, known[type(layer)])
     others = [
         "/".join(map(str, keys))
-        for keys, module in found
+        for keys, module in modules
         if isinstance(module, nnx.LoRA) and id(module) not in merged
     ]
     if others:

@@ -145,9 +145,9 @@ def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Pat
         Paths.
     """
     classes = names or block_classes(model)
-    found = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
-    found.update(linen_named(model, names) if names else linen_blocks(model))
-    return frozenset("/".join(map(str, keys)) for keys in found)
+    blocks = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
+    blocks.update(linen_named(model, names) if names else linen_blocks(model))
+    return frozenset("/".join(map(str, keys)) for keys in blocks)
 
 
 def block_classes(model: nnx.Module) -> tuple[str, ...]:

@@ -307,7 +307,7 @@ class _Cudnn:
         return out.astype(jnp.float32), log_weight.swapaxes(1, 2)
 
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
-        found = cudnn_attention_gradients(
+        grads = cudnn_attention_gradients(
             queries.query,
             keys.key,
             keys.value,
@@ -317,7 +317,7 @@ class _Cudnn:
             _result(queries),
             queries.cotangent.astype(queries.query.dtype),
         )
-        return _wide(found)
+        return _wide(grads)
 
     def _bias(self, queries: Queries, keys: Keys) -> Array | None:
         if queries.segments is None or keys.segments is None:
@@ -350,8 +350,8 @@ class _Splash:
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
         kernel = self._kernel(queries, causal)
         query, key, value, *segments = self._arrays(queries, keys)
-        given = (queries.log_weight, _result(queries), queries.cotangent)
-        log_weight, out, cotangent = (x.swapaxes(1, 2) for x in given)
+        results = (queries.log_weight, _result(queries), queries.cotangent)
+        log_weight, out, cotangent = (x.swapaxes(1, 2) for x in results)
 
         def of_sample(
             query: Array, key: Array, value: Array, *rest: Array
@@ -361,8 +361,8 @@ class _Splash:
             return splash_gradients(kernel, query, key, value, ids, log_weight, out, cotangent)
 
         run = per_sample(jax.vmap(of_sample))
-        found = run(query, key, value, *segments, log_weight, out, cotangent.astype(query.dtype))
-        of_query, of_key, of_value = _wide(x.swapaxes(1, 2) for x in found)
+        grads = run(query, key, value, *segments, log_weight, out, cotangent.astype(query.dtype))
+        of_query, of_key, of_value = _wide(x.swapaxes(1, 2) for x in grads)
         return of_query * query.shape[-1] ** -0.5, of_key, of_value
 
     def _kernel(

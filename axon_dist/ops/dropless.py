@@ -86,7 +86,7 @@ def _varying(x: Array, *others: Array) -> Array:
 
 T = TypeVar("T")
 
-_Given: TypeAlias = tuple[Array, Array, PyTree]
+_Args: TypeAlias = tuple[Array, Array, PyTree]
 """Tokens, gates and kernels."""
 
 _Mix: TypeAlias = Callable[[Array, Array, PyTree, Assigned], Array]
@@ -117,43 +117,43 @@ def in_fitting_slots(
     """
     share = choice.experts.size / num_experts
     capacities = slot_sizes(len(tokens), share)
-    found = choice.by_expert(first, num_experts_of(kernels))
+    assigned = choice.by_expert(first, num_experts_of(kernels))
     if capacities == [len(tokens)]:
-        return in_given_slots(feed, capacities[0], tokens, choice.gates, kernels, found)
+        return in_given_slots(feed, capacities[0], tokens, choice.gates, kernels, assigned)
     leaves, treedef = jax.tree.flatten((tokens, choice.gates, kernels))
-    others = [*leaves, found.own]
-    given = treedef.unflatten([_varying(leaf, *others) for leaf in leaves])
+    others = [*leaves, assigned.expert]
+    args = treedef.unflatten([_varying(leaf, *others) for leaf in leaves])
     usual = usual_size(capacities, share)
     slotted = [functools.partial(in_given_slots, feed, capacity) for capacity in capacities]
 
-    def pulled(run: _Mix, given: _Given, found: Assigned, cotangents: Array) -> _Given:
+    def pulled(run: _Mix, args: _Args, assigned: Assigned, cotangents: Array) -> _Args:
         def mix(tokens: Array, gates: Array, kernels: PyTree) -> Array:
-            return run(tokens, gates, kernels, found)
+            return run(tokens, gates, kernels, assigned)
 
-        return jax.vjp(mix, *given)[1](cotangents)
+        return jax.vjp(mix, *args)[1](cotangents)
 
-    def choose(found: Assigned, ways: Sequence[Callable[..., T]], *arguments: object) -> T:
+    def choose(assigned: Assigned, ways: Sequence[Callable[..., T]], *arguments: object) -> T:
         # Behind the last size, where a loop is, if it is not enough for all tokens.
         ways = ways[:-1] if capacities[-1] == len(tokens) else ways
         ways = [way if at == usual else _rare(way) for at, way in enumerate(ways)]
-        number = jnp.sum(jnp.max(found.sizes) > jnp.array(capacities), dtype=jnp.int32)
+        number = jnp.sum(jnp.max(assigned.sizes) > jnp.array(capacities), dtype=jnp.int32)
         return jax.lax.switch(number, ways, *arguments)
 
     size = block_rows(share)
 
     @jax.custom_vjp
-    def run(given: _Given, found: Assigned) -> Array:
+    def run(args: _Args, assigned: Assigned) -> Array:
         ways = [*slotted, functools.partial(_looped, feed, size)]
-        return choose(found, ways, *given, found)
+        return choose(assigned, ways, *args, assigned)
 
-    def backward(residuals: tuple[_Given, Assigned], cotangents: Array) -> tuple[_Given, None]:
+    def backward(residuals: tuple[_Args, Assigned], cotangents: Array) -> tuple[_Args, None]:
         ways = [functools.partial(pulled, way) for way in slotted]
         ways.append(functools.partial(_pulled_loop, feed, size))
-        given, found = residuals
-        return choose(found, ways, given, found, cotangents), None
+        args, assigned = residuals
+        return choose(assigned, ways, args, assigned, cotangents), None
 
-    run.defvjp(lambda given, found: (run(given, found), (given, found)), backward)
-    return run(given, found)
+    run.defvjp(lambda args, assigned: (run(args, assigned), (args, assigned)), backward)
+    return run(args, assigned)
 
 
 def _rare(way: Callable[..., T]) -> Callable[..., T]:
@@ -167,43 +167,43 @@ def _rare(way: Callable[..., T]) -> Callable[..., T]:
 
 
 def _looped(
-    feed: Feed, size: int, tokens: Array, gates: Array, kernels: PyTree, found: Assigned
+    feed: Feed, size: int, tokens: Array, gates: Array, kernels: PyTree, assigned: Assigned
 ) -> Array:
     """Expert by expert, and block by block of its rows."""
 
-    def turn(block: _Block, total: Array, own: PyTree) -> tuple[Array, PyTree]:
+    def turn(block: _Block, total: Array, none: PyTree) -> tuple[Array, PyTree]:
         made = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
-        return block.add(total, made, gates.shape[1]), own
+        return block.add(total, made, gates.shape[1]), none
 
-    zeros = _varying(jnp.zeros(tokens.shape, jnp.float32), tokens, found.own)
-    total, _ = _over_blocks(size, kernels, found, turn, zeros, lambda kernel: ())
+    zeros = _varying(jnp.zeros(tokens.shape, jnp.float32), tokens, assigned.expert)
+    total, _ = _over_blocks(size, kernels, assigned, turn, zeros, lambda kernel: ())
     return total.astype(tokens.dtype)
 
 
 def _pulled_loop(
-    feed: Feed, size: int, given: _Given, found: Assigned, cotangents: Array
-) -> _Given:
+    feed: Feed, size: int, args: _Args, assigned: Assigned, cotangents: Array
+) -> _Args:
     """The gradients of `_looped` by its arrays."""
-    tokens, gates, kernels = given
+    tokens, gates, kernels = args
     wide = functools.partial(jnp.promote_types, jnp.float32)
 
-    def turn(block: _Block, sums: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+    def turn(block: _Block, sums: PyTree, total: PyTree) -> tuple[PyTree, PyTree]:
         of_tokens, of_gates = sums
         kernel = jax.tree.map(lambda x: x.astype(wide(x.dtype)), block.kernel)
         rows, weights = block.rows(tokens, gates), block.gates(gates)
         pull = jax.vjp(functools.partial(_weighed, feed), rows, weights, kernel)[1]
-        found = pull(block.rows(cotangents, gates).astype(jnp.float32))
-        of_tokens = block.add(of_tokens, found[0].astype(jnp.float32), gates.shape[1])
-        return (of_tokens, block.add(of_gates, found[1], 1)), jax.tree.map(jnp.add, own, found[2])
+        grads = pull(block.rows(cotangents, gates).astype(jnp.float32))
+        of_tokens = block.add(of_tokens, grads[0].astype(jnp.float32), gates.shape[1])
+        return (of_tokens, block.add(of_gates, grads[1], 1)), jax.tree.map(jnp.add, total, grads[2])
 
     def zeros(x: Array) -> Array:
-        return _varying(jnp.zeros(x.shape, wide(x.dtype)), tokens, found.own)
+        return _varying(jnp.zeros(x.shape, wide(x.dtype)), tokens, assigned.expert)
 
     sums = zeros(tokens), zeros(gates.reshape(-1))
     begin = functools.partial(jax.tree.map, zeros)
-    (of_tokens, of_gates), own = _over_blocks(size, kernels, found, turn, sums, begin)
-    own = jax.tree.map(lambda x, like: x.astype(like.dtype), own, kernels)
-    return of_tokens.astype(tokens.dtype), of_gates.reshape(gates.shape), own
+    (of_tokens, of_gates), of_kernels = _over_blocks(size, kernels, assigned, turn, sums, begin)
+    of_kernels = jax.tree.map(lambda x, like: x.astype(like.dtype), of_kernels, kernels)
+    return of_tokens.astype(tokens.dtype), of_gates.reshape(gates.shape), of_kernels
 
 
 class _Block(NamedTuple):
@@ -232,7 +232,7 @@ class _Block(NamedTuple):
 def _over_blocks(
     size: int,
     kernels: PyTree,
-    found: Assigned,
+    assigned: Assigned,
     turn: Callable[[_Block, PyTree, PyTree], tuple[PyTree, PyTree]],
     shared: PyTree,
     begin: Callable[[PyTree], PyTree],
@@ -242,7 +242,7 @@ def _over_blocks(
     Args:
         size: the rows of a block.
         kernels: with a leading dim of experts.
-        found: the assignments.
+        assigned: the assignments.
         turn: (block, carried through all, carried through those of the expert) -> both.
         shared: what all begin with.
         begin: what an expert begins with, by its kernels.
@@ -256,7 +256,7 @@ def _over_blocks(
 
         def block(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
             number = carry[0] + jnp.arange(size)
-            which = found.order[jnp.where(number < count, start + number, 0)]
+            which = assigned.order[jnp.where(number < count, start + number, 0)]
             return carry[0] + size, *turn(_Block(which, number < count, kernel), *carry[1:])
 
         carry = jax.lax.while_loop(
@@ -264,7 +264,7 @@ def _over_blocks(
         )
         return carry[1], carry[2]
 
-    return jax.lax.scan(expert, shared, (kernels, found.starts, found.sizes))
+    return jax.lax.scan(expert, shared, (kernels, assigned.starts, assigned.sizes))
 
 
 def _weighed(feed: Feed, rows: Array, gates: Array, kernel: PyTree) -> Array:

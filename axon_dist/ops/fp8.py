@@ -221,8 +221,8 @@ def _rounded_weight(w: Array, gather: WeightGather | None) -> Rounded:
     (values,) = _rounding().bind(w, scale)
     if gather is not None:
         # As plain bytes: compilers widen what they gather to a dtype that their devices have.
-        whole = gather.forward(jax.lax.bitcast_convert_type(values, jnp.uint8))
-        (values,) = _reading().bind(whole)
+        gathered = gather.forward(jax.lax.bitcast_convert_type(values, jnp.uint8))
+        (values,) = _reading().bind(gathered)
     return Rounded(values, scale)
 
 
@@ -251,8 +251,8 @@ def _dot(
 
 def _manual(axes: Sequence[str]) -> tuple[str, ...]:
     current = jax.sharding.get_abstract_mesh()
-    found = () if current.empty else current.manual_axes
-    return tuple(axis for axis in axes if axis in found)
+    manual = () if current.empty else current.manual_axes
+    return tuple(axis for axis in axes if axis in manual)
 
 
 GatherOf: TypeAlias = Callable[[nnx.Variable], WeightGather | None]
@@ -314,15 +314,15 @@ def fp8_layers(model: nnx.Module, skip: Sequence[str] = ()) -> frozenset[Path]:
         frozenset({'layers/0'})
     """
     reasons = fp8_reasons(model, skip)
-    found = frozenset(path for path, reason in reasons.items() if not reason)
-    if not found:
+    layers = frozenset(path for path, reason in reasons.items() if not reason)
+    if not layers:
         listed = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:4])
         raise UnsupportedError(
             f"precision='fp8' finds no dense layer to compute in fp8 ({listed or 'none at all'}). "
             "It takes nnx.Linear, nnx.LinearGeneral and layers that split over tensor ranks, in "
             "modules that the model keeps in lists or stacks by nnx.vmap; use precision='bf16'"
         )
-    return found
+    return layers
 
 
 def is_dense(module: object) -> TypeGuard[DenseLayer]:
@@ -333,12 +333,12 @@ def is_dense(module: object) -> TypeGuard[DenseLayer]:
 def fp8_reasons(model: nnx.Module, skip: Sequence[str] = ()) -> dict[Path, str]:
     """Why each dense layer of a model does not compute in fp8; "" for those that do."""
     stacks = tuple(stacks_of(model))
-    found: dict[Path, str] = {}
+    reasons: dict[Path, str] = {}
     for keys, module in nnx.iter_modules(model):
         if is_dense(module):
             path = "/".join(map(str, keys))
-            found[path] = _reason(path, module, stacks, skip)
-    return found
+            reasons[path] = _reason(path, module, stacks, skip)
+    return reasons
 
 
 def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequence[str]) -> str:
@@ -348,8 +348,8 @@ def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequenc
         return "is to be skipped"
     if not (is_stacked or is_numbered):
         return "is in no block"
-    own = layer.dot_general not in (None, jax.lax.dot_general)
-    if own or getattr(layer, "dot_general_cls", None) is not None:
+    is_custom = layer.dot_general not in (None, jax.lax.dot_general)
+    if is_custom or getattr(layer, "dot_general_cls", None) is not None:
         return "has a dot_general of its own"
     rows, columns = _sizes(layer)
     if getattr(layer, "batch_axis", None) or rows is None:

@@ -65,9 +65,9 @@ class Int8Form:
         The product of eight bits and the eight of a bfloat16 is exact in float32, however a
         compiler orders things.
         """
-        own = jnp.dtype(self.dtype)
-        dtype = own if dtype is None else jnp.dtype(dtype)
-        return _operation().bind(numbers, scale, own=own, dtype=dtype)[0]
+        stored = jnp.dtype(self.dtype)
+        dtype = stored if dtype is None else jnp.dtype(dtype)
+        return _operation().bind(numbers, scale, stored=stored, dtype=dtype)[0]
 
 
 @jax.tree_util.register_dataclass
@@ -111,12 +111,12 @@ def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
         >>> int8_form("norm/scale", jax.ShapeDtypeStruct((64,), "float32"))
     """
     shape, name = tuple(leaf.shape), path.rpartition("/")[2]
-    own = shape[stacked:]
-    if len(own) < 2 or name in ("bias", "scale") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    sizes = shape[stacked:]
+    if len(sizes) < 2 or name in ("bias", "scale") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None
-    dims = [-1] if name == "embedding" else range(-len(own), -1)
-    dim = max(dims, key=lambda d: (own[d], d))
-    return Int8Form(shape, leaf.dtype, dim) if own[dim] >= SMALLEST_GROUP else None
+    dims = [-1] if name == "embedding" else range(-len(sizes), -1)
+    dim = max(dims, key=lambda d: (sizes[d], d))
+    return Int8Form(shape, leaf.dtype, dim) if sizes[dim] >= SMALLEST_GROUP else None
 
 
 def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
@@ -157,9 +157,9 @@ def _mapped(
     return walk(weights, "")
 
 
-def _widen(numbers: Array, scale: Array, *, own: DTypeLike, dtype: DTypeLike) -> tuple[Array]:
+def _widen(numbers: Array, scale: Array, *, stored: DTypeLike, dtype: DTypeLike) -> tuple[Array]:
     wide = numbers.astype(jnp.float32) * scale.astype(jnp.float32)
-    return (wide.astype(own).astype(dtype),)
+    return (wide.astype(stored).astype(dtype),)
 
 
 def _batched(

@@ -249,9 +249,9 @@ def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Ar
     fits = len(shapes["kernel"]) == 2 and shapes["kernel"][:1] == width
     fits = fits and shapes["labels"] == shapes["weights"] == lead
     if not fits or shapes.get("bias", shapes["kernel"][1:]) != shapes["kernel"][1:]:
-        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        got = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise ConfigError(
-            f"linear_cross_entropy got {found}; it takes hidden [..., D], kernel [D, V], labels "
+            f"linear_cross_entropy got {got}; it takes hidden [..., D], kernel [D, V], labels "
             "and weights [...], one for each position of hidden, and a bias [V]"
         )
     if not jnp.issubdtype(jnp.asarray(labels).dtype, jnp.integer):
@@ -291,13 +291,13 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
         carry: PyTree, piece: tuple[Array, Array, Array]
     ) -> tuple[PyTree, tuple[Array, Array | None]]:
         hidden, labels, weights = piece
-        found = _chunk(how, Operands(hidden, rest[0], labels, weights, rest[1]), wants, axis)
-        sums = found.total, found.hits, *found.grads[1:]
+        values = _chunk(how, Operands(hidden, rest[0], labels, weights, rest[1]), wants, axis)
+        sums = values.total, values.hits, *values.grads[1:]
 
         def add(a, b):
             return None if a is None else a + b
 
-        return tuple(map(add, carry, sums)), (found.losses, found.grads[0])
+        return tuple(map(add, carry, sums)), (values.losses, values.grads[0])
 
     if count == 1:
         sums, made = chunk(start, jax.tree.map(lambda x: x[0], pieces))
@@ -416,18 +416,18 @@ def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
         The values, and their tangents.
     """
     moves = tangents.hidden, tangents.kernel, tangents.bias
-    found = run(operands, tuple(x is not None for x in moves))  # type: ignore[arg-type]
+    values = run(operands, tuple(x is not None for x in moves))  # type: ignore[arg-type]
 
     def wide(x):
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
-    of_total = jnp.zeros((), found.total.dtype)
-    for grad, move in zip(found.grads, moves, strict=True):
+    of_total = jnp.zeros((), values.total.dtype)
+    for grad, move in zip(values.grads, moves, strict=True):
         if move is not None and grad is not None:
             of_total = of_total + jnp.sum(wide(grad) * wide(move))
     if tangents.weights is not None:
-        of_total = of_total + jnp.sum(found.losses * tangents.weights)
-    return (found.total, found.hits), (of_total, jnp.zeros((), found.hits.dtype))
+        of_total = of_total + jnp.sum(values.losses * tangents.weights)
+    return (values.total, values.hits), (of_total, jnp.zeros((), values.hits.dtype))
 
 
 def differentiable(run: Run) -> Callable[..., tuple[Array, Array]]:

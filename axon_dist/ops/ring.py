@@ -38,7 +38,7 @@ keys around once more, and it is one activation."""
 Tree = TypeVar("Tree")
 State = TypeVar("State")
 Visitor = TypeVar("Visitor")
-Given = TypeVar("Given")
+Returned = TypeVar("Returned")
 
 Residuals: TypeAlias = tuple[Array, Array, Array, Array | None, Array, Array]
 """Query, key, value, segments, the result and the logarithms of its weights."""
@@ -56,7 +56,7 @@ def ring_attention(
     segments: Array | None = None,
     *,
     form: str = "auto",
-    is_dealt: bool = False,
+    is_distributed: bool = False,
 ) -> Array:
     """Attends over the whole sequence, each rank with its positions.
 
@@ -71,7 +71,7 @@ def ring_attention(
         causal: position t sees positions 0 to t; `T/c` is then even.
         segments: integers `[B, T/c]`; a position sees those of its own alone. None for one segment.
         form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
-        is_dealt: whether a rank has its positions as `Ring.distribute` gives them, not in order.
+        is_distributed: whether a rank has the positions of `Ring.distribute`, not consecutive ones.
 
     Returns:
         `[B, T/c, H, K]` in the dtype of `query`, in the order that they came in.
@@ -81,7 +81,7 @@ def ring_attention(
     """
     ring = Ring(axis, jax.lax.axis_size(axis), causal)
     arrays = (query, key, value, segments)
-    if is_dealt:
+    if is_distributed:
         return _attend(ring, BlockAttention(form), *arrays)
     return ring.restore(_attend(ring, BlockAttention(form), *jax.tree.map(ring.distribute, arrays)))
 
@@ -206,8 +206,8 @@ class Ring:
         """
         if not self.causal:
             return ((None, None),)
-        chosen = jnp.where(precedes, 0, 1)
-        return ((1, 0), (chosen, chosen))
+        number = jnp.where(precedes, 0, 1)
+        return ((1, 0), (number, number))
 
     def piece(self, tree: Tree, number: Array | int | None) -> Tree:
         """One of the two pieces that a rank has; None for all it has."""
@@ -236,10 +236,10 @@ class Ring:
 
     def around(
         self,
-        visit: Callable[[State, Visitor, Array], tuple[State, Given]],
+        visit: Callable[[State, Visitor, Array], tuple[State, Returned]],
         state: State,
         sent: Visitor,
-    ) -> tuple[State, Given]:
+    ) -> tuple[State, Returned]:
         """Visits what every other rank holds, and brings home what it is given on its way.
 
         The next visitor is on its way while the present one is worked on, and what the last one was
@@ -256,22 +256,22 @@ class Ring:
         """
         sent = self.turn(sent)
         if self.size <= 2:
-            state, given = visit(state, sent, jnp.asarray(1))
-            return state, self.turn(given)
+            state, returned = visit(state, sent, jnp.asarray(1))
+            return state, self.turn(returned)
         ahead = self.turn(sent)
-        state, given = visit(state, sent, jnp.asarray(1))
+        state, returned = visit(state, sent, jnp.asarray(1))
 
         def step(carry: PyTree, back: Array) -> tuple[PyTree, None]:
-            state, given, sent = carry
-            arriving, ahead = self.turn(given), self.turn(sent)
+            state, returned, sent = carry
+            arriving, ahead = self.turn(returned), self.turn(sent)
             state, more = visit(state, sent, back)
             return (state, _added(more, arriving), ahead), None
 
         if self.size > 3:
             steps = jnp.arange(2, self.size - 1)
-            (state, given, ahead), _ = jax.lax.scan(step, (state, given, ahead), steps)
+            (state, returned, ahead), _ = jax.lax.scan(step, (state, returned, ahead), steps)
         # The last round need not send on what it has read.
-        arriving = self.turn(given)
+        arriving = self.turn(returned)
         state, more = visit(state, ahead, jnp.asarray(self.size - 1))
         return state, self.turn(_added(more, arriving))
 
@@ -304,8 +304,8 @@ def _forward(
         state: tuple[Array, Array], keys: Keys, back: Array
     ) -> tuple[tuple[Array, Array], tuple[()]]:
         for mine, theirs in ring.pairs(back <= ring.rank):
-            found = kernel.forward(ring.piece(queries, mine), ring.piece(keys, theirs))
-            state = ring.with_piece(state, mine, functools.partial(merged, found))
+            block = kernel.forward(ring.piece(queries, mine), ring.piece(keys, theirs))
+            state = ring.with_piece(state, mine, functools.partial(merged, block))
         return state, ()
 
     if ring.size > 1:
@@ -330,9 +330,9 @@ def _backward(
     if ring.size > 1 and _queries_are_lighter(query, key):
         # Adds to the gradients of one's keys, and gives the visiting queries theirs.
         def host_queries(of_keys, queries, back):
-            given, is_before = _zeros(queries.query), back > ring.rank
-            given, of_keys = add(is_before, queries, keys, given, of_keys)
-            return of_keys, given.astype(query.dtype)
+            of_queries, is_before = _zeros(queries.query), back > ring.rank
+            of_queries, of_keys = add(is_before, queries, keys, of_queries, of_keys)
+            return of_keys, of_queries.astype(query.dtype)
 
         sent = queries._replace(out=None)
         (of_key, of_value), came = ring.around(host_queries, (of_key, of_value), sent)
@@ -340,9 +340,9 @@ def _backward(
     elif ring.size > 1:
         # Adds to the gradients of one's queries, and gives the visiting keys theirs.
         def host_keys(of_query, keys, back):
-            given = _zeros(keys.key), _zeros(keys.value)
-            of_query, given = add(back <= ring.rank, queries, keys, of_query, given)
-            return of_query, (given[0].astype(key.dtype), given[1].astype(value.dtype))
+            of_keys = _zeros(keys.key), _zeros(keys.value)
+            of_query, of_keys = add(back <= ring.rank, queries, keys, of_query, of_keys)
+            return of_query, (of_keys[0].astype(key.dtype), of_keys[1].astype(value.dtype))
 
         of_query, came = ring.around(host_keys, of_query, keys)
         of_key, of_value = (
@@ -380,9 +380,9 @@ def _pair_gradients(
 ) -> tuple[Array, tuple[Array, Array]]:
     """Adds what the pieces of queries and keys that meet give to the gradients of both."""
     for mine, theirs in ring.pairs(precedes):
-        found = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
-        of_query = ring.with_piece(of_query, mine, functools.partial(_added, found[0]))
-        of_keys = ring.with_piece(of_keys, theirs, functools.partial(_added, found[1:]))
+        gradients = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
+        of_query = ring.with_piece(of_query, mine, functools.partial(_added, gradients[0]))
+        of_keys = ring.with_piece(of_keys, theirs, functools.partial(_added, gradients[1:]))
     return of_query, of_keys
 
 

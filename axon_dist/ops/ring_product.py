@@ -43,10 +43,10 @@ class Circle:
 
     def pieces(self, x: Array) -> tuple[Array, ...]:
         """The pieces of all ranks as they come by: one's own first, then those of ranks before."""
-        found = [x]
+        pieces = [x]
         for _ in range(self.size - 1):
-            found.append(self.moved(found[-1]))
-        return tuple(found)
+            pieces.append(self.moved(pieces[-1]))
+        return tuple(pieces)
 
     def summed(self, addend: Callable[[Array], Array]) -> Array:
         """Adds up over the ranks, each piece on its way to the rank that has it.
@@ -64,17 +64,17 @@ class Circle:
         """What came by, in the order of the positions."""
         rows = pieces[0].shape[1]
         shape = (pieces[0].shape[0], rows * self.size, *pieces[0].shape[2:])
-        whole = jnp.zeros(shape, pieces[0].dtype)
+        joined = jnp.zeros(shape, pieces[0].dtype)
         rank = jax.lax.axis_index(self.axis)
         for back, piece in enumerate(pieces):
             start = (rank - back) % self.size * rows
-            whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, start, 1)
-        return whole
+            joined = jax.lax.dynamic_update_slice_in_dim(joined, piece, start, 1)
+        return joined
 
-    def piece(self, whole: Array, number: Array) -> Array:
+    def piece(self, x: Array, number: Array) -> Array:
         """One piece of all positions."""
-        rows = whole.shape[1] // self.size
-        return jax.lax.dynamic_slice_in_dim(whole, number * rows, rows, 1)
+        rows = x.shape[1] // self.size
+        return jax.lax.dynamic_slice_in_dim(x, number * rows, rows, 1)
 
     def moved(self, x: Array, by: int = 1) -> Array:
         """Sends what every rank has to the one so many places on."""

@@ -179,8 +179,8 @@ def metrics_of(opt_state: PyTree) -> dict[str, Array]:
     def is_watched(x: object) -> bool:
         return isinstance(x, Watched)
 
-    found = jax.tree.leaves(opt_state, is_leaf=is_watched)
-    return {name: x for one in found if is_watched(one) for name, x in one.metrics.items()}
+    states = jax.tree.leaves(opt_state, is_leaf=is_watched)
+    return {name: x for one in states if is_watched(one) for name, x in one.metrics.items()}
 
 
 def _judged(
