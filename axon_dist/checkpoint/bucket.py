@@ -116,18 +116,18 @@ def restore(
     while ahead:
         path, target, slices = ahead.pop(0)
         ahead += itertools.islice(reads, 1)
-        found = {text: _done(folder, path, future) for text, future in slices.items()}
+        values = {text: _done(folder, path, future) for text, future in slices.items()}
         restored[path] = jax.make_array_from_callback(
-            target.shape, target.sharding, lambda index, found=found: found[str(index)]
+            target.shape, target.sharding, lambda index, values=values: values[str(index)]
         )
     return restored
 
 
 def _reads(folder: Place, path: LeafPath, target: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """What is being read of a leaf, by slice."""
-    where = folder.spec if isinstance(folder, Address) else {"driver": "file"}
+    store = folder.spec if isinstance(folder, Address) else {"driver": "file"}
     inside = f"{folder.key if isinstance(folder, Address) else folder}/{ZARR}/{path}/"
-    spec = {"driver": "zarr", "kvstore": {**where, "path": inside}}
+    spec = {"driver": "zarr", "kvstore": {**store, "path": inside}}
     spec["fill_missing_data_reads"] = False
     leaf = ts.array(np.zeros(target.shape, target.dtype))
     if target.size:
@@ -156,9 +156,9 @@ def _header(leaf: Array) -> bytes:
     """What zarr says of an array."""
     dtype = np.dtype(leaf.dtype)
     ts.dtype(dtype)  # It raises for what cannot be read again.
-    told = {"zarr_format": 2, "shape": leaf.shape, "chunks": _piece_shape(leaf), "order": "C"}
-    told |= {"dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name}
-    return json.dumps(told | dict.fromkeys(("compressor", "fill_value", "filters"))).encode()
+    header = {"zarr_format": 2, "shape": leaf.shape, "chunks": _piece_shape(leaf), "order": "C"}
+    header |= {"dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name}
+    return json.dumps(header | dict.fromkeys(("compressor", "fill_value", "filters"))).encode()
 
 
 def _pieces(path: LeafPath, leaf: Array) -> Iterator[tuple[str, np.ndarray]]:

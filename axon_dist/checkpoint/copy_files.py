@@ -70,8 +70,8 @@ class CopyHeader:
     def from_json(cls, text: str) -> CopyHeader:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
-        whole = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
-        return cls(**{**fields, **whole})
+        parsed = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
+        return cls(**{**fields, **parsed})
 
     @classmethod
     def read(cls, path: Path) -> CopyHeader:
@@ -178,9 +178,9 @@ class Pieces:
             rows = zip(json.loads(bytes(arrays[_PLACES])), arrays[_CHECKSUMS], strict=True)
             places: dict[LeafPath, list[Slices]] = {}
             for number, ((leaf, place), crc) in enumerate(rows):
-                whole = as_place(place)
-                self._pieces[leaf, whole] = arrays[str(number)], int(crc)
-                places.setdefault(leaf, []).append(whole)
+                slices = as_place(place)
+                self._pieces[leaf, slices] = arrays[str(number)], int(crc)
+                places.setdefault(leaf, []).append(slices)
             self.parts.append((header.process, header.writers, places))
 
     def add(self, leaf: LeafPath, place: Slices, raw: np.ndarray) -> None:
@@ -202,7 +202,7 @@ class Pieces:
     def read(
         self, leaf: LeafPath, dtype: Any, place: Slices, written: Iterable[Slices]
     ) -> np.ndarray:
-        """The values at a place, put together from the pieces that meet it.
+        """The values at a place, put together from the pieces that overlap it.
 
         Args:
             leaf: which.
@@ -212,10 +212,10 @@ class Pieces:
         """
         values = np.empty([stop - start for start, stop in place], dtype)
         for there in written:
-            if (meet := meeting(place, there)) is not None:
+            if (shared := overlap(place, there)) is not None:
                 piece = self.raw(leaf, there).view(dtype)
                 piece = piece.reshape([stop - start for start, stop in there])
-                values[_within(meet, place)] = piece[_within(meet, there)]
+                values[_within(shared, place)] = piece[_within(shared, there)]
         return values
 
 
@@ -238,16 +238,16 @@ def as_place(pairs: Iterable[Sequence[int]]) -> Slices:
     return tuple((int(start), int(stop)) for start, stop in pairs)
 
 
-def meeting(one: Slices, other: Slices) -> Slices | None:
-    """Where two places meet; None where they do not."""
-    meet = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return meet if all(start < stop for start, stop in meet) else None
+def overlap(one: Slices, other: Slices) -> Slices | None:
+    """The elements that two places share; None where there are none."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
 
 
-def _within(meet: Slices, place: Slices) -> tuple[slice, ...]:
+def _within(shared: Slices, place: Slices) -> tuple[slice, ...]:
     return tuple(
         slice(start - first, stop - first)
-        for (start, stop), (first, _) in zip(meet, place, strict=True)
+        for (start, stop), (first, _) in zip(shared, place, strict=True)
     )
 
 

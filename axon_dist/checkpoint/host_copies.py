@@ -42,7 +42,7 @@ from .copy_files import (
     copies_in,
     headers_in,
     is_whole,
-    meeting,
+    overlap,
     place_of,
     raw_bytes,
     size_of,
@@ -92,8 +92,8 @@ class HostRing:
         Raises:
             ConfigError: when the hosts are not alike, so that one device has no other to send to.
         """
-        found = {path: leaf for path, leaf in leaves.items() if self._is_spread(leaf)}
-        for path, leaf in found.items():
+        spread = {path: leaf for path, leaf in leaves.items() if self._is_spread(leaf)}
+        for path, leaf in spread.items():
             sizes = collections.Counter(device.process_index for device in leaf.sharding.device_set)
             each = [
                 [sizes[p] for p in self.beside(p)] for p in map(self.hosts.index, {*self.hosts})
@@ -105,7 +105,7 @@ class HostRing:
                     "the next one, device by device. Start as many processes on each host, with as "
                     "many devices, or leave checkpoint.memory_every at 0"
                 )
-        return found
+        return spread
 
     def own_pieces(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
         """What this process writes of its own."""
@@ -171,12 +171,12 @@ def _first_devices(
     sharding: Sharding, shape: tuple[int, ...], hosts: tuple[int, ...]
 ) -> dict[int, dict[Slices, tuple[int, int]]]:
     """What each host has of an array, and the first process and device there that has it."""
-    found: dict[int, dict[Slices, tuple[int, int]]] = {host: {} for host in hosts}
+    firsts: dict[int, dict[Slices, tuple[int, int]]] = {host: {} for host in hosts}
     for device, index in sharding.devices_indices_map(shape).items():
         process = int(device.process_index)
-        places, place = found[hosts[process]], place_of(index, shape)
+        places, place = firsts[hosts[process]], place_of(index, shape)
         places[place] = min((process, int(device.id)), places.get(place, (process, int(device.id))))
-    return found
+    return firsts
 
 
 @functools.lru_cache(maxsize=4)
@@ -231,8 +231,8 @@ class HostCopies:
 
     def __init__(self, folder: Path, tell: Callable[[str], None] = lambda text: None):
         self.folder, self.tell = folder, tell
-        where = f"{socket.gethostname()} {folder.resolve()}"
-        self._ring = HostRing(tuple(_gathered(zlib.crc32(where.encode()) >> 1)))
+        location = f"{socket.gethostname()} {folder.resolve()}"
+        self._ring = HostRing(tuple(_gathered(zlib.crc32(location.encode()) >> 1)))
         # Steps are counted again after a loss: what was written before must not be mixed with that.
         self._generation: str = from_main(secrets.token_hex(8))
         self._turn = 0
@@ -278,14 +278,14 @@ class HostCopies:
         # Only a copy that all have written takes the place of the one before it.
         if failed := [p for p, has_failed in enumerate(_gathered(bool(reason))) if has_failed]:
             mine = {me, ring.before(me)} if spread else {me}
-            self._remove(lambda found: found.process in mine and found.copy == header.copy)
+            self._remove(lambda stale: stale.process in mine and stale.copy == header.copy)
             self.tell(
                 f"no copy of step {step}: processes {failed} could not write theirs"
                 f"{f' to {str(self.folder)!r}: {reason}' if reason else ''}; the one before it "
                 "stays. Make room there, or copy less often"
             )
             return
-        self._remove(lambda found: found.copy != header.copy)
+        self._remove(lambda stale: stale.copy != header.copy)
 
     def newest(self, target: PyTree) -> HostCopy | None:
         """Restores the newest copy that the hosts have whole together; every process calls this.
@@ -302,10 +302,10 @@ class HostCopies:
         """
         here = copies_in(self.folder)
         me = process_index()
-        found = _newest_whole(here, is_teller=self._ring.beside(me)[0] == me)
-        if found is None:
+        newest = _newest_whole(here, is_teller=self._ring.beside(me)[0] == me)
+        if newest is None:
             return None
-        header, holders = found
+        header, holders = newest
         local = here.get(header.copy, (None, Pieces({})))[1]
         targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
         wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
@@ -359,7 +359,7 @@ def _gathered(number: int) -> list[int]:
     return [int(x) for x in np.ravel(multihost_utils.process_allgather(np.int32(number)))]
 
 
-def _told_by_all(value: object) -> list[Any]:
+def _from_all(value: object) -> list[Any]:
     """What JSON holds, of every process."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = _gathered(text.size)
@@ -382,14 +382,14 @@ def _newest_whole(
         here: what the folder of this host has.
         is_teller: whether this process speaks for its host.
     """
-    told = _told_by_all([[c, pieces.parts] for c, (_, pieces) in here.items()] if is_teller else [])
-    for copy in sorted({tuple(copy) for rows in told for copy, _ in rows}, reverse=True):
+    tables = _from_all([[c, pieces.parts] for c, (_, pieces) in here.items()] if is_teller else [])
+    for copy in sorted({tuple(copy) for rows in tables for copy, _ in rows}, reverse=True):
         parts: dict[int, list[Part]] = {
             teller: [
                 (process, writers, {leaf: [*map(as_place, p)] for leaf, p in places.items()})
                 for process, writers, places in listed
             ]
-            for teller, rows in enumerate(told)
+            for teller, rows in enumerate(tables)
             for other, listed in rows
             if tuple(other) == copy
         }
@@ -415,7 +415,7 @@ def _missing(
         places = {place_of(index, leaf.shape) for index in indices if index is not None}
         for there in holders.get(path, ()):
             # An array without dims has one place, which is empty and no less one.
-            is_needed = any(meeting(place, there) is not None for place in places)
+            is_needed = any(overlap(place, there) is not None for place in places)
             if is_needed and not local.has(path, there):
                 missing.add((path, there))
     return missing
@@ -432,8 +432,8 @@ def _fetch(
         holders: who has what.
     """
     missing = _missing(local, leaves, holders)
-    told = _told_by_all(sorted(missing))
-    for path, place in sorted({(path, as_place(p)) for rows in told for path, p in rows}):
+    requests = _from_all(sorted(missing))
+    for path, place in sorted({(path, as_place(p)) for rows in requests for path, p in rows}):
         is_source = process_index() == holders[path][place]
         size = size_of(place) * np.dtype(leaves[path].dtype).itemsize
         raw = local.raw(path, place) if is_source else np.zeros(size, np.uint8)

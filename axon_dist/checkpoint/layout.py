@@ -393,8 +393,8 @@ class Manifest:
             _check_parts(data)
             kind = {str(kind): kind for kind in StateDictType}[data["type"]]
             files = {name: FileRecord(**record) for name, record in data["files"].items()}
-            whole = {"type": kind, "leaves": leaf_specs(data["leaves"]), "files": files}
-            return cls(**{**data, **whole})
+            parsed = {"type": kind, "leaves": leaf_specs(data["leaves"]), "files": files}
+            return cls(**{**data, **parsed})
 
 
 def _check_parts(data: Mapping[str, Any]) -> None:

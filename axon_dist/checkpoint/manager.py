@@ -84,10 +84,10 @@ class Retention:
         by_age = sorted(entries, key=lambda entry: entry.serial)
         scored = [entry for entry in by_age if not math.isnan(_score(entry))]
         by_score = sorted(scored, key=lambda entry: (_score(entry), -entry.serial))
-        kept = {*by_age[-self.last :], *by_score[: self.best]}
+        retained = {*by_age[-self.last :], *by_score[: self.best]}
         if self.every:
-            kept |= {entry for entry in by_age if entry.step % self.every == 0}
-        return [entry for entry in by_age if entry not in kept]
+            retained |= {entry for entry in by_age if entry.step % self.every == 0}
+        return [entry for entry in by_age if entry not in retained]
 
 
 def _score(entry: Entry) -> float:

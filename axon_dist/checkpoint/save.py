@@ -328,12 +328,12 @@ def load_checkpoint(
 
 def _state_of(step: HasState, parts: str | Collection[str] | None) -> PyTree:
     """The state of a step, or some of its fields, as targets."""
-    whole = target_of(step.abstract_state, step.state_shardings)
+    state = target_of(step.abstract_state, step.state_shardings)
     if parts is None:
-        return whole
+        return state
     if isinstance(parts, str):
-        return getattr(whole, parts)
-    return {name: getattr(whole, name) for name in parts}
+        return getattr(state, parts)
+    return {name: getattr(state, name) for name in parts}
 
 
 def _check_leaves(

@@ -131,10 +131,10 @@ def as_structs(tree_or_shapes: PyTree) -> PyTree:
         )
     if all(_is_shape(leaf) for leaf in leaves):
 
-        def whole(shape):
+        def float32(shape):
             return jax.ShapeDtypeStruct(shape, np.float32)
 
-        return jax.tree.map(whole, tree_or_shapes, is_leaf=_is_shape)
+        return jax.tree.map(float32, tree_or_shapes, is_leaf=_is_shape)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree_or_shapes)
 
 

@@ -88,14 +88,14 @@ class Quantized:
 
         mean = self._unpack(*(apart(share(x)) for x in sent)).mean(0)
         rounded = self._pack(mean)
-        whole = self._unpack(*(jax.lax.all_gather(x, axis, tiled=True) for x in rounded))
+        full = self._unpack(*(jax.lax.all_gather(x, axis, tiled=True) for x in rounded))
         missing = blocks - self._unpack(*sent)
         rank = jax.lax.axis_index(axis)
         twice = ranks * (mean - self._unpack(*rounded))
         start = (rank * mean.shape[0], 0)
         late = jax.lax.dynamic_slice(missing, start, mean.shape) + twice
         missing = jax.lax.dynamic_update_slice(missing, late, start)
-        return self._leaves(whole, values), self._leaves(missing, values)
+        return self._leaves(full, values), self._leaves(missing, values)
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
         """As `Compression.wire_bytes`."""
@@ -173,9 +173,9 @@ class TopK:
 
     def _mean(self, value: Array, axis: str, ranks: int) -> tuple[Array, Array]:
         flat = value.reshape(-1)
-        _, places = jax.lax.top_k(jnp.abs(flat), self._kept(flat.size))
-        chosen = flat[places]
-        everywhere, numbers = (jax.lax.all_gather(x, axis, tiled=True) for x in (places, chosen))
+        _, places = jax.lax.top_k(jnp.abs(flat), self._num_sent(flat.size))
+        largest = flat[places]
+        everywhere, numbers = (jax.lax.all_gather(x, axis, tiled=True) for x in (places, largest))
         mean = jnp.zeros_like(flat).at[everywhere].add(numbers / ranks)
         return mean.reshape(value.shape), flat.at[places].set(0).reshape(value.shape)
 
@@ -183,7 +183,7 @@ class TopK:
         """As `Compression.wire_bytes`."""
         return (ranks - 1) * 8 * sum(map(self._kept, sizes))
 
-    def _kept(self, size: int) -> int:
+    def _num_sent(self, size: int) -> int:
         return max(1, math.ceil(self.share * size))
 
 

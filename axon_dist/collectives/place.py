@@ -81,11 +81,11 @@ def check_arrays(x: PyTree) -> None:
     if x is None:
         raise DTypeError("a collective got None; give an array, or a pytree of arrays")
     for path, leaf in leaves_with_paths(x):
-        where = f"a collective got {path!r}, which" if path else "a collective got an array, which"
+        named = f"a collective got {path!r}, which" if path else "a collective got an array, which"
         if (problem := problem_of(leaf)) is not None:
-            raise DTypeError(f"{where} {problem}")
+            raise DTypeError(f"{named} {problem}")
         if is_key(leaf):
-            raise DTypeError(f"{where} holds random keys; give jax.random.key_data(keys)")
+            raise DTypeError(f"{named} holds random keys; give jax.random.key_data(keys)")
         if isinstance(leaf, jax.Array):
             continue
         kind = np.asarray(leaf).dtype.kind if isinstance(leaf, _NUMERIC) else "O"

@@ -50,13 +50,13 @@ class ArrayRecordSource(DocumentSource):
         with reworded(what, "write it anew", of=Exception):
             records = _opened(path).read(first, stop)
         for number, record in enumerate(records, start=first):
-            where = f"record {number} of {path}"
+            origin = f"record {number} of {path}"
             if record[:1] == b"{":
-                yield where, object_of(record, where)
+                yield origin, object_of(record, origin)
                 continue
-            what = f"{where} is neither JSON nor a tf.train.Example"
+            what = f"{origin} is neither JSON nor a tf.train.Example"
             with reworded(what, "write it anew", of=DecodeError):
-                yield where, example_of(record)
+                yield origin, example_of(record)
 
 
 def _opened(path: Path) -> Any:
@@ -114,8 +114,8 @@ def example_of(data: bytes) -> dict[str, Any]:
         >>> example_of(bytes.fromhex("0a120a100a0161120b0a090a0768656c6c6f2121"))
         {'a': b'hello!!'}
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for entry in _example().FromString(data).f1.f1:
         listed = [x for _, values in entry.f2.ListFields() for x in values.f1]
-        found[entry.f1] = listed[0] if len(listed) == 1 else listed
-    return found
+        fields[entry.f1] = listed[0] if len(listed) == 1 else listed
+    return fields

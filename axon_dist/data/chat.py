@@ -61,7 +61,7 @@ class Turns:
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat."""
         pieces: list[tuple[str, bool]] = []
-        given = self.begin
+        prompt = self.begin
         for message in messages:
             role, said = message["role"], message["content"] + self.tail
             if role not in self.heads:
@@ -69,13 +69,13 @@ class Turns:
                     f"the role {role!r:.80}, which the template {self.name!r} does not have."
                     f"{did_you_mean(role[:80], self.heads)}"
                 )
-            given += self.heads[role]
+            prompt += self.heads[role]
             if role == LEARNED:
-                pieces += [(given, False), (said, True)]
-                given = ""
+                pieces += [(prompt, False), (said, True)]
+                prompt = ""
             else:
-                given += said
-        return [*pieces, (given, False)] if given else pieces
+                prompt += said
+        return [*pieces, (prompt, False)] if prompt else pieces
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ class Rendered:
         turns = [n for n, message in enumerate(messages) if message["role"] == LEARNED]
         asked = [(n + more, not more) for n in turns for more in (0, 1)]
         try:
-            whole, *ends = self._process.texts(messages, asked)
+            text, *ends = self._process.texts(messages, asked)
         except ValueError as error:
             raise ValueError(f"messages that its template refuses: {error}") from error
         pieces: list[tuple[str, bool]] = []
@@ -124,9 +124,9 @@ class Rendered:
                     "where more follows it, so that nobody can tell what of the text is the "
                     "answer; choose data.template among " + ", ".join(TEMPLATES)
                 )
-            pieces += [(whole[end:asks], False), (whole[asks:said], True)]
+            pieces += [(text[end:asks], False), (text[asks:said], True)]
             end = said
-        return [*pieces, (whole[end:], False)] if end < len(whole) else pieces
+        return [*pieces, (text[end:], False)] if end < len(text) else pieces
 
 
 ChatTemplate: TypeAlias = Turns | Rendered
@@ -148,7 +148,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]):
-        self._given = source, tokens
+        self._setup = source, tokens
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
@@ -177,7 +177,7 @@ class TemplateProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._running is None:
             self._running = self._start()
-            self._answer(self._running, self._given)
+            self._answer(self._running, self._setup)
         return self._running
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -282,18 +282,18 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
         return TEMPLATES[template]
     if template is not None:
         path = Path(template).expanduser()
-        found = _template_in(path) if path.is_file() else None
-        if found is None:
+        parsed = _template_in(path) if path.is_file() else None
+        if parsed is None:
             why = "has no chat_template" if path.is_file() else "is neither a template nor a file"
             raise ConfigError(
                 f"data.template={template!r} {why}; name a file of Jinja, a "
                 f"tokenizer_config.json, or one of {', '.join(TEMPLATES)}"
             )
-        return found
+        return parsed
     for name in _BESIDE if tokenizer is not None else ():
         path = Path(tokenizer or "").expanduser().parent / name
-        if path.is_file() and (found := _template_in(path)) is not None:
-            return found
+        if path.is_file() and (parsed := _template_in(path)) is not None:
+            return parsed
     return TEMPLATES["plain"]
 
 

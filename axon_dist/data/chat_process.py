@@ -42,8 +42,8 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _renderer(sandbox: Any, given: Any, letters: int) -> Callable[[Any], list[Any]]:
-    source, tokens = given
+def _renderer(sandbox: Any, setup: Any, letters: int) -> Callable[[Any], list[Any]]:
+    source, tokens = setup
     # As the hub's own library sets it up.
     box = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -62,9 +62,9 @@ def _renderer(sandbox: Any, given: Any, letters: int) -> Callable[[Any], list[An
 
     def render(question: Any) -> list[Any]:
         messages, asked = question
-        whole = text(messages, False)
+        full = text(messages, False)
         parts = (text(messages[:count], asks) for count, asks in asked)
-        return [whole, *(len(part) if whole.startswith(part) else None for part in parts)]
+        return [full, *(len(part) if full.startswith(part) else None for part in parts)]
 
     return render
 

@@ -162,15 +162,15 @@ class DocumentSource:
         document = Fields(tokenizer, self.prompt or "", self.learned, template).document
         files = self.find(self.files)
         folder = Folder(files, self.cache)
-        whole = self.documents(folder, files, how, document)
+        documents = self.documents(folder, files, how, document)
         if self.validation_files:
             validation_files = self.find(self.validation_files)
             check_disjoint(files, validation_files)
-            train = whole
+            train = documents
             validation = self.documents(folder, validation_files, how, document)
         else:
-            is_held = drawn(len(whole), held_fraction(self.validation_fraction), "records")
-            train, validation = (whole.part(side) for side in (~is_held, is_held))
+            is_held = drawn(len(documents), held_fraction(self.validation_fraction), "records")
+            train, validation = (documents.part(side) for side in (~is_held, is_held))
         chats = "" if template is None else f", chats as {template.name}"
         amounts = f"{len(train)} records for training, {len(validation)} for validation"
         default = "refuse" if self._has_mask else "split"
@@ -198,7 +198,7 @@ class DocumentSource:
         files: Sequence[TextFile],
         how: Sequence[object],
         document: Callable[[Record], Document],
-    ) -> KeptDocuments:
+    ) -> StoredDocuments:
         """Makes documents of all records, or finds those that were made before.
 
         Args:
@@ -221,7 +221,7 @@ class DocumentSource:
 
         store = folder.tokens(indexed, how, make)
         digests = [file.digest for file in indexed]
-        return KeptDocuments(
+        return StoredDocuments(
             store, np.arange(len(store)), digest_of(repr((digests, how)).encode()), folder
         )
 
@@ -236,7 +236,7 @@ _THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeptDocuments:
+class StoredDocuments:
     """Some of the documents of files.
 
     Args:
@@ -254,9 +254,9 @@ class KeptDocuments:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def part(self, chosen: np.ndarray) -> KeptDocuments:
+    def part(self, mask: np.ndarray) -> StoredDocuments:
         """Those that a mask `[N]` chooses."""
-        return dataclasses.replace(self, numbers=self.numbers[chosen])
+        return dataclasses.replace(self, numbers=self.numbers[mask])
 
     def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Reads the tokens of one."""
@@ -266,9 +266,9 @@ class KeptDocuments:
         """How many tokens each has."""
         return self.store.lengths[self.numbers]
 
-    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         """Arrays that are computed once of all this."""
-        return self.folder.kept(
+        return self.folder.cached(
             digest_of(name.encode(), self.digest.encode(), self.numbers.tobytes()), make
         )
 
@@ -293,37 +293,37 @@ class Fields:
     text: str
     template: ChatTemplate | None = None
 
-    def document(self, found: Record) -> Document:
+    def document(self, located: Record) -> Document:
         """Makes tokens of a record."""
-        where, record = found
+        origin, record = located
         if self.template is not None:
-            return self.tokenizer.chat(self._chat(record, self.template, where))
-        text = self._field(record, self.text, where)
+            return self.tokenizer.chat(self._chat(record, self.template, origin))
+        text = self._field(record, self.text, origin)
         if self.prompt:
-            both, count = self.tokenizer.answer(self._field(record, self.prompt, where), text)
+            both, count = self.tokenizer.answer(self._field(record, self.prompt, origin), text)
             return both, np.arange(len(both)) >= count
-        return self.tokenizer.encode(utf8(text, where)), None
+        return self.tokenizer.encode(utf8(text, origin)), None
 
-    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, where: str) -> Pieces:
+    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, origin: str) -> Pieces:
         if self.text not in record:
             raise ConfigError(
-                f"{where} has no field {self.text!r}, which must hold a chat; set "
+                f"{origin} has no field {self.text!r}, which must hold a chat; set "
                 f"data.messages.{did_you_mean(self.text, record)}"
             )
         if (wrong := check_messages(record[self.text])) is not None:
             raise ConfigError(
-                f"{where} has {wrong}; write "
+                f"{origin} has {wrong}; write "
                 '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}], or '
                 "remove the line"
             )
         try:
             pieces = template.pieces(record[self.text])
-            utf8("".join(text for text, _ in pieces), where)
+            utf8("".join(text for text, _ in pieces), origin)
             return pieces
         except ValueError as error:
-            raise ConfigError(f"{where} has {error}") from error
+            raise ConfigError(f"{origin} has {error}") from error
 
-    def _field(self, record: Mapping[str, Any], name: str, where: str) -> str:
+    def _field(self, record: Mapping[str, Any], name: str, origin: str) -> str:
         text = record.get(name)
         if isinstance(text, bytes):
             text = text.decode(errors="surrogateescape")
@@ -333,10 +333,10 @@ class Fields:
             what = f"has {text!r:.60} under" if name in record else "has no field"
             pair = "data.prompt and data.response, or " * (option == "text")
             raise ConfigError(
-                f"{where} {what} {name!r}, which must be a text; set "
+                f"{origin} {what} {name!r}, which must be a text; set "
                 f"{pair}data.{option}.{did_you_mean(name, record)}"
             )
-        utf8(text, where)
+        utf8(text, origin)
         return text
 
 
@@ -382,13 +382,13 @@ class JsonlSource(DocumentSource):
                 yield f"{path}:{number}", object_of(text, f"{path}:{number}")
 
 
-def object_of(text: bytes, where: str) -> Mapping[str, Any]:
+def object_of(text: bytes, origin: str) -> Mapping[str, Any]:
     """A JSON object; raises `ConfigError` for anything else."""
-    with reworded(f"{where} is no JSON", "correct or remove it", of=MALFORMED):
+    with reworded(f"{origin} is no JSON", "correct or remove it", of=MALFORMED):
         record = json.loads(text)
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{where} holds {record!r:.60}, which must be an object with fields; "
+            f"{origin} holds {record!r:.60}, which must be an object with fields; "
             'write {"text": ...}'
         )
     return record
@@ -400,7 +400,7 @@ PART = 2**23
 
 def parts_of(path: Path) -> Iterator[bytes]:
     """The bytes of a file, 8 MiB at a time."""
-    told = reworded(f"{path} cannot be read", "take it out of data.files")
-    with told, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    rewording = reworded(f"{path} cannot be read", "take it out of data.files")
+    with rewording, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         while part := file.read(PART):
             yield part

@@ -49,8 +49,8 @@ class TextFile:
 
     def read(self) -> bytes:
         """The bytes that count."""
-        told = reworded(f"{self.path} cannot be read", "take it out of data.files")
-        with told, self.path.open("rb") as file:
+        rewording = reworded(f"{self.path} cannot be read", "take it out of data.files")
+        with rewording, self.path.open("rb") as file:
             file.seek(self.start)
             return file.read(self.size)
 

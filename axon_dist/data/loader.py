@@ -354,7 +354,7 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
             items.close()
 
 
-def by_workers(make: Callable[[int], T], given: Iterator[int], count: int) -> Generator[T]:
+def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> Generator[T]:
     """What a function makes of endless numbers, in their order, each in one of some processes.
 
     A process has one number to go on with while its last item waits. It ends with the process that
@@ -362,7 +362,7 @@ def by_workers(make: Callable[[int], T], given: Iterator[int], count: int) -> Ge
 
     Args:
         make: the function; every process gets a copy.
-        given: the numbers.
+        numbers: what `make` is called with.
         count: how many processes.
 
     Raises:
@@ -378,11 +378,11 @@ def by_workers(make: Callable[[int], T], given: Iterator[int], count: int) -> Ge
             process = context.Process(target=_work, args=(theirs, function), daemon=True)
             process.start()
             theirs.close()
-            ours.send(next(given))
+            ours.send(next(numbers))
             workers.append((ours, process))
         for pipe, process in itertools.cycle(workers):
             try:
-                pipe.send(next(given))
+                pipe.send(next(numbers))
                 item = pipe.recv()
             except (EOFError, OSError) as error:
                 process.join(1)

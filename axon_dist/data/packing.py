@@ -34,7 +34,7 @@ class Documents(Protocol):
         """How many tokens each has, int64 `[N]`."""
         ...
 
-    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         """What `make` computes of these documents, computed once if that can be kept."""
         ...
 
@@ -116,8 +116,8 @@ class RowLayout:
         for row, number in enumerate(numbers.tolist()):
             place = 0
             first = int(self.ends[number - 1]) if number else 0
-            chosen = self.order[first : int(self.ends[number])]
-            for segment, piece in enumerate(self.pieces[chosen].tolist(), start=1):
+            placed = self.order[first : int(self.ends[number])]
+            for segment, piece in enumerate(self.pieces[placed].tolist(), start=1):
                 document, start, stop = piece
                 ids, is_learned = self.documents.take(document)
                 here = slice(place, place + stop - start)
@@ -150,9 +150,9 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
             "data.too_long to drop or split"
         )
     is_kept = (lengths >= 2) & ((lengths <= length + 1) | (too_long == "split"))
-    chosen = np.flatnonzero(is_kept)
-    counts = np.maximum(-(-(lengths[chosen] - 1) // length), 1)
-    document = np.repeat(chosen, counts)
+    retained = np.flatnonzero(is_kept)
+    counts = np.maximum(-(-(lengths[retained] - 1) // length), 1)
+    document = np.repeat(retained, counts)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     start = number * length
     stop = np.minimum(start + length + 1, lengths[document])
@@ -170,8 +170,8 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
 
     order, ends = np.arange(len(pieces)), np.arange(1, len(pieces) + 1)
     if packed:
-        order, ends = documents.kept(f"rows of {length} {too_long}", packed_rows)
-    return RowLayout(documents, pieces, order, ends, len(lengths) - len(chosen))
+        order, ends = documents.cached(f"rows of {length} {too_long}", packed_rows)
+    return RowLayout(documents, pieces, order, ends, len(lengths) - len(retained))
 
 
 class PackedRows(TwoSides):

@@ -287,7 +287,7 @@ class Sequences(TwoSides):
         self.sides = train, validation
         self.description: str = description
         self.example = _arrays(train, 0)
-        self.given_dtypes = {name: x.dtype.name for name, x in _given(train[0]).items()}
+        self.given_dtypes = {name: x.dtype.name for name, x in _sample_arrays(train[0]).items()}
 
     @property
     def identity(self) -> dict[str, int]:
@@ -320,7 +320,7 @@ class Sequences(TwoSides):
 
 def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
     sample = side[number]
-    arrays = {name: _narrow(array) for name, array in _given(sample).items()}
+    arrays = {name: _narrow(array) for name, array in _sample_arrays(sample).items()}
     odd = [name for name, array in arrays.items() if array.dtype.kind not in "biufc"]
     if odd or not arrays:
         raise ConfigError(
@@ -330,7 +330,7 @@ def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _given(sample: Any) -> dict[str, np.ndarray]:
+def _sample_arrays(sample: Any) -> dict[str, np.ndarray]:
     named = sample if isinstance(sample, Mapping) else {"x": sample}
     return {str(name): np.asarray(value) for name, value in named.items()}
 
@@ -441,8 +441,8 @@ class Mixture:
         which = np.array([order[g] for g in range(count)])
         places = np.zeros(count, np.int64)
         for number, part in enumerate(self._parts):
-            if chosen := int((which == number).sum()):
-                places[which == number] = part.spread(chosen)
+            if count_here := int((which == number).sum()):
+                places[which == number] = part.spread(count_here)
         return np.stack([which, places], axis=1)
 
     def validation(self, places: np.ndarray) -> LocalBatch:

@@ -87,9 +87,9 @@ class FileNumbers:
         width = self.dtype.itemsize
         size = (stop - first) * width
         moved = "leave files where they are while they are read"
-        told = reworded(f"{self.path} cannot be read any more", moved)
+        rewording = reworded(f"{self.path} cannot be read any more", moved)
         flags = os.O_RDONLY | os.O_NONBLOCK
-        with told, open(os.open(self.path, flags), "rb", buffering=0) as file:
+        with rewording, open(os.open(self.path, flags), "rb", buffering=0) as file:
             is_same = os.fstat(file.fileno()).st_ino == self.inode
             data = os.pread(file.fileno(), size, self.start + first * width)
         if len(data) < size or not is_same:
@@ -242,7 +242,7 @@ class Folder:
         names = "\n".join([kind, *(str(file.path) for file in files)])
         place = self.path / f"{digest_of(names.encode())}.json"
         known = _read_index(place)
-        found, changed = [], False
+        indexed, changed = [], False
         for file in files:
             stamp, row = _stamp(file.path), known.get(str(file.path))
             if row is None or row[0] != stamp or row[1] - max(stamp[1:3]) < _SETTLED:
@@ -255,11 +255,11 @@ class Folder:
                     )
                 row = [stamp, now, digest.hexdigest(), spans]
                 known[str(file.path)] = row
-            found.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
+            indexed.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
         if changed:
             with _written(place) as file:
                 file.write(json.dumps(known).encode())
-        return found
+        return indexed
 
     def tokens(
         self,
@@ -296,7 +296,7 @@ class Folder:
             left = [number for number in rest if not _is_complete(paths[number])]
         return TokenStore(paths)
 
-    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         """Arrays of numbers that are computed once.
 
         Args:
@@ -371,9 +371,9 @@ def _read_index(path: Path) -> JsonDict:
 def _written(path: Path) -> Iterator[Any]:
     """A file to write, which appears under its name when all of it is there."""
     advice = "make room, remove what is there, or name another folder"
-    told = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
-    where = path.parent
-    with told, tempfile.NamedTemporaryFile(dir=where, suffix=".tmp", delete=False) as file:
+    rewording = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
+    folder = path.parent
+    with rewording, tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
         try:
             yield file
             file.flush()

@@ -128,7 +128,7 @@ def load_text(source: TextSource) -> Text:
         tokenizer = load_tokenizer(source.tokenizer)
         folder = Folder(train, source.cache)
         streams, digests = zip(
-            *(_kept(folder, side, tokenizer) for side in (train, validation)), strict=True
+            *(_indexed(folder, side, tokenizer) for side in (train, validation)), strict=True
         )
         more["validation_bytes"], note = _size(validation), folder.note
         more["contents"] = checksum(np.frombuffer(repr(digests).encode(), np.uint8))
@@ -179,13 +179,13 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
     return readable
 
 
-def _kept(
+def _indexed(
     folder: Folder, files: Sequence[TextFile], tokenizer: Tokenizer
 ) -> tuple[Any, list[object]]:
     """The tokens of files, each one document, and what they depend on."""
     indexed = [
-        dataclasses.replace(whole, spans=[(file.start, file.start + file.size, 1, 0)])
-        for file, whole in zip(files, folder.index(files, _scan, "text"), strict=True)
+        dataclasses.replace(entry, spans=[(file.start, file.start + file.size, 1, 0)])
+        for file, entry in zip(files, folder.index(files, _scan, "text"), strict=True)
     ]
 
     def make(path: Path, span: Span) -> Iterator[Document]:

@@ -165,8 +165,8 @@ _MOST_GROWTH = 64
 def _growth(normalizer: Any) -> int:
     """How many letters a normalizer can make of one, where it puts texts in the place of others."""
     parts = normalizer.get("normalizers", ())
-    own = max(1, len(normalizer.get("content", "")))
-    return own * math.prod(map(_growth, parts))
+    length = max(1, len(normalizer.get("content", "")))
+    return length * math.prod(map(_growth, parts))
 
 
 def _encoded(path: str, model: Any, text: str, **options: bool) -> Any:
@@ -205,13 +205,13 @@ def _tokens_of_chat(
     return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
 
 
-def utf8(text: str, where: str) -> bytes:
+def utf8(text: str, origin: str) -> bytes:
     """A text as bytes; one of JSON may hold half letters."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{where} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
+            f"{origin} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
             "remove it"
         ) from error
 

@@ -238,7 +238,7 @@ def map_tokens(source: TokenSource) -> Text:
         border = len(train) - round(held_fraction(source.validation_fraction) * len(train))
         train, validation = train[:border], train[border:]
     seen = [_some(side) for side in (train, validation)]
-    where = ", ".join(source.files)
+    names = ", ".join(source.files)
     more = {}
     if source.tokenizer is not None:
         more["show"] = load_tokenizer(source.tokenizer).decode
@@ -246,7 +246,7 @@ def map_tokens(source: TokenSource) -> Text:
         train=train,
         validation=validation,
         vocab_size=1 + max(end or 0, *(int(part.max(initial=0)) for part in seen)),
-        description=f"{where}: {len(train)} tokens for training, {len(validation)} for validation"
+        description=f"{names}: {len(train)} tokens for training, {len(validation)} for validation"
         + says_little(len(train), len(validation), "tokens"),
         document_end=source.document_end,
         **more,
@@ -289,8 +289,8 @@ class Joined:
         which = np.searchsorted(self._ends, places, side="right")
         tokens = np.empty(places.shape, self._parts[0].dtype)
         for number in np.unique(which).tolist():
-            chosen, part = which == number, self._parts[number]
-            tokens[chosen] = part[places[chosen] - (self._ends[number] - len(part))]
+            mask, part = which == number, self._parts[number]
+            tokens[mask] = part[places[mask] - (self._ends[number] - len(part))]
         return tokens
 
 

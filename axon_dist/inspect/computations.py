@@ -59,8 +59,8 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     called = loop.called
     condition = module.computations[called["condition"][0]]
     body = module.computations[called["body"][0]]
-    given = _Call(module, computation, _arguments(module, computation))
-    state = given.value(loop.operands[0])
+    call = _Call(module, computation, _arguments(module, computation))
+    state = call.value(loop.operands[0])
     for iteration in range(_MAX_SIMULATED):
         goes_on = _Call(module, condition, [state]).value(condition.root.name)
         if not isinstance(goes_on, int):
@@ -122,8 +122,8 @@ class _Call:
             return _constant(instruction.arguments)
         if opcode in ("fusion", "call"):
             (callee,) = self._module.called(instruction)
-            given = [self.value(operand) for operand in operands]
-            return _Call(self._module, callee, given).value(callee.root.name)
+            arguments = [self.value(operand) for operand in operands]
+            return _Call(self._module, callee, arguments).value(callee.root.name)
         return self._computed(instruction)
 
     def elements(self, made: Instruction, indices: Iterable[int]) -> Mapping[int, int]:
@@ -142,8 +142,8 @@ class _Call:
         """What an operation makes of integers."""
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "select":
-            chosen = self.value(operands[0])
-            return self.value(operands[1 if chosen else 2]) if isinstance(chosen, int) else None
+            test = self.value(operands[0])
+            return self.value(operands[1 if test else 2]) if isinstance(test, int) else None
         compute = _OPERATIONS.get(opcode)
         if opcode == "compare":
             compute = _COMPARE[instruction.attribute("direction") or ""]
@@ -235,8 +235,8 @@ def below_branches(module: Module) -> Iterator[Computation]:
     Yields:
         The computations.
     """
-    every = (i for computation in module.computations.values() for i in computation.instructions)
-    waiting = [name for i in every if i.opcode == "conditional" for name in _named(i)]
+    nodes = (i for computation in module.computations.values() for i in computation.instructions)
+    waiting = [name for i in nodes if i.opcode == "conditional" for name in _named(i)]
     seen: set[str] = set()
     while waiting:
         name = waiting.pop()

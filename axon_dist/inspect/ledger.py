@@ -120,9 +120,9 @@ def ring_bytes(kind: str, bytes_in: int, bytes_out: int, group_size: int) -> int
         return 0
     if kind == "collective-permute":
         return bytes_in
-    whole = bytes_out if kind == "all-gather" else bytes_in
+    full_bytes = bytes_out if kind == "all-gather" else bytes_in
     passes = 2 if kind == "all-reduce" else 1
-    return passes * whole * (group_size - 1) // group_size
+    return passes * full_bytes * (group_size - 1) // group_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,15 +239,15 @@ class Ledger:
         """
         findings = []
         for row in self.rows:
-            where = f"{row.name} ({row.source or row.op_name or 'no source known'})"
+            name = f"{row.name} ({row.source or row.op_name or 'no source known'})"
             if row.kind == "collective-permute" and row.in_conditional:
                 findings.append(
-                    f"{where} is a collective-permute inside a conditional: it hangs when devices "
+                    f"{name} is a collective-permute inside a conditional: it hangs when devices "
                     "take different branches; move it out of the branch or mask with jnp.where"
                 )
             if row.unknown_trip:
                 findings.append(
-                    f"{where} is inside a loop whose trip count only the data decide: it is "
+                    f"{name} is inside a loop whose trip count only the data decide: it is "
                     "counted once; use lax.scan or fori_loop with static bounds to have it counted"
                 )
         return findings

@@ -217,7 +217,7 @@ class Report:
 
     def warnings(self) -> list[str]:
         """What of the compiled step is not as it should be, a sentence each."""
-        found = [self.unknown] if self.unknown else []
+        warnings = [self.unknown] if self.unknown else []
         ratio = self.flops_over_traced
         if ratio is not None and self.traced_flops and abs(ratio - 1) > AGREED:
             (option,) = gpu_pipelining("all_gather")
@@ -225,12 +225,12 @@ class Report:
                 "computes something again; where weights are gathered for microbatches, compare "
                 f"compiler_options={{{option!r}: None}}"
             )
-            found.append(
+            warnings.append(
                 f"the compiled step multiplies {ratio:.2f} x what was traced, "
                 f"{si(self.flops.high)} for {si(self.traced_flops)} FLOPs: the compiler "
                 + (twice if ratio > 1 else "found products that nothing needs")
             )
-        return found + self.collectives.lint()
+        return warnings + self.collectives.lint()
 
     @property
     def fits(self) -> bool | None:

@@ -214,8 +214,8 @@ class WireModel:
         waits = _waits(compute, sent, alone, within)
         kinds = [_exposure(*one) for one in zip(alone, waits, beside, strict=True)]
         runs = (
-            taken if i.opcode in _CALLS else least
-            for i, least, (_, taken) in zip(computation.instructions, compute, called, strict=True)
+            spent if i.opcode in _CALLS else least
+            for i, least, (_, spent) in zip(computation.instructions, compute, called, strict=True)
         )
         return Execution(list(zip(sent, kinds, waits, strict=True)), wire, sum(waits) + sum(runs))
 

@@ -153,8 +153,8 @@ def _loss(
     module = nnx.merge(graphdef, cast_floating(params, policy.compute), rest, copy=True)
     if policy.is_mixed:
         autocast(module, policy)
-    found = loss_fn(module, batch)
-    loss = found[0] if isinstance(found, tuple) else found
+    output = loss_fn(module, batch)
+    loss = output[0] if isinstance(output, tuple) else output
     return loss.mean if isinstance(loss, Weighted) else loss
 
 
@@ -315,10 +315,10 @@ class Candidate:
     def mesh(self) -> MeshSpec:
         """The axes larger than 1, outer to inner, and one data axis at least."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
-        kept = {a: n for a, n in sizes.items() if n > 1 or (a == "dp" and self.shard_ranks == 1)}
+        axes = {a: n for a, n in sizes.items() if n > 1 or (a == "dp" and self.shard_ranks == 1)}
         if self.apart is not None:
-            kept = {self.apart.axis: self.replicas, **kept}
-        return MeshSpec(kept)
+            axes = {self.apart.axis: self.replicas, **axes}
+        return MeshSpec(axes)
 
     def to_config(self) -> JsonDict:
         """The lines of a config that make this candidate, as plain data.

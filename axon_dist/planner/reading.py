@@ -136,10 +136,10 @@ class Reading:
     @property
     def by_axes(self) -> dict[str, float]:
         """The same, by the axes that they travel over."""
-        found: dict[str, float] = defaultdict(float)
+        by_axes: dict[str, float] = defaultdict(float)
         for sent, times in self.sends:
-            found[",".join(sent.axes)] += self._wire(sent) * times
-        return {axes: size for axes, size in found.items() if size}
+            by_axes[",".join(sent.axes)] += self._wire(sent) * times
+        return {axes: size for axes, size in by_axes.items() if size}
 
     def _wire(self, sent: Sent) -> float:
         if sent.kind == "collective-permute":
@@ -148,10 +148,10 @@ class Reading:
 
     def _joined(self) -> dict[tuple[str, tuple[str, ...], int], list[int]]:
         """The sizes of the collectives of a kind over the same axes that run equally often."""
-        found: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
+        sizes: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
         for sent, times in self.sends:
-            found.setdefault((sent.kind, sent.axes, times), []).append(sent.num_bytes)
-        return found
+            sizes.setdefault((sent.kind, sent.axes, times), []).append(sent.num_bytes)
+        return sizes
 
     def _ranks(self, sent: Sent) -> int:
         return math.prod(self.mesh[axis] for axis in sent.axes)
@@ -330,20 +330,20 @@ def recompute_least(
 
 
 def recomputing_line(
-    remat: ActivationCheckpointing | None, own: Reading, every: Reading, usable: float
+    remat: ActivationCheckpointing | None, reading: Reading, full: Reading, usable: float
 ) -> str:
     """What was chosen and what it saves, in a sentence.
 
     Args:
         remat: what the step recomputes, of `LADDER`.
-        own: what its traced program needs.
-        every: the same of a step that recomputes every block.
+        reading: what its traced program needs.
+        full: the same of a step that recomputes every block.
         usable: bytes of a device that a step may fill.
     """
     name = next(name for name, row in LADDER.items() if row == remat)
-    saved = 1 - own.flops / every.flops if every.flops else 0.0
+    saved = 1 - reading.flops / full.flops if full.flops else 0.0
     return (
-        f"remat: auto recomputes {name}: {byte_size(own.peak)} of {byte_size(int(usable))} "
+        f"remat: auto recomputes {name}: {byte_size(reading.peak)} of {byte_size(int(usable))} "
         f"that may be filled, {saved:.1%} fewer FLOPs than recomputing every block"
     )
 
