@@ -181,7 +181,7 @@ class TopK:
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
         """As `Compression.wire_bytes`."""
-        return (ranks - 1) * 8 * sum(map(self._kept, sizes))
+        return (ranks - 1) * 8 * sum(map(self._num_sent, sizes))
 
     def _num_sent(self, size: int) -> int:
         return max(1, math.ceil(self.share * size))

@@ -98,7 +98,7 @@ class TensorParallelAttention(nnx.Module):
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
     def _shared(self, heads: Array, num_queries: int) -> Array:
-        """Repeats key heads for the query heads that share them; a rank keeps those it needs."""
+        """Repeats key heads for the query heads that share them; of a rank, those that it needs."""
         axis = manual_axis(self.group)
         if axis is None or heads.shape[-2] < self.num_kv_heads:
             return self._by_heads(jnp.repeat(heads, num_queries // heads.shape[-2], axis=-2))
@@ -116,7 +116,7 @@ class TensorParallelAttention(nnx.Module):
 def mixes(module: nnx.Module) -> bool:
     """Whether a module has a method `attend(query, key, value)`, with or without more arguments.
 
-    One of them may be `segments`, integers `[B, T]`: a position sees those of its own alone.
+    One of them may be `segments`, integers `[B, T]`: a position sees only its own segment.
     """
     return _parameters(module, "attend")[1:4] == ["query", "key", "value"]
 
@@ -124,8 +124,8 @@ def mixes(module: nnx.Module) -> bool:
 def in_any_order(module: nnx.Module) -> bool:
     """Whether a module has a method `residual(tokens, segments, positions)`.
 
-    It promises that what it gives for a token does not depend on where in the row that stands, but
-    by `positions`, and by attention: rows in another order give results in that order.
+    It promises that its result for a token does not depend on the place of the token in the row,
+    but on `positions` and attention alone: rows in another order give results in that order.
     """
     return _parameters(module, "residual")[1:] == ["tokens", "segments", "positions"]
 

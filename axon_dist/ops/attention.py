@@ -124,7 +124,7 @@ something that the first key it sees wipes out, and no difference of infinities.
 
 
 class Keys(NamedTuple):
-    """Keys that lie together.
+    """A block of keys.
 
     Args:
         key: `[B, S, N, K]`.
@@ -138,11 +138,11 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries that lie together, and what their gradients need besides.
+    """A block of queries, and what their gradients need besides.
 
     Args:
         query: `[B, T, H, K]`, H a multiple of N.
-        segments: integers `[B, T]`, or None; a query sees the keys of its own alone.
+        segments: integers `[B, T]`, or None; a query sees the keys of its segment alone.
         cotangent: of the result with all keys, like the queries.
         log_weight: of all keys, float32 `[B, T, H]`.
         delta: the sum of result times cotangent over features, float32 `[B, T, H]`.
@@ -388,8 +388,8 @@ BLOCK_KERNELS: MappingProxyType[str, _Chunked | _Cudnn | _Splash] = MappingProxy
 def _result(queries: Queries) -> Array:
     """The result of some queries, or what has the same sum of products with their cotangents.
 
-    Kernels read the result for nothing but that sum, `delta`. Where queries travel, it stays at
-    home, for `delta` is one number a head.
+    Kernels read the result for nothing but that sum, `delta`. Where queries are sent, the result is
+    not, for `delta` is one number a head.
     """
     if queries.out is not None:
         return queries.out

@@ -77,8 +77,8 @@ def block_rows(share: float) -> int:
 def _varying(x: Array, *others: Array) -> Array:
     """The same values, typed inside `shard_map` to vary as others do too; compiled to nothing.
 
-    JAX adds a gradient up over the ranks where its array stops being one of all, which an array
-    given to a rule of one's own would not. A whole number times zero is known to be zero.
+    JAX sums a gradient over the ranks where a replicated array becomes a varying one; it would not
+    for an array that a custom rule takes. A whole number times zero is known to be zero.
     """
     zeros = [other.ravel()[0].astype(jnp.int32) * 0 for other in others]
     return jnp.where(sum(zeros) == 0, x, 0)
@@ -223,7 +223,7 @@ class _Block(NamedTuple):
 
     def add(self, total: Array, rows: Array, per_token: int) -> Array:
         """Adds what is one row for each token, or with 1 for each assignment, of an expert."""
-        # A token is at most once at an expert: told so, the compiler needs no atomics.
+        # A token is at most once at an expert: indices marked unique need no atomics.
         behind = len(total) + jnp.arange(len(self.which))
         place = jnp.where(self.is_filled, self.which // per_token, behind)
         return total.at[place].add(rows, mode="drop", unique_indices=True)

@@ -46,14 +46,14 @@ class DenseLayer(Protocol):
 
 
 class WeightGather(Protocol):
-    """How a weight that lies split becomes whole, and its gradient goes to where it belongs."""
+    """How a sharded weight is gathered, and how its gradient is reduced to the shards."""
 
     def forward(self, weight: Array) -> Array:
-        """The whole weight, in the dtype that it is given in."""
+        """The gathered weight, in the dtype of its shards."""
         ...
 
     def backward(self, gradient: Array) -> Array:
-        """The gradient of the whole weight, where its owners have it."""
+        """The shards of the gradient of the gathered weight."""
         ...
 
 
@@ -70,9 +70,9 @@ class Fp8Dot:
     Args:
         axes: the mesh axes that split the samples; where a `shard_map` has made them manual, the
             largest element is found over them.
-        gather: how weights are made whole that lie split, in global view; None for weights that
-            are whole. They are rounded as they lie, and a byte of each travels: the scale is that
-            of the whole tensor either way, so the product has the same bits.
+        gather: how sharded weights are gathered, in global view; None for weights that are not
+            sharded. Shards are rounded first, so that a byte of each element is sent: the scale is
+            that of the whole tensor either way, so the product has the same bits.
 
     Example:
         >>> x, w = jnp.full((1, 16), 3.0), jnp.full((16, 16), 0.5)
@@ -266,7 +266,7 @@ class Fp8Layers:
     Args:
         dot: the product.
         paths: of the layers.
-        gathers: whether their products make whole the weights that lie split.
+        gathers: whether their products gather the weights that are sharded.
     """
 
     dot: Fp8Dot
@@ -278,7 +278,7 @@ class Fp8Layers:
 
         Args:
             model: the model.
-            gather_of: gives for the Variable of a kernel how the product makes it whole, or None.
+            gather_of: the Variable of a kernel -> how the product gathers it, or None.
         """
         for layer in self.layers(model):
             dot = dataclasses.replace(self.dot, gather=gather_of(layer.kernel))
@@ -326,7 +326,7 @@ def fp8_layers(model: nnx.Module, skip: Sequence[str] = ()) -> frozenset[Path]:
 
 
 def is_dense(module: object) -> TypeGuard[DenseLayer]:
-    """Whether a module multiplies by a kernel, and may be told how."""
+    """Whether a module multiplies by a kernel with a product that can be replaced."""
     return hasattr(module, "dot_general") and hasattr(module, "kernel")
 
 

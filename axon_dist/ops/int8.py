@@ -92,7 +92,7 @@ class Int8:
 def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
     """How a weight is kept in eight bits, or None for one that is not.
 
-    Weights that share a scale lie along the largest dim but the last: of a kernel `[in, out]` each
+    Weights along the largest dim but the last share a scale: of a kernel `[in, out]` each
     column has one, of experts `[experts, in, out]` each column of each, of attention `[in, heads,
     size]` each output. A row of an embedding has one.
 

@@ -1,8 +1,8 @@
 """Attention within the documents of a packed row, pair of pieces by pair, without a mask of all.
 
-A row of T positions is cut into pieces of `PIECE`. Queries of a piece meet the keys of their own
-piece, and of the others those with which they may share a document; results are merged by the
-logarithms of their weights. What lies in memory is a mask of one pair, and pairs without a common
+A row of T positions is cut into pieces of `PIECE`. Queries of a piece attend to the keys of
+that piece and of the pieces with which it may share a document; results are merged by the
+logarithms of their weights. Memory holds the mask of one pair, and pairs without a common
 document cost nothing.
 
 Source: Dao et al., FlashAttention, arXiv:2205.14135; Krell et al., arXiv:2107.02027.
@@ -52,7 +52,7 @@ def packed_attention(
         query: `[B, T, H, K]`.
         key: `[B, T, N, K]`.
         value: likewise.
-        segments: integers `[B, T]`; a position sees those of its own alone.
+        segments: integers `[B, T]`; a position sees only its own segment.
         causal: position t sees positions 0 to t.
         form: which kernel attends with a piece of keys, of `BLOCK_KERNELS`.
 

@@ -210,9 +210,9 @@ def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
     """Makes a model compute in the policy's dtype, in place.
 
     Modules that promote their arguments (every layer of Flax, and the modules of a bridged Linen
-    model that have a dtype) are told the compute dtype, the
-    model's inputs are cast to it, and its outputs to the output dtype. The statistics of Flax's
-    norms are computed in float32 all the same.
+    model that have a dtype) get the compute dtype, the model's inputs are cast to it, and its
+    outputs to the output dtype. The statistics of Flax's norms are computed in float32 all the
+    same.
 
     Args:
         model: any NNX module; its parameters are cast by whoever owns them.
@@ -250,11 +250,11 @@ class Casting:
 
 @dataclasses.dataclass(frozen=True)
 class LinenCasting:
-    """Runs a bridged Linen module whose modules are told the compute dtype.
+    """Runs a bridged Linen module whose modules get the compute dtype.
 
-    They exist only while it runs: each is told as its first method is called, which is `setup` for
-    those that hand their dtype on. One that has none is left to promote what it is given, unless it
-    has one for its parameters, as the layers of Flax do.
+    They exist only while it runs: each gets it when its first method is called, which is `setup`
+    for those that pass their dtype on. One without a dtype promotes its arguments as it did, unless
+    it has a dtype of parameters, as the layers of Flax do.
 
     Args:
         policy: param, compute, reduce and output dtype.
@@ -266,17 +266,17 @@ class LinenCasting:
         self, method: Callable[..., Result], bridge: nnx.Module, *args: object, **kwargs: object
     ) -> Result:
         """Runs it."""
-        with nn.intercept_methods(self.tell):
+        with nn.intercept_methods(self.set_dtype):
             return method(bridge, *args, **kwargs)
 
-    def tell(
+    def set_dtype(
         self,
         call: Callable[..., Result],
         args: tuple,
         kwargs: Mapping[str, object],
         context: nn.module.InterceptorContext,
     ) -> Result:
-        """Runs one method of a module that has been told."""
+        """Runs one method of a module, which has the compute dtype from then on."""
         module = context.module
         fields = {field.name for field in dataclasses.fields(module)}
         said = getattr(module, "dtype", None)

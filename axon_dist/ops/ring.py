@@ -1,17 +1,17 @@
-"""Attention over a sequence that lies split over a mesh axis, inside `shard_map`.
+"""Attention over a sequence that is split over a mesh axis, inside `shard_map`.
 
 Ring attention passes keys and values around the ranks and merges what each block of them gives by
 the logarithms of their weights; no rank ever holds the whole sequence. Under a causal mask a
-contiguous split would leave the first rank idle while the last works, so the ranks first trade
+contiguous split would leave the first rank idle while the last works, so the ranks first exchange
 pieces: of 2c pieces rank r takes number r and number 2c-1-r, after which every rank multiplies two
 pieces of queries with keys in every step. A model that distributes its positions once, in
-front of its layers, spares each layer the trade.
+front of its layers, spares each layer the exchange.
 
-Backwards either keys and values go around with their gradients, four arrays as wide as the heads of
-keys, or queries with what their gradients need, three as wide as their heads: the lighter of both.
-Gradients travel in the dtype of what they are gradients of.
+In the backward pass either keys and values are passed around with their gradients, four arrays as
+wide as the heads of keys, or queries with what their gradients need, three as wide as their heads:
+whichever are fewer bytes. Gradients are sent in the dtype of what they are gradients of.
 
-Ulysses instead trades the split of positions for a split of heads, attends, and trades back.
+Ulysses instead turns the split of positions into one of heads by an all-to-all, and back.
 
 Source: Liu et al., Ring Attention, arXiv:2310.01889; Brandon et al., Striped Attention,
 arXiv:2311.09431; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
@@ -69,7 +69,7 @@ def ring_attention(
         value: like `key`.
         axis: the mesh axis of size c that splits the positions.
         causal: position t sees positions 0 to t; `T/c` is then even.
-        segments: integers `[B, T/c]`; a position sees those of its own alone. None for one segment.
+        segments: integers `[B, T/c]`; a position sees only its own. None for one segment.
         form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
         is_distributed: whether a rank has the positions of `Ring.distribute`, not consecutive ones.
 
@@ -162,7 +162,7 @@ class Ring:
         return jnp.concatenate(list(halves), axis=1)
 
     def positions(self, length: int) -> Array:
-        """Which positions lie where once the whole sequence is distributed: int32 `[length]`.
+        """The position at each place of the distributed sequence: int32 `[length]`.
 
         Example:
             >>> Ring("cp", 2, True).positions(8).tolist()
@@ -194,7 +194,7 @@ class Ring:
     def pairs(
         self, precedes: Array | bool
     ) -> tuple[tuple[Array | int | None, Array | int | None], ...]:
-        """Which pieces of queries meet which pieces of another rank's keys.
+        """Which pieces of queries attend to which pieces of another rank's keys.
 
         The first piece of an earlier rank precedes both pieces of queries, and its second none;
         both pieces of a later rank precede the second piece of queries, and neither the first. All
@@ -240,19 +240,19 @@ class Ring:
         state: State,
         sent: Visitor,
     ) -> tuple[State, Returned]:
-        """Visits what every other rank holds, and brings home what it is given on its way.
+        """Passes what each rank holds around the ring, and returns what the ranks add to it.
 
-        The next visitor is on its way while the present one is worked on, and what the last one was
-        given follows it.
+        The next block is sent while the present one is worked on, and what was added to the last
+        one follows it.
 
         Args:
-            visit: (state, what has come, from how many ranks back) -> (state, what it is given).
+            visit: (state, what arrived, from how many ranks back) -> (state, what is added to it).
             state: what the first visit gets.
             sent: what this rank sends around.
 
         Returns:
-            The last state, and the sum of what was given to what this rank holds, in whose dtypes
-            it travels.
+            The last state, and the sum of what the ranks added to what this rank holds, sent in
+            the dtypes of that.
         """
         sent = self.turn(sent)
         if self.size <= 2:
@@ -296,7 +296,7 @@ def _forward(
     value: Array,
     segments: Array | None,
 ) -> tuple[Array, Residuals]:
-    """Merges what one's own keys give with what those of every other rank do."""
+    """Merges the results of this rank's keys and of those of every other rank."""
     queries, keys = Queries(query, segments), Keys(key, value, segments)
     out, log_weight = kernel.forward(queries, keys, ring.causal)
 
@@ -318,7 +318,7 @@ def _forward(
 def _backward(
     ring: Ring, kernel: BlockAttention, residuals: Residuals, cotangent: Array
 ) -> tuple[Array, Array, Array, None]:
-    """Goes around once more; gradients travel with what they are gradients of, and come home."""
+    """Passes blocks around once more, with their gradients, which return to their ranks."""
     query, key, value, segments, out, log_weight = residuals
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
@@ -378,7 +378,7 @@ def _pair_gradients(
     of_query: Array,
     of_keys: tuple[Array, Array],
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Adds what the pieces of queries and keys that meet give to the gradients of both."""
+    """Adds the gradients of each pair of pieces of queries and keys to those of both."""
     for mine, theirs in ring.pairs(precedes):
         gradients = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
         of_query = ring.with_piece(of_query, mine, functools.partial(_added, gradients[0]))

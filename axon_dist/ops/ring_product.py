@@ -1,12 +1,12 @@
-"""Products with split kernels, the positions of whose other operand go round a ring of ranks.
+"""Products with split kernels, the positions of whose other operand are passed around a ring.
 
-Of t ranks each has 1/t of the positions and 1/t of the features. To make all positions whole, then
-multiply, is to wait for the gather; but the product is one of pieces,
+Of t ranks each has 1/t of the positions and 1/t of the features. Gathering all positions before the
+product exposes the gather; but the product splits into pieces,
 
     y[c] = x[c] A_r,   c = r, r - 1, ..., r - t + 1        r = the rank,
 
-and while one piece is multiplied the next is on its way. Where it is the features that are summed,
-the sum of a piece goes round instead, and every rank adds its share. Backwards each is the other.
+and while one piece is multiplied the next is sent. Where the features are summed, the sum of a
+piece is passed around instead, and every rank adds its part. Each is the backward of the other.
 What is summed over all positions, the gradient of the kernel, is one product still.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
@@ -42,7 +42,7 @@ class Circle:
     size: int
 
     def pieces(self, x: Array) -> tuple[Array, ...]:
-        """The pieces of all ranks as they come by: one's own first, then those of ranks before."""
+        """The pieces of all ranks as they arrive: first this rank's, then those of ranks before."""
         pieces = [x]
         for _ in range(self.size - 1):
             pieces.append(self.moved(pieces[-1]))

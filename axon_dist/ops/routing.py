@@ -189,7 +189,7 @@ def num_experts_of(kernels: PyTree) -> int:
 
 
 def _permuted(rows: Array, order: Array) -> Array:
-    """Rows in another order; told so, the compiler needs no atomics for the gradient."""
+    """Rows in another order; indices marked unique need no atomics for the gradient."""
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 

@@ -162,12 +162,12 @@ def muon(
 
     The arguments, the numbers and the state are those of `optax.contrib.muon`, so that either can
     go on with a state of the other. In a step, matrices of the same shape are stacked, each device
-    gets some of them whole by one all-to-all, orthogonalises them on its own, and gives them back
-    by another; see `DistributedUpdate`. In a pipeline whose stages are equal the stacks are those
-    of each stage; where stages differ, every device of a stage orthogonalises all matrices of it.
+    gets some of them in full by one all-to-all, orthogonalises them, and returns them by another;
+    see `DistributedUpdate`. In a pipeline whose stages are equal the stacks are those of each
+    stage; where stages differ, every device of a stage orthogonalises all matrices of it.
 
     Args:
-        learning_rate: of the matrices, and of the rest where that has none of its own.
+        learning_rate: of the matrices, and of the rest unless `adam_learning_rate` is given.
         ns_coeffs: of Newton–Schulz: (a, b, c), a row of them for each iteration, or the name of a
             preset, `"standard"` or `"dion"`.
         ns_steps: how many iterations, where one quintic is for all.

@@ -116,11 +116,11 @@ def watched(
     spikes: Spikes | None = None,
     layer_norms: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose step leaves spikes out, and tells the norms of every layer.
+    """An optimizer whose step skips spikes, and reports the norms of every layer.
 
     A skipped step changes neither parameters nor moments, nor the count of a learning rate; a
-    `Trainer` counts it. What stood out enters the averages as the most that would not have been
-    skipped, so that a loss that stays higher is followed in the end. `build_train_step` puts
+    `Trainer` counts it. A spike enters the averages as the largest value that would not have
+    been skipped, so that they follow a loss that stays higher in the end. `build_train_step` puts
     `metrics` of the state among those of the step.
 
     Args:
@@ -128,8 +128,8 @@ def watched(
         clip_norm: in place of that of `build_train_step`, which clips before the optimizer sees
             anything; None does not clip.
         spikes: which steps are skipped; None skips none.
-        layer_norms: tells `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: of a
-            block such as `blocks/0`, and of all else by the first part of its path.
+        layer_norms: reports `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: of
+            a block such as `blocks/0`, and of all else by the first part of its path.
 
     Example:
         >>> optimizer, params = watched(optax.sgd(1.0), layer_norms=True), {"w": jnp.ones(4)}
@@ -170,7 +170,7 @@ def watched(
 
 
 def metrics_of(opt_state: PyTree) -> dict[str, Array]:
-    """What a watched optimizer has to tell of its last step; nothing of any other.
+    """The metrics of the last step of a watched optimizer; none of any other.
 
     Args:
         opt_state: of any optimizer.
