@@ -27,7 +27,7 @@ from .layout import UNFINISHED, LeafSpec, leaf_specs, step_name
 from .stores import open_tensors, write_tensors
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
-"""Where a piece lies in its leaf: the first index along each dim, and the one after the last."""
+"""The place of a piece in its leaf: along each dim the first index, and the one after the last."""
 
 CopyId: TypeAlias = tuple[int, str, int]
 """Step, generation and turn of a copy; its pieces all come from the same moment."""
@@ -46,7 +46,7 @@ class CopyHeader:
         process: whose pieces these are; it, or its neighbour, wrote the file.
         writers: all processes of its host, each of which has one.
         leaves: of the whole state.
-        meta: what was kept with it.
+        meta: what was saved with it.
     """
 
     step: int
@@ -144,7 +144,7 @@ Part: TypeAlias = tuple[int, Sequence[int], Mapping[LeafPath, Sequence[Slices]]]
 
 
 def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool:
-    """Whether every element of every leaf was written; the places of a leaf overlap nowhere.
+    """Whether every element of every leaf was written; the places of a leaf do not overlap.
 
     The pieces of a host count when all of its processes have finished.
 
@@ -163,7 +163,7 @@ def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool
 
 
 class Pieces:
-    """The pieces of a copy that lie on this host.
+    """The pieces of a copy on this host.
 
     Args:
         headers: what the files say of themselves, by file.
@@ -229,7 +229,7 @@ def copies_in(folder: Path) -> dict[CopyId, tuple[CopyHeader, Pieces]]:
 
 
 def size_of(place: Slices) -> int:
-    """How many elements lie at a place."""
+    """How many elements a place has."""
     return math.prod(stop - start for start, stop in place)
 
 

@@ -108,7 +108,7 @@ class HostRing:
         return spread
 
     def own_pieces(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
-        """What this process writes of its own."""
+        """The pieces of its devices that this process writes."""
         rows: Rows = []
         pieces: list[jax.Array] = []
         for path, leaf in leaves.items():
@@ -154,7 +154,7 @@ class HostRing:
 
     def _is_spread(self, leaf: Any) -> bool:
         if leaf.sharding.is_fully_addressable:
-            # Every process has one of its own.
+            # Every process has another one.
             return False
         places = _first_devices(leaf.sharding, leaf.shape, self.hosts)
         order = list(dict.fromkeys(self.hosts))
@@ -199,7 +199,7 @@ class HostCopy:
     Args:
         step: how many steps the state has taken.
         state: the state.
-        meta: what was kept with it.
+        meta: what was saved with it.
     """
 
     step: int
@@ -288,13 +288,13 @@ class HostCopies:
         self._remove(lambda stale: stale.copy != header.copy)
 
     def newest(self, target: PyTree) -> HostCopy | None:
-        """Restores the newest copy that the hosts have whole together; every process calls this.
+        """Restores the newest copy that is complete over all hosts; every process calls this.
 
         Args:
             target: as for `load_checkpoint`.
 
         Returns:
-            What was found, on the mesh of the target; None where the hosts have no whole copy.
+            The copy, on the mesh of the target; None where the hosts have no complete one.
 
         Raises:
             CheckpointError: when the copy belongs to another model or optimizer.
@@ -376,11 +376,11 @@ Holders: TypeAlias = Mapping[LeafPath, Mapping[Slices, int]]
 def _newest_whole(
     here: Mapping[CopyId, tuple[CopyHeader, Pieces]], is_teller: bool
 ) -> tuple[CopyHeader, Holders] | None:
-    """The newest copy that the folders of all hosts have whole together, and who has what.
+    """The newest copy that is complete over the folders of all hosts, and who has what.
 
     Args:
         here: what the folder of this host has.
-        is_teller: whether this process speaks for its host.
+        is_teller: whether this process reports for its host.
     """
     tables = _from_all([[c, pieces.parts] for c, (_, pieces) in here.items()] if is_teller else [])
     for copy in sorted({tuple(copy) for rows in tables for copy, _ in rows}, reverse=True):
@@ -424,11 +424,11 @@ def _missing(
 def _fetch(
     local: Pieces, leaves: Mapping[LeafPath, jax.ShapeDtypeStruct], holders: Holders
 ) -> None:
-    """Gets what this process needs and its host has not from those that have it.
+    """Gets what this process needs and its host lacks from hosts that have it.
 
     Args:
         local: what this host has; gets the rest.
-        leaves: what is stored of each, and where it is to lie.
+        leaves: what is stored of each, with the sharding that it is to get.
         holders: who has what.
     """
     missing = _missing(local, leaves, holders)

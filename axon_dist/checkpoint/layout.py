@@ -1,4 +1,4 @@
-"""What lies where in a checkpoint, and what its manifest says of itself: no arrays.
+"""The files of a checkpoint, and its manifest; no arrays.
 
 step_00000012/        the checkpoint; `step_00000012.tmp` while it is being written
     COMMITTED         the checksum of the manifest, written last
@@ -93,13 +93,13 @@ def staging_of(folder: Path) -> Path:
 
 
 def replaced_of(folder: Path) -> Path:
-    """Where the checkpoint that had the name lies while another one takes it."""
+    """The name of the checkpoint that had this name, while another one replaces it."""
     return folder.with_name(f"{folder.name}.old{UNFINISHED}")
 
 
 def is_part(name: str) -> bool:
     """Whether a checkpoint has an entry of that name."""
-    # While a store writes, the values lie under their name with an ending of the store's.
+    # While a store writes, the values are under their name with an ending of the store's.
     return name in (MARKER, MANIFEST, ARRAYS, ZARR) or name.startswith(f"{ARRAYS}.")
 
 
@@ -110,7 +110,7 @@ def marker_of(manifest: bytes) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The dtype and the global shape of a leaf, whatever mesh it lies on.
+    """The dtype and the global shape of a leaf, whatever mesh it is placed on.
 
     Args:
         dtype: as JAX names it, such as `bfloat16` or `key<fry>`.
@@ -229,7 +229,7 @@ def described(path: LeafPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """What a leaf of a target asks for, with the sharding it has to say.
 
     Raises:
-        CheckpointError: when it does not say where it shall live.
+        CheckpointError: when it has no sharding.
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -263,7 +263,7 @@ def target_of(abstract: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _key_impl(target: jax.ShapeDtypeStruct) -> Any:
-    """The implementation of described keys, which only an array, or a tracer of one, tells."""
+    """The implementation of described keys, which only an array, or a tracer of one, has."""
     impls = []
     jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), target)
     return impls[0]
@@ -414,7 +414,7 @@ def _check_parts(data: Mapping[str, Any]) -> None:
         raise TypeError("leaves and checksums are not of the same arrays")
     outside = [name for name in data["files"] if name.startswith("/") or ".." in name.split("/")]
     if outside:
-        raise TypeError(f"it names the file {outside[0]!r:.80}, which is none of its own")
+        raise TypeError(f"it names the file {outside[0]!r:.80}, which is not one of a checkpoint")
 
 
 def check_meta(meta: Any) -> None:
@@ -443,7 +443,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def mesh_shape(arrays: Iterable[Array]) -> dict[str, int]:
-    """The mesh of the first array that lies on one; empty where none does."""
+    """The mesh of the first array that is placed on one; empty where none is."""
     for array in arrays:
         if isinstance(array.sharding, NamedSharding):
             return {str(axis): size for axis, size in array.sharding.mesh.shape.items()}

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of a run, written behind its back and kept within bounds."""
+"""`CheckpointManager`: the checkpoints of a run, written in the background and deleted by rules."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _RETENTION = ArgumentKind(
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a run goes on from.
+    """The checkpoint from which a run goes on.
 
     Args:
         path: of the folder of one checkpoint.
@@ -122,7 +122,7 @@ class Restored:
 class CheckpointManager:
     """The checkpoints of a run in one folder; every process of the run holds one.
 
-    A save that fails does not end the run: it is told, and the checkpoints that are there stay.
+    A save that fails does not end the run: it is reported, and the checkpoints that are there stay.
 
     Args:
         folder: made when needed; also at `gs://` or `s3://`.
@@ -196,7 +196,7 @@ class CheckpointManager:
             score: what `Retention.best` goes by, lower being better.
 
         Raises:
-            ConfigError: for a step that is negative or no integer; every other failure is told.
+            ConfigError: for a step that is negative or no integer; every other failure is reported.
         """
         path = self.folder / step_name(step)
         NUMBER.or_none().check("CheckpointManager.save", "score", score)
@@ -256,13 +256,13 @@ class CheckpointManager:
         return damages
 
     def restore_newest(self, target: PyTree) -> Restored | None:
-        """Restores the newest good checkpoint, and tells about every newer one that is damaged.
+        """Restores the newest good checkpoint, and reports every newer one that is damaged.
 
         Args:
             target: as for `load_checkpoint`.
 
         Returns:
-            What it found, or None in a folder without checkpoints.
+            The checkpoint and its state, or None in a folder without checkpoints.
 
         Raises:
             CheckpointError: when there are checkpoints and all are damaged, or when one belongs to
@@ -323,7 +323,7 @@ class CheckpointManager:
             return [p for p in sorted(self.folder.iterdir()) if step_of(p.name) is not None]
 
     def _newest_first(self) -> list[Place]:
-        """Every checkpoint; one whose manifest cannot be read stands where its step would."""
+        """Every checkpoint; one whose manifest cannot be read is listed at the step of its name."""
         entries = {entry.step: float(entry.serial) for entry in self.entries()}
 
         def age(path: Place) -> float:

@@ -89,7 +89,7 @@ def save_checkpoint(
         ConfigError: for another type.
         CheckpointError: when the state has no leaves, one that is no array, or two that cannot be
             told apart; when JSON does not hold the meta; when something else than a checkpoint
-            lies at the path, or the disk refuses. What was there stays.
+            is at the path, or the disk refuses. What was there stays.
         UnsupportedError: when a full checkpoint has no name for a dtype.
 
     Example:
@@ -160,7 +160,7 @@ class PendingSave:
         """Returns when the checkpoint is complete, on every process at once.
 
         Raises:
-            CheckpointError: saying what kept it from being written.
+            CheckpointError: saying what prevented it from being written.
         """
         error = self._written.exception()
         on_main(lambda: _raise(error))
@@ -213,7 +213,7 @@ class PendingSave:
             staging = staging_of(self.folder)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            # Said before the first byte: the stores find out in every thread that writes.
+            # Refused before the first byte: the stores would fail in every thread that writes.
             if (free := shutil.disk_usage(staging).free) < size:
                 raise OSError(f"the disk has {byte_size(free)} left for its {byte_size(size)}")
 
@@ -265,7 +265,7 @@ class HasState(Protocol):
 
     @property
     def state_shardings(self) -> PyTree:
-        """Where it lies."""
+        """Its folder."""
         ...
 
 

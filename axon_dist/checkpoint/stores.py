@@ -4,8 +4,8 @@
     N bytes      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest     the values, row-major, without gaps
 
-The writer is our own because it takes one array after the other, where the library wants all of
-them at once. Source: https://github.com/huggingface/safetensors#format
+The writer here takes one array after the other; the library's wants all of them at once. Source:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Where an array lies in a file.
+    """The place of an array in a file.
 
     Args:
         path: the file.
@@ -166,7 +166,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
     """Reads the header of a file alone.
 
     Returns:
-        Where each array lies, by name.
+        The place of each array, by name.
 
     Raises:
         CheckpointError: when it is no safetensors file, or was cut off.
@@ -176,7 +176,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
     with reworded(what, "name another file", CheckpointError, kinds):
         if (kind := kind_at(path)) not in (None, "a file"):
             raise ValueError(f"it is {kind} and no file")
-        # Something else may have taken the name meanwhile, and must not be waited for either.
+        # Something else may have the name by now, and must not block the open either.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             size = os.fstat(file.fileno()).st_size
@@ -218,7 +218,7 @@ def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
 
 
 def _check_filled(entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
-    """Raises unless the arrays lie side by side and fill the file, as the format wants it."""
+    """Raises unless the arrays are consecutive and fill the file, as the format demands."""
     end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
         if entry.start != end:
@@ -313,7 +313,7 @@ class _Barriers:
             yield
         except Exception as error:
             if self._is_open:
-                # A process alone has no store, and nobody to tell.
+                # A single process has no store and no other to signal.
                 with contextlib.suppress(Exception):
                     SharedStore().set(f"{self._prefix}failed/{process_id()}", str(error))
                     self(key="", timeout_ms=_PATIENCE_MS)

@@ -63,7 +63,7 @@ def _opened(path: Path) -> Any:
     if kind_at(path) != "a file":
         raise ConfigError(f"{path} is {kind_at(path)}, and must be a file; correct data.files")
     module: Any = importlib.import_module("array_record.python.array_record_module")
-    # Bytes that lie make whatever they like of a reader in C++.
+    # Corrupt bytes may make a reader in C++ do anything.
     advice = "write it anew, or take it out of data.files"
     with reworded(f"{path} is no file of ArrayRecord", advice, of=Exception):
         return module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
@@ -86,7 +86,7 @@ _MESSAGES: Mapping[str, Mapping[int, tuple[int | str, int]]] = MappingProxyType(
 
 @functools.cache
 def _example() -> Any:
-    """The class of an Example; TensorFlow's own would need TensorFlow."""
+    """The class of an Example; that of TensorFlow would need TensorFlow."""
     file = descriptor_pb2.FileDescriptorProto(name="axon_dist.proto", package="axon_dist")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)

@@ -156,12 +156,12 @@ def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
             while file.tell() < file.size():
                 message = arrow.ipc.read_message(file)
                 batch = arrow.ipc.read_record_batch(message, schema)
-                # Of bytes that lie, reading a value would end the process.
+                # Of corrupt bytes, reading a value would end the process.
                 batch.validate(full=True)
                 yield batch, file.tell()
     except EOFError:
         return  # the mark at the end of a stream
-    except Exception as error:  # whatever bytes that lie make of a reader in C++
+    except Exception as error:  # whatever corrupt bytes make a reader in C++ raise
         raise ConfigError(
             f"{path} is no stream of Arrow that pyarrow reads ({error}): save the data set "
             "anew with save_to_disk, or take it out of data.files"
@@ -194,7 +194,7 @@ def _files_of(text: str) -> Sequence[TextFile]:
 
 
 def _num_rows(file: TextFile) -> int:
-    """Of a file that `datasets` wrote and has mapped; only what tells of batches is read."""
+    """Of a file that `datasets` wrote and has mapped; only what describes its batches is read."""
     arrow = require("pyarrow", "parquet", str(file.path))
     with arrow.memory_map(str(file.path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
         return sum(batch.num_rows for batch in stream)

@@ -1,4 +1,4 @@
-"""How a chat becomes one text: templates by name, and those of hubs in a process of their own."""
+"""How a chat becomes one text: templates by name, and those of hubs, each in a separate process."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Rendered:
             if asks is None or said is None or not end <= asks <= said:
                 raise ValueError(
                     f"message {number + 1}, which the template {self.name!r} writes otherwise "
-                    "where more follows it, so that nobody can tell what of the text is the "
+                    "where more follows it, so that it is not known what of the text is the "
                     "answer; choose data.template among " + ", ".join(TEMPLATES)
                 )
             pieces += [(text[end:asks], False), (text[asks:said], True)]
@@ -140,7 +140,7 @@ _MEMORY, _SECONDS = 2**30, 5.0
 
 
 class TemplateProcess:
-    """A template in a process of its own, for it is a stranger's program.
+    """A template in a separate process, because it is a program that is not trusted.
 
     Args:
         source: the template.
@@ -217,7 +217,7 @@ class TemplateProcess:
 
 
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""What a process needs to find Python's libraries; a template is to know nothing else."""
+"""What a process needs to find Python's libraries; a template sees no other variable."""
 
 
 def _line_of(file: int, deadline: float) -> bytes:

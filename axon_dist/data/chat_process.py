@@ -1,6 +1,6 @@
 """Runs one chat template, within bounds of memory, time and letters.
 
-A program of its own, started by `chat.py`: it imports nothing of the package, reads a question on
+A separate program, started by `chat.py`: it imports nothing of the package, reads a question on
 every line of its input and answers each with a line, all of them JSON. The first question is the
 template; an answer that is a text says what is wrong.
 """
@@ -44,7 +44,7 @@ def main() -> None:
 
 def _renderer(sandbox: Any, setup: Any, letters: int) -> Callable[[Any], list[Any]]:
     source, tokens = setup
-    # As the hub's own library sets it up.
+    # As the library of the hub sets it up.
     box = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -21,7 +21,7 @@ from .store import Document, Folder, Span, TokenStore, digest_of
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, utf8
 
 Record = tuple[str, Any]
-"""Where a record stands, for people, and what it is."""
+"""The origin of a record, such as file and line, for messages; and the record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DocumentSource:
         too_long: what becomes of documents that do not fit into a row: `split` into several,
             `drop`, or `refuse`; None splits texts and refuses prompts and chats, which must not be
             parted from their responses.
-        cache: the folder in which tokens are kept, so that they are made once, by all processes
+        cache: the folder in which tokens are cached, so that they are made once, by all processes
             together; None for `.axon_tokens` beside the first file. They are made again where
             files, tokenizer or fields are others.
     """
@@ -72,7 +72,7 @@ class DocumentSource:
     cache: str | None = None
 
     suffix: ClassVar[str] = "records"
-    """What the files end in: for messages, and in the names of what is kept of them."""
+    """What the files end in: for messages, and in the names of cached files."""
 
     def validate(self) -> None:
         """Checks the values without looking at any file.
@@ -199,10 +199,10 @@ class DocumentSource:
         how: Sequence[object],
         document: Callable[[Record], Document],
     ) -> StoredDocuments:
-        """Makes documents of all records, or finds those that were made before.
+        """Makes documents of all records, or reads those that were made before.
 
         Args:
-            folder: where they are kept.
+            folder: where they are cached.
             files: what to read.
             how: what documents depend on beside the files.
             document: makes one of a record.
@@ -243,7 +243,7 @@ class StoredDocuments:
         store: their tokens.
         numbers: which of them, `[N]`.
         digest: of the files, and of what becomes of them.
-        folder: where more can be kept.
+        folder: where more can be cached.
     """
 
     store: TokenStore

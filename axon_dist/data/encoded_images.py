@@ -41,7 +41,7 @@ class EncodedImages:
     """Images that are decoded when they are asked for, cut to the middle and resized.
 
     Args:
-        read: from its number to where an image stands, for people, and its bytes.
+        read: the number of an image -> its origin, for messages, and its bytes.
         labels: of all images that `read` knows, integers.
         numbers: which of them these are, `[N]`.
         shape: height, width and channels that they get.
@@ -88,7 +88,7 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
     """
     height, width, channels = shape
     pillow, ops = _pillow("Image"), _pillow("ImageOps")
-    # Pillow raises a dozen kinds for bytes that lie.
+    # Pillow raises a dozen kinds of errors for corrupt bytes.
     advice = "write it anew, or remove it"
     rewording = reworded(f"{origin} is no image that can be decoded", advice, of=Exception)
     with rewording, pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
@@ -117,7 +117,7 @@ def _check_decodes(shape: Shape) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ImageFolder(ImageSource):
-    """Folders with one folder for each class, in which its images lie, as torchvision has them.
+    """Folders with one folder for each class, with its images, as torchvision has them.
 
     Classes are numbered in the order of their names, and those of `validation_files` are the same.
     Images are cut to the middle and resized when they are read.
@@ -196,7 +196,7 @@ class ImageRecords(ImageSource):
     """Records with an image and a label, in parquet, Arrow or ArrayRecord by the names of files.
 
     An image is the bytes of a JPEG, a PNG..., or `{bytes: ...}`, as Hugging Face's data sets of
-    images have it. The first run copies images to where any can be found at once, `cache`.
+    images have it. The first run copies images to `cache`, where each can be read at random.
 
     Args:
         image: the field of the image.

@@ -78,7 +78,7 @@ def find_files(patterns: Sequence[str], kind: str = "a file") -> tuple[TextFile,
 
 
 def standard_library_files() -> tuple[TextFile, ...]:
-    """Lists the sources of Python's own standard library, real text that every machine has.
+    """Lists the sources of Python's standard library, real text that every machine has.
 
     Raises:
         ConfigError: this Python came without its sources.
@@ -87,7 +87,7 @@ def standard_library_files() -> tuple[TextFile, ...]:
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
     prose = sorted(path for path in relative if _NOT_PROSE.isdisjoint(path.parts))
     if not prose:
-        raise ConfigError(f"no Python sources in {root}: name files of your own in data.files.")
+        raise ConfigError(f"no Python sources in {root}: name your files in data.files.")
     return tuple(TextFile(path.as_posix(), root / path) for path in prose)
 
 

@@ -265,7 +265,7 @@ def check_labels(labels: np.ndarray, num_classes: int, files: Sequence[str]) -> 
 
 
 def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    # numpy, zipfile and zlib raise a dozen kinds for bytes that lie.
+    # numpy, zipfile and zlib raise a dozen kinds of errors for corrupt bytes.
     what = f"{path} is not an .npz file with the arrays images and labels"
     advice = "write it with np.savez(path, images=..., labels=...)"
     rewording = reworded(what, advice, of=Exception)

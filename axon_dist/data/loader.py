@@ -31,7 +31,7 @@ class Loader:
     """Endless batches of samples.
 
     An iterator over this process's rows of each global batch. The order of samples depends on the
-    samples and the seed alone. Where it stands is one number, the samples handed out so far over
+    samples and the seed alone. Its state is one number, the samples handed out so far over
     all processes: batches loaded ahead but not handed out yet are not counted, so a resumed run
     repeats none and skips none.
 
@@ -98,7 +98,7 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, int]:
-        """Says where the run stands, as JSON: the same on every process and for any number of them.
+        """The position in the data, as JSON: the same on every process and for any number of them.
 
         Returns:
             `samples_seen`, and the `seed` and the identity of the samples that it counts in, such
@@ -107,7 +107,7 @@ class Loader:
         return {"samples_seen": self._samples_seen, "seed": self.seed, **self.samples.identity}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on where `state` was taken, whatever the batch and the number of processes were.
+        """Goes on where `state` was called, whatever the batch and the number of processes were.
 
         Args:
             state: what `state()` returned, of a loader with these samples and seed.
@@ -357,8 +357,8 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
 def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> Generator[T]:
     """What a function makes of endless numbers, in their order, each in one of some processes.
 
-    A process has one number to go on with while its last item waits. It ends with the process that
-    it works for, and not by a signal to all of them, on which that one goes on until it has saved.
+    A worker makes its next item while its last one waits to be read. It ends with the process that
+    started it, and not by a signal to the group, on which that process runs on until it has saved.
 
     Args:
         make: the function; every process gets a copy.
@@ -418,7 +418,7 @@ def _work(pipe: Any, function: bytes) -> None:
             item = make(number)
         except AxonDistError as error:
             item = error
-        except Exception as error:  # of a user's own samples, and perhaps not to be pickled
+        except Exception as error:  # of a user's samples, and perhaps not to be pickled
             item = RuntimeError(f"{type(error).__name__}: {error}")
         try:
             pipe.send(item)

@@ -35,7 +35,7 @@ class Documents(Protocol):
         ...
 
     def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-        """What `make` computes of these documents, computed once if that can be kept."""
+        """What `make` computes of these documents, computed once if it can be cached."""
         ...
 
     def checksum(self) -> int:
@@ -135,8 +135,8 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
         documents: what to lay out.
         length: tokens a model sees, T.
         packed: whether a row holds as many documents as fit, or one.
-        too_long: what becomes of those of more than T + 1 tokens. Those that are split lie in
-            pieces that share one token, so that every token but the first is a target once.
+        too_long: what becomes of those of more than T + 1 tokens. Consecutive pieces of one that
+            is split share one token, so that every token but the first is a target once.
 
     Raises:
         ConfigError: when one is too long and that is refused, or nothing is left.

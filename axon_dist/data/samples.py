@@ -1,4 +1,4 @@
-"""`Samples`: what a loader hands out, by number; sequences of the user's own, and mixtures.
+"""`Samples`: what a loader hands out, by number; sequences of the user, and mixtures.
 
 Sample `g` of an endless run is the window at place `g mod W` of epoch `g div W`, W windows in the
 stream, shuffled anew each epoch. A global batch of B is the next B samples, and process `p` of `P`
@@ -99,7 +99,7 @@ def local_rows(global_batch: int, process: int, num_processes: int) -> slice:
 
 
 def shuffled(num_samples: int, seed: int) -> grain.MapDataset[int]:
-    """Orders samples for an endless run, each epoch shuffled in its own way.
+    """Orders samples for an endless run, each epoch in another order.
 
     Args:
         num_samples: samples per epoch.
@@ -257,7 +257,7 @@ class TwoSides:
 
 
 _CHECKED = 64
-"""So many samples of a sequence of the user's own go into its checksum."""
+"""So many samples of a user's sequence go into its checksum."""
 
 
 class Sequences(TwoSides):

@@ -190,7 +190,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A file, what it contains, and the parts that it is taken in."""
+    """A file, what it contains, and the parts in which it is read."""
 
     path: Path
     digest: str
@@ -202,7 +202,7 @@ Scan = Callable[[Path, Callable[[bytes], None]], list[Span]]
 
 
 class Folder:
-    """A folder beside data in which tokens are kept.
+    """A folder beside data in which tokens are cached.
 
     Args:
         files: the data.
@@ -221,7 +221,7 @@ class Folder:
         except OSError as error:
             if wanted is not None:
                 raise ConfigError(
-                    f"data.cache: tokens cannot be kept in {str(self.path)!r}: {error.strerror}; "
+                    f"data.cache: tokens cannot be cached in {str(self.path)!r}: {error.strerror}; "
                     "name a folder that can be written to"
                 ) from error
             self._temporary = tempfile.TemporaryDirectory(prefix="axon_tokens_")
@@ -279,7 +279,7 @@ class Folder:
         names = [digest_of(repr(part).encode()) for part in parts]
         paths = [self.path / f"{name}.tokens" for name in names]
         left = [number for number, path in enumerate(paths) if not _is_complete(path)]
-        # Each process begins elsewhere, so that they seldom meet.
+        # Each process begins with another part, so that they seldom make the same one.
         turn = os.getpid() % max(1, len(left))
         left = left[turn:] + left[:turn]
         while left:

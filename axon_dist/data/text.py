@@ -36,13 +36,13 @@ class TextSource:
     """Where text comes from and how it becomes tokens.
 
     Args:
-        files: paths or globs; empty for the source of Python's own standard library.
+        files: paths or globs; empty for the source of Python's standard library.
         validation_files: paths or globs kept for validation; empty to split `files`: many of them
             by their names, few so that the share is one of bytes.
         validation_fraction: the share for validation, in (0, 1), where there are no
             `validation_files`; None for a tenth.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
-        cache: the folder in which the tokens of a tokenizer are kept, so that they are made once,
+        cache: the folder in which the tokens of a tokenizer are cached, so that they are made once,
             by all processes together; None for `.axon_tokens` beside the first file.
         max_bytes: on each side of the split, read only the first files by name, or parts of files,
             that together stay within this many bytes; None for all.

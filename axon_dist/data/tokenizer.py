@@ -80,7 +80,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         end_token: a token put behind every document, such as `"<|endoftext|>"`.
 
     Returns:
-        The tokenizer; special tokens are added as the file's own post-processor says.
+        The tokenizer; special tokens are added as the post-processor of the file says.
 
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, it has no such token, or the
@@ -163,7 +163,7 @@ _MOST_GROWTH = 64
 
 
 def _growth(normalizer: Any) -> int:
-    """How many letters a normalizer can make of one, where it puts texts in the place of others."""
+    """How many characters a normalizer can make of one, where it replaces texts by others."""
     parts = normalizer.get("normalizers", ())
     length = max(1, len(normalizer.get("content", "")))
     return length * math.prod(map(_growth, parts))
@@ -196,7 +196,7 @@ def _ids(path: str, ids: list[int], vocab_size: int) -> np.ndarray:
 def _tokens_of_chat(
     path: str, model: Any, added: tuple[int, ...], vocab_size: int, pieces: Pieces
 ) -> tuple[np.ndarray, np.ndarray]:
-    # A template says itself where a special token stands.
+    # A template states where it puts each special token.
     text = "".join(text for text, _ in pieces)
     encoded = _encoded(path, model, text, add_special_tokens=False)
     letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])

@@ -30,8 +30,8 @@ class Text:
         validation: the same of the validation files; no token is in both.
         vocab_size: token ids are below it.
         description: one sentence for people.
-        document_end: the token that ends a document; windows then say where documents meet. None
-            where windows run over them.
+        document_end: the token that ends a document; windows then mark where one document ends and
+            the next begins. None where windows run over them.
         validation_bytes: of the validation files; a byte that ends a document counts.
         show: tokens as people read them.
         contents: a checksum of the text; None computes one of the tokens.
@@ -91,7 +91,7 @@ class Windows:
         return checksum(*map(_in_memory, (self.text.train, self.text.validation)))
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Cuts windows that lie side by side."""
+        """Cuts consecutive windows."""
         return self._cut(self.text.train, numbers * self.length)
 
     @property
@@ -326,7 +326,7 @@ def _map(path: Path, dtype: str) -> FileNumbers:
 
 
 def _map_npy(path: Path) -> FileNumbers:
-    # numpy raises a dozen kinds for headers that lie.
+    # numpy raises a dozen kinds of errors for corrupt headers.
     advice = "write it with np.save, or name raw tokens .bin"
     with reworded(f"{path} is not an .npy file", advice, of=Exception):
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
