@@ -88,7 +88,7 @@ def plan_buckets(tree_or_shapes: PyTree, capacity: int = DEFAULT_CAPACITY) -> Bu
 
     Backpropagation finishes the gradients of the last layers first, so in reverse order the first
     bucket is full while the others are still being computed. A gradient that does not fit opens a
-    new bucket; one larger than the capacity gets a bucket of its own. Gradients of different
+    new bucket; one larger than the capacity gets a separate bucket. Gradients of different
     dtypes never share one. Buckets are ordered by when their last gradient is ready.
 
     Args:
@@ -248,10 +248,11 @@ def reduce_buckets(
         plan: what `plan_buckets` made of the same tree.
         reduce: maps a list of arrays to the list of their reductions over ranks, elementwise and
             one collective each, such as `lambda gradients: jax.lax.pmean(gradients, "dp")`.
-        strategy: SYNCHRONOUS waits for all gradients first; NO_SYNC returns the tree as it is.
+        strategy: SYNCHRONOUS starts when all gradients are there; NO_SYNC returns the tree as it
+            is.
 
     Returns:
-        The reduced gradients, each of its own shape and dtype.
+        The reduced gradients, each of its shape and dtype.
 
     Raises:
         ConfigError: when the tree is not the one that was planned for.

@@ -35,7 +35,7 @@ def broadcast_from(x: PyTree, group: ProcessGroup, *, src: int) -> PyTree:
     """Gives every rank of the group the value of rank `src`.
 
     It is the sum of `x` on `src` and zeros elsewhere, chosen and not multiplied, so that a NaN on
-    another rank goes nowhere. One all-reduce; XLA has no broadcast on CPU.
+    another rank is not sent. One all-reduce; XLA has no broadcast on CPU.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -302,7 +302,7 @@ PAIRS = ArgumentKind(
     ),
     GroupError,
 )
-"""What `send_recv` is told."""
+"""The argument `perm` of `send_recv`."""
 
 
 @checked(group=GROUP, perm=PAIRS)

@@ -229,7 +229,7 @@ def is_main_process() -> bool:
 
 @checked(group=GROUP)
 def barrier(group: ProcessGroup) -> None:
-    """Waits until every device of the group's mesh, and so every process, has come here.
+    """Waits until every device of the group's mesh, and so every process, has reached it.
 
     Every process that owns devices of the mesh must call it. Work that was started before may
     still run where nothing orders it; to wait for an array, block on the array.
@@ -239,26 +239,26 @@ def barrier(group: ProcessGroup) -> None:
 
     Raises:
         GroupError: inside `shard_map` or `jit`. A compiled program orders its work by the data it
-            hands on, so there is nothing that a barrier could hold back.
+            hands on, so there is nothing that a barrier could delay.
 
     Example:
         >>> from axon_dist.mesh import World
         >>> barrier(World.emulate(4).default_group)
     """
-    met = None if is_inside(group) else _meeting(group.mesh)()
-    if met is None or isinstance(met, Tracer):
+    total = None if is_inside(group) else _sum_over(group.mesh)()
+    if total is None or isinstance(total, Tracer):
         raise GroupError(
             f"barrier was called for the group {group} inside a compiled function, where order "
-            "follows the data and nobody waits; call it outside of jit and shard_map, or make the "
+            "follows the data and nothing waits; call it outside of jit and shard_map, or make the "
             "later value depend on the earlier one with jax.lax.optimization_barrier"
         )
     jax.effects_barrier()
-    met.block_until_ready()
+    total.block_until_ready()
 
 
 @functools.lru_cache(maxsize=32)
-def _meeting(mesh: Mesh) -> Callable[[], Array]:
-    """A sum over all devices: it can finish nowhere before all of them have come to it."""
+def _sum_over(mesh: Mesh) -> Callable[[], Array]:
+    """A sum over all devices, which finishes on none before all have started it."""
 
     def add():
         return jax.lax.psum(jax.lax.axis_index(mesh.axis_names), mesh.axis_names)

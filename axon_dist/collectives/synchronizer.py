@@ -250,7 +250,7 @@ def _averaged(g: Array, group: ProcessGroup) -> Array:
     if group.members is not None:
         raise GroupError(
             f"got a gradient of shape {g.shape} that JAX has already added up over all ranks, so "
-            f"that those of the group {group} cannot be told apart; differentiate with respect to "
+            f"that those of the group {group} cannot be separated; differentiate with respect to "
             f"jax.lax.pcast(params, {group.axes}, to='varying'), or with check_vma=False"
         )
     return all_sum(g, pending) / group.size

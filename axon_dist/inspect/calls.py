@@ -151,7 +151,7 @@ REMAT = ".remat"
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """What XLA computes again of its own accord; what the program says itself is not among it.
+    """What XLA rematerialises unasked; what the program recomputes by itself is not counted.
 
     Args:
         count: executions per step.

@@ -64,7 +64,7 @@ def _gemm(computation: Computation, instruction: Instruction, contracted: tuple[
 
 
 def _custom_call(computation: Computation, instruction: Instruction) -> int | None:
-    """The matrix operations of a kernel; None where nothing tells."""
+    """The matrix operations of a kernel; None where they are not known."""
     target, attributes = target_of(instruction), instruction.attributes
     if "matmul" in target or "gemm" in target:
         match = _GEMM_LHS.search(attributes)
@@ -264,7 +264,7 @@ class Flops:
         high: with every conditional on its dearest branch; equal to `low` where there is none.
         unknown_trip: whether a loop was counted once because only the data decide how often it
             runs; the truth is then higher.
-        opaque: custom calls whose work the text does not tell; the truth may be higher.
+        opaque: custom calls whose work the text does not say; the truth may be higher.
     """
 
     low: int

@@ -132,8 +132,8 @@ class Ledger:
     Args:
         rows: the collectives, in the order of the program.
         mesh_axes: the axes of the mesh the program was compiled for; empty without a mesh.
-        step_seconds: what the program takes at the rates of the machine, transfers that it waits
-            for among it; 0 where no rates are known.
+        step_seconds: the time of the program at the rates of the machine, exposed transfers
+            included; 0 where no rates are known.
 
     Example:
         >>> ledger = Ledger((), mesh_axes=("dp",))
@@ -187,7 +187,7 @@ class Ledger:
         return self.by_exposure().get("exposed", 0)
 
     def light_bytes(self) -> int:
-        """Bytes per step of transfers that compute covers in part, and waits for."""
+        """Bytes per step of transfers that compute hides in part."""
         return self.by_exposure().get("light", 0)
 
     def seconds(self, exposure: Exposure | None = None) -> float:
@@ -229,10 +229,10 @@ class Ledger:
         return sum(row.count for row in self.rows)
 
     def lint(self) -> list[str]:
-        """Says what in the program may hang or be counted wrong.
+        """Lists what in the program may hang or be counted wrong.
 
         A collective-permute names its pairs for all devices at once; when devices take different
-        branches, some never arrive and the program waits for them without end.
+        branches, some never send, and the program waits for them without end.
 
         Returns:
             One sentence per finding.
@@ -263,7 +263,7 @@ class Ledger:
         """The ledger as a table for a terminal, equal collectives joined, the heaviest first.
 
         Args:
-            exposure: whether to tell what hides each; on CPUs, which send nothing, it says nothing.
+            exposure: whether to show what hides each, which on CPUs, without links, has no meaning.
         """
         title, tight = "collectives per device and step", (0, 1, 0, 0)
         table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=tight)
@@ -310,7 +310,7 @@ class Ledger:
 
     def _no_axis(self, name: str) -> str:
         if not self.mesh_axes:
-            return f"axis {name!r} cannot be told: read the ledger with collectives(program, mesh)"
+            return f"axis {name!r} is not known: read the ledger with collectives(program, mesh)"
         return f"the mesh has no axis {name!r}.{did_you_mean(name, self.mesh_axes)}"
 
 

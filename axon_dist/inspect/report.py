@@ -1,7 +1,7 @@
 """Memory, collectives and FLOPs of one compiled step, together.
 
 The compilers of GPUs and TPUs run without the device. Compiled with the devices of a target, the
-very step that would train there tells its memory, its collectives and its FLOPs on a laptop.
+very step that would train there reports its memory, its collectives and its FLOPs on a laptop.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
         Bytes per device.
 
     Raises:
-        UnsupportedError: the backend does not tell.
+        UnsupportedError: when the backend reports none.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,8 +102,8 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
     temporaries = stats.temp_size_in_bytes
     places = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if {device.platform for place in places for device in place.device_set} == {"tpu"}:
-        # There the size of temporaries has in it more than is in the chip's memory at once, such as
-        # what lies in its vector memory. XLA's own peak has not: of a 1.3B step on v5p:2x2x2 it is
+        # There the size of temporaries counts more than is in the chip's memory at once, such as
+        # what is in its vector memory. XLA's peak does not: of a 1.3B step on v5p:2x2x2 it is
         # 3.41 GiB, XLA's report of memory in use 3.43, and by that size it would be 3.82.
         between = (
             stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -189,11 +189,11 @@ class Report:
         collectives: what it sends, and whether that is hidden.
         flops: matrix operations it computes.
         attention: fused kernels of attention and how often a step runs each.
-        recomputed: what XLA computes again of its own accord.
+        recomputed: what XLA rematerialises unasked.
         num_devices: devices of the mesh.
         machine: whose rates judged the transfers; None where it is not known.
         is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
-        unknown: what cannot be told because the chip is not known; "" where it is.
+        unknown: what is not known because the chip is not; "" where it is.
         traced_flops: matrix operations of the traced step; None where they were not counted.
     """
 

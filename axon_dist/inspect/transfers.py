@@ -131,7 +131,7 @@ def _waits(
     alone: Sequence[float],
     within: Sequence[float],
 ) -> list[float]:
-    """Runs the schedule and returns how long the compute units stand still for each transfer."""
+    """Runs the schedule and returns how long the compute units are idle for each transfer."""
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     for number, transfer in enumerate(sent):
@@ -150,7 +150,7 @@ def _waits(
             clock += waits[number]
             pending.discard(number)
         if called:
-            # A wire that a loop shares serves what waits outside of it so much later.
+            # Transfers of a loop delay those outside of it that share its link.
             wire_free = max(wire_free, clock) + called
             for number in pending:
                 arrival[number] += called if arrival[number] > clock else 0.0
@@ -163,10 +163,10 @@ class Execution(NamedTuple):
 
     Attributes:
         judged: what it launches itself, not in its loops or branches, in order: how much of each
-            is hidden, and the seconds for which compute waits for it, None without a machine.
+            is hidden, and the exposed seconds, None without a machine.
         wire: seconds for which it has the wire, with all that it calls.
         step: seconds that it takes, one instruction after another, each bound by its matrix
-            operations or its memory traffic, and what it waits for; loops as often as they turn,
+            operations or its memory traffic, with exposed transfers; loops as often as they run,
             and of branches the longest, which some device takes. 0 where no rates are known.
     """
 

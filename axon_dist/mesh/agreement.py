@@ -1,9 +1,9 @@
-"""Before anything is trained: processes that were started with different things say so.
+"""Before anything is trained: processes that were started with different arguments are named.
 
 Every process of a run executes the same program on its own part of the data. One that was given
-another learning rate, other files or other first parameters would train on without a word, for
-nothing that is exchanged afterwards tells the difference. So each says what it was given, as named
-facts in the store that they share, and all compare.
+another learning rate, other files or other first parameters would train on without an error,
+for nothing that is exchanged afterwards shows the difference. So each writes its arguments, as
+named facts, to the store that they share, and all compare.
 
 While it trains, a process that lives but takes no step is named, and all end. The watchdog hears a
 heartbeat from a thread, which goes on while the main thread hangs: in a lock, in a file system that
@@ -165,7 +165,7 @@ def _shards(array: Any) -> list[tuple[str, Any]]:
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Example: rows 0 to 3 of an array [8, 2] lie at `[0:4, 0:2]`; a whole array has no place."""
+    """Example: rows 0 to 3 of an array [8, 2] are at `[0:4, 0:2]`; a whole array has no place."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     if all(bound == (0, size) for bound, size in zip(bounds, shape, strict=True)):
         return ""
@@ -173,10 +173,10 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 def _exchange(world: World, topic: str, mine: str, timeout: float = 300.0) -> dict[int, str]:
-    """What every process says about a topic for the same time as this one."""
+    """The value that every process has written about a topic as often as this one."""
     store, me = SharedStore(), world.process_index
     prefix = f"{_PREFIX}{topic}/{me}/"
-    # The store knows how often this process has spoken; the others must have as often.
+    # The store has as many values of this process as it wrote; the others must have as many.
     turn = len(store.items(prefix))
     store.set(f"{prefix}{turn}", mine)
     deadline = time.monotonic() + timeout

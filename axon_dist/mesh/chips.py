@@ -40,15 +40,17 @@ data parallelism over eight microbatches of 1.3 billion parameters."""
 
 IN_PARALLEL: Flags = MappingProxyType({"xla_gpu_experimental_parallel_collective_overlap_limit": 8})
 """With one in flight, gathers that the compute between them cannot hide stand in a row where a loop
-begins, and arrays that go round a ring together wait for each other. Other gathers inside a node
-are short enough, and XLA, which takes each for as fast as if it had the wire alone, would start
+begins, and arrays that are passed around a ring at once wait for each other. Other gathers inside a
+node are short enough, and XLA, which takes each for as fast as if it had the wire alone, would
+start
 them too late. 70 billion parameters on 64 H100s wait for 63 ms with 4, 12 with 8, 18 with 16."""
 
 SCHEDULED: Flags = MappingProxyType(
     {**dict.fromkeys(IN_PARALLEL, 16), "xla_gpu_enable_latency_hiding_scheduler": True}
 )
 """Where XLA knows no rates of a GPU, as before Hopper, it starts a collective only where it ends,
-unless it is told to schedule by latencies. It then guesses when each ends, and the next starts too
+unless an option has it schedule by latencies. It then guesses when each ends, and the next starts
+too
 late: at 6.7 billion parameters 8 A100s wait for 84 of 957 ms with 1, 40 with 4, 4 with 16."""
 
 SUMS_NOT_PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_reduce", on=False))
@@ -108,7 +110,7 @@ class Wiring:
         num_dims: how many sizes a shape may have.
         max_last_dim: the most devices along the last one.
         full_ring: a torus axis of a multiple of it closes into a ring; 0 without a torus.
-        topology: what else `jax.experimental.topologies.get_topology_desc` has to be told.
+        topology: what else `jax.experimental.topologies.get_topology_desc` needs.
     """
 
     platform: Platform
@@ -152,8 +154,8 @@ class Hardware:
         parallel_options: the same where several transfers are in flight at once: between nodes,
             of weights and gradients, and in rings over positions.
         capability: the compute capability of an NVIDIA GPU, such as `9.0`; "" for others.
-        like: the chip whose limits the compiler is told, where those of this one are not described;
-            "" for its own.
+        like: the chip whose limits the compiler gets, where those of this one are not described; ""
+            where they are.
 
     Raises:
         ConfigError: for a rate or size that is not positive.
@@ -424,7 +426,7 @@ def unknown_chip(mesh: jax.sharding.Mesh) -> str | None:
     options = "without options of their own" if row is None else f"with the options of {row.name}"
     return (
         f"the table of chips has no row for {device.device_kind!r}: steps are compiled {options}, "
-        "and neither times nor whether memory suffices can be told"
+        "and neither times nor whether memory suffices is known"
     )
 
 

@@ -145,7 +145,7 @@ class ProcessGroup(metaclass=_Group):
         raise GroupError(
             f"rank {rank} is not in the group {self.ranks}; ask `contains` first"
             if 0 <= rank < self.world_size
-            else f"rank {rank} is not in a world of {self.world_size}; it must lie in "
+            else f"rank {rank} is not in a world of {self.world_size}; it must be in "
             f"0..{self.world_size - 1}"
         )
 

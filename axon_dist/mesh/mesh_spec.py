@@ -14,10 +14,10 @@ from ..core.errors import MeshError, did_you_mean
 _COUNT = dataclasses.replace(COUNT, error=MeshError)
 
 SLOW_AXES = ("pods", "nodes")
-"""The axes that may lie over slow links; all others stay within a node, where nodes are known."""
+"""The axes that may be over slow links; all others stay within a node, where nodes are known."""
 
 AXIS_ORDER = (*SLOW_AXES, "pp", "dp", "fsdp", "cp", "ep", "tp")
-"""The axes of this library, outer to inner: the inner ones talk most and lie closest together."""
+"""The axes of this library, outer to inner: the inner ones send most and are closest together."""
 
 
 class _Located(Protocol):
@@ -225,7 +225,7 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     if list(spec.names[: len(spec.names) - len(fast)]) != [a for a in spec.names if a in SLOW_AXES]:
         raise MeshError(
             f"mesh {spec} has {slow[0]!r} behind another axis; axes over slow links come first, "
-            f"so that the others lie within: {','.join(f'{a}={spec[a]}' for a in [*slow, *fast])}"
+            f"so that the others are within: {','.join(f'{a}={spec[a]}' for a in [*slow, *fast])}"
         )
     kind, nodes = _nodes(devices)
     if len(nodes) == 1:

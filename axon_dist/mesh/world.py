@@ -115,8 +115,8 @@ class World:
     def init(cls, axes: AxesLike = "dp=-1", devices: Sequence[Any] | None = None) -> World:
         """Arranges the devices of every process into a mesh.
 
-        Where the environment says that this process is one of several (`from_env`), they first
-        meet through `jax.distributed`; every one of them must call this.
+        Where the environment says that this process is one of several (`from_env`), they are first
+        connected by `jax.distributed`; every one of them must call this.
 
         Args:
             axes: anything `MeshSpec` reads; `"dp=-1"` puts all devices on one data axis.
@@ -145,9 +145,9 @@ class World:
 
     @classmethod
     def emulate(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:
-        """Makes a world of CPU devices that this process makes up.
+        """Makes a world of CPU devices that this process emulates.
 
-        Where the environment says that this process is one of several, each makes up its share.
+        Where the environment says that this process is one of several, each emulates its share.
 
         Must come before JAX starts its backend, which is the first time anything asks for a
         device or makes an array; importing is fine. It also gives XLA's thread pool room for every
@@ -332,7 +332,7 @@ def _as_devices(devices: Any) -> list[Any]:
         )
     if len(set(listed)) < len(listed):
         twice = next(device for device in listed if listed.count(device) > 1)
-        raise MeshError(f"got the device {twice} more than once; every rank needs one of its own")
+        raise MeshError(f"got the device {twice} more than once; every rank needs a different one")
     return listed
 
 
@@ -346,7 +346,7 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
 
     On TPUs `jax.make_mesh` orders the devices after the wiring of the slice, dims of which are
     split only where the axes are no products of whole ones; elsewhere the order given is the order
-    of the ranks, but that slow axes, such as `nodes`, lie between nodes and the others within them
+    of the ranks, but that slow axes, such as `nodes`, are between nodes and the others within them
     (`by_links`). The axis types are always written out, for JAX's two ways to make a mesh disagree
     about the default.
 

@@ -39,7 +39,7 @@ class StepCost:
 
     Args:
         compute: products, recomputation included.
-        bubble: what the pipeline waits.
+        bubble: the time that ranks of a pipeline are idle.
         update: reading and writing the training state.
         communication: all transfers, as if nothing else ran.
         exposed: what of them does not hide behind compute.
@@ -65,7 +65,7 @@ class StepCost:
 
 @functools.cache
 def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed: int = 1) -> float:
-    """What the pipeline waits, as a share of what a rank computes.
+    """The time that a rank of a pipeline is idle, as a share of the time that it computes.
 
     Args:
         schedule: a name of `PipelineSchedule`.
@@ -97,10 +97,10 @@ ROUNDS: Mapping[str, float] = {
 """How often a ring passes the share `(N-1)/N` of an array on, by the kind of the collective."""
 
 COMBINED = 30e6
-"""The bytes up to which compilers join collectives that nothing waits for into one."""
+"""The bytes up to which compilers join collectives into one, where compute hides them."""
 
 WAITED = frozenset({"tp", "pp"})
-"""The axes whose collectives the next product waits for; others hide behind compute."""
+"""The axes whose collectives the next product needs; compute hides the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Reading:
 
     @property
     def by_axes(self) -> dict[str, float]:
-        """The same, by the axes that they travel over."""
+        """The same, by the axes that they are sent over."""
         by_axes: dict[str, float] = defaultdict(float)
         for sent, times in self.sends:
             by_axes[",".join(sent.axes)] += self._wire(sent) * times
@@ -177,11 +177,11 @@ class Reading:
             hardware: FLOP/s by dtype, bytes/s of memory and links of one chip.
             compute: the dtype of the products.
             flops: in place of those read, for a pipeline, whose ranks take turns.
-            idle: what a pipeline waits, as a share of what a rank computes.
+            idle: of a pipeline, as by `idle_share`.
             efficiency: the share of peak FLOP/s that compute alone reaches.
 
         Returns:
-            The parts. Collectives over `tp` and `pp` are waited for; others hide behind compute,
+            The parts. Collectives over `tp` and `pp` are exposed; compute hides the others,
             which is the best case.
         """
         busy = (self.flops if flops is None else flops) / (hardware.rate(compute) * efficiency)
@@ -301,7 +301,7 @@ def recompute_least(
     """Goes down `LADDER` to the first row whose step fits; no row changes a number.
 
     Args:
-        build: makes the step that recomputes what it is told.
+        build: makes the step that recomputes what a row says.
         read: traces it.
         peak: bytes of a device by the compiled step, asked for where the traced one fits; None
             where it cannot be compiled.

@@ -20,7 +20,7 @@ LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 """By what the learning rate grows, given by what the batch grows."""
 
 
-# Whether a tracer is above 0 cannot be told, which says that it is one.
+# Whether a tracer is above 0 is not known, which shows that it is one.
 POSITIVE = ArgumentKind(
     "a number above 0", lambda x: (REAL.holds(x) or hasattr(x, "aval")) and x > 0
 )
