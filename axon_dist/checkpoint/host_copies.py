@@ -73,7 +73,7 @@ class HostRing:
 
     hosts: tuple[int, ...]
 
-    def beside(self, process: int) -> tuple[int, ...]:
+    def peers(self, process: int) -> tuple[int, ...]:
         """The processes of the same host."""
         return tuple(p for p, host in enumerate(self.hosts) if host == self.hosts[process])
 
@@ -81,7 +81,7 @@ class HostRing:
         """The process in the same place of the host before."""
         order = list(dict.fromkeys(self.hosts))
         host = order[order.index(self.hosts[process]) - 1]
-        return self.beside(self.hosts.index(host))[self.beside(process).index(process)]
+        return self.peers(self.hosts.index(host))[self.peers(process).index(process)]
 
     def spread(self, leaves: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
         """Those of which a host has what the next one has not.
@@ -95,9 +95,7 @@ class HostRing:
         spread = {path: leaf for path, leaf in leaves.items() if self._is_spread(leaf)}
         for path, leaf in spread.items():
             sizes = collections.Counter(device.process_index for device in leaf.sharding.device_set)
-            each = [
-                [sizes[p] for p in self.beside(p)] for p in map(self.hosts.index, {*self.hosts})
-            ]
+            each = [[sizes[p] for p in self.peers(p)] for p in map(self.hosts.index, {*self.hosts})]
             if len({*map(len, each)}) > 1 or len({size for row in each for size in row}) > 1:
                 raise ConfigError(
                     f"the processes of the hosts have {' and '.join(map(str, sorted(each)))} "
@@ -107,7 +105,7 @@ class HostRing:
                 )
         return spread
 
-    def own_pieces(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
+    def local_pieces(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
         """The pieces of its devices that this process writes."""
         rows: Rows = []
         pieces: list[jax.Array] = []
@@ -265,15 +263,15 @@ class HostCopies:
             generation=self._generation,
             turn=self._turn,
             process=me,
-            writers=ring.beside(me),
+            writers=ring.peers(me),
             leaves={path: spec_of(leaf) for path, leaf in leaves.items()},
             meta=dict(meta),
         )
-        reason = self._write(header, *ring.own_pieces(stored))
+        reason = self._write(header, *ring.local_pieces(stored))
         spread = ring.spread(stored)
         if spread:
             other = ring.before(me)
-            theirs = dataclasses.replace(header, process=other, writers=ring.beside(other))
+            theirs = dataclasses.replace(header, process=other, writers=ring.peers(other))
             reason = self._write(theirs, *ring.pieces_before(spread)) or reason
         # Only a copy that all have written takes the place of the one before it.
         if failed := [p for p, has_failed in enumerate(_gathered(bool(reason))) if has_failed]:
@@ -302,7 +300,7 @@ class HostCopies:
         """
         here = copies_in(self.folder)
         me = process_index()
-        newest = _newest_whole(here, is_teller=self._ring.beside(me)[0] == me)
+        newest = _newest_complete(here, is_teller=self._ring.peers(me)[0] == me)
         if newest is None:
             return None
         header, holders = newest
@@ -326,7 +324,7 @@ class HostCopies:
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
 
         values = {path: read(path, leaf) for path, leaf in stored.items()}
-        _check_whole(local, header.step)
+        _check_undamaged(local, header.step)
         leaves = [from_stored(values[path], leaf) for path, leaf in targets.items()]
         state = jax.tree.unflatten(jax.tree.structure(target), leaves)
         return HostCopy(header.step, state, dict(header.meta))
@@ -373,7 +371,7 @@ Holders: TypeAlias = Mapping[LeafPath, Mapping[Slices, int]]
 """For each place of each leaf the first process whose host has the piece."""
 
 
-def _newest_whole(
+def _newest_complete(
     here: Mapping[CopyId, tuple[CopyHeader, Pieces]], is_teller: bool
 ) -> tuple[CopyHeader, Holders] | None:
     """The newest copy that is complete over the folders of all hosts, and who has what.
@@ -442,7 +440,7 @@ def _fetch(
             local.add(path, place, sent)
 
 
-def _check_whole(local: Pieces, step: int) -> None:
+def _check_undamaged(local: Pieces, step: int) -> None:
     """Raises on all processes where one has read a piece that is not what was written."""
     damaged = _gathered(bool(local.damaged))
     if any(damaged):

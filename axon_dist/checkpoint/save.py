@@ -139,7 +139,7 @@ class PendingSave:
         check_type(folder, type)
         arrays = _arrays_of(state)
         size = sum(array.nbytes for array in arrays.values())
-        name = on_main(lambda: self._make_way(meta, size))
+        name = on_main(lambda: self._claim_name(meta, size))
         stored = {path: to_stored(array) for path, array in arrays.items()}
         manifest = Manifest(
             type=type,
@@ -201,7 +201,7 @@ class PendingSave:
             return bucket.begin(self.folder, stored)
         return STORES[type].begin(staging_of(self.folder), stored, name)
 
-    def _make_way(self, meta: Any, size: int) -> str:
+    def _claim_name(self, meta: Any, size: int) -> str:
         """Makes room for a save, and a name for it that no other one has."""
         check_meta(meta)
         self._run(lambda: check_replaceable(self.folder))
@@ -344,10 +344,10 @@ def _check_leaves(
 ) -> None:
     wanted = {path: spec_of(target) for path, target in targets.items()}
 
-    def is_asked(path):
+    def is_selected(path):
         return parts is None or path.split("/")[0] in parts
 
-    saved = {path: spec for path, spec in manifest.leaves.items() if is_asked(path)}
+    saved = {path: spec for path, spec in manifest.leaves.items() if is_selected(path)}
     unlike = differences(saved, wanted)
     if unlike:
         raise CheckpointError(

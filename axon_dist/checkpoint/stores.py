@@ -184,8 +184,8 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
                 raise ValueError(f"its header would have {length} bytes")
             text = file.read(length).decode()
         header = json.loads(text, object_pairs_hook=_with_names_once)
-        said = header.pop(_METADATA, None) or {}
-        if odd := [name for name, value in said.items() if not isinstance(value, str)]:
+        metadata = header.pop(_METADATA, None) or {}
+        if odd := [name for name, value in metadata.items() if not isinstance(value, str)]:
             raise ValueError(f"its {_METADATA} has {odd[0]!r:.80}, which is no text")
         entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
         _check_filled(entries, 8 + length, size)

@@ -63,7 +63,7 @@ class Turns:
         pieces: list[tuple[str, bool]] = []
         prompt = self.begin
         for message in messages:
-            role, said = message["role"], message["content"] + self.tail
+            role, content = message["role"], message["content"] + self.tail
             if role not in self.heads:
                 raise ValueError(
                     f"the role {role!r:.80}, which the template {self.name!r} does not have."
@@ -71,10 +71,10 @@ class Turns:
                 )
             prompt += self.heads[role]
             if role == LEARNED:
-                pieces += [(prompt, False), (said, True)]
+                pieces += [(prompt, False), (content, True)]
                 prompt = ""
             else:
-                prompt += said
+                prompt += content
         return [*pieces, (prompt, False)] if prompt else pieces
 
 
@@ -110,22 +110,22 @@ class Rendered:
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat."""
         turns = [n for n, message in enumerate(messages) if message["role"] == LEARNED]
-        asked = [(n + more, not more) for n in turns for more in (0, 1)]
+        prefixes = [(n + more, not more) for n in turns for more in (0, 1)]
         try:
-            text, *ends = self._process.texts(messages, asked)
+            text, *ends = self._process.texts(messages, prefixes)
         except ValueError as error:
             raise ValueError(f"messages that its template refuses: {error}") from error
         pieces: list[tuple[str, bool]] = []
         end = 0
-        for number, asks, said in zip(turns, ends[::2], ends[1::2], strict=True):
-            if asks is None or said is None or not end <= asks <= said:
+        for number, prompt_end, answer_end in zip(turns, ends[::2], ends[1::2], strict=True):
+            if prompt_end is None or answer_end is None or not end <= prompt_end <= answer_end:
                 raise ValueError(
                     f"message {number + 1}, which the template {self.name!r} writes otherwise "
                     "where more follows it, so that it is not known what of the text is the "
                     "answer; choose data.template among " + ", ".join(TEMPLATES)
                 )
-            pieces += [(text[end:asks], False), (text[asks:said], True)]
-            end = said
+            pieces += [(text[end:prompt_end], False), (text[prompt_end:answer_end], True)]
+            end = answer_end
         return [*pieces, (text[end:], False)] if end < len(text) else pieces
 
 
@@ -152,22 +152,22 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
-    def texts(self, messages: Sequence[Message], asked: Sequence[tuple[int, bool]]) -> list[Any]:
+    def texts(self, messages: Sequence[Message], prefixes: Sequence[tuple[int, bool]]) -> list[Any]:
         """What it makes of some messages.
 
         Args:
             messages: those of a chat.
-            asked: how many of the first, and whether an answer to them is asked for.
+            prefixes: how many of the first, and whether an answer to them is asked for.
 
         Returns:
-            The text, and for each that is asked how many of its letters are the text of so many
+            The text, and for each prefix how many of its letters are the text of so many
             messages; None where that is no beginning of it.
 
         Raises:
             ValueError: saying in one line why it makes nothing of them.
         """
         with self._lock:
-            return self._answer(self._started(), (messages, asked))
+            return self._answer(self._started(), (messages, prefixes))
 
     def start(self) -> None:
         """Raises `ValueError` unless it can be read."""

@@ -61,9 +61,9 @@ def _renderer(sandbox: Any, setup: Any, letters: int) -> Callable[[Any], list[An
         return "".join(parts)
 
     def render(question: Any) -> list[Any]:
-        messages, asked = question
+        messages, prefixes = question
         full = text(messages, False)
-        parts = (text(messages[:count], asks) for count, asks in asked)
+        parts = (text(messages[:count], asks) for count, asks in prefixes)
         return [full, *(len(part) if full.startswith(part) else None for part in parts)]
 
     return render

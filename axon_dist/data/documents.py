@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.errors import MALFORMED, ConfigError, did_you_mean, reworded
 from .chat import ChatTemplate, Pieces, check_messages, find_template
-from .files import TextFile, check_disjoint, drawn, find_files, held_fraction, says_little
+from .files import TextFile, check_disjoint, drawn, find_files, held_out_fraction, says_little
 from .packing import PackedRows, TooLong
 from .samples import checksum
 from .store import Document, Folder, Span, TokenStore, digest_of
@@ -82,15 +82,15 @@ class DocumentSource:
         """
         if not self.files:
             raise ConfigError(f"data.files names no file: name {self.suffix} files.")
-        held_fraction(self.validation_fraction, self.validation_files)
+        held_out_fraction(self.validation_fraction, self.validation_files)
         if (self.prompt is None) != (self.response is None):
             raise ConfigError(
                 f"data.prompt={self.prompt!r} and data.response={self.response!r}: name both "
                 "fields, or neither for records of text"
             )
-        said = {name: x for name in ("text", "prompt", "messages") if (x := getattr(self, name))}
-        if len(said) > 1:
-            named = " and ".join(f"data.{name}={x!r}" for name, x in said.items())
+        fields = {name: x for name in ("text", "prompt", "messages") if (x := getattr(self, name))}
+        if len(fields) > 1:
+            named = " and ".join(f"data.{name}={x!r}" for name, x in fields.items())
             raise ConfigError(f"{named} both say what is read: leave one of them out")
         if self.template is not None and self.messages is None:
             raise ConfigError(
@@ -169,8 +169,8 @@ class DocumentSource:
             train = documents
             validation = self.documents(folder, validation_files, how, document)
         else:
-            is_held = drawn(len(documents), held_fraction(self.validation_fraction), "records")
-            train, validation = (documents.part(side) for side in (~is_held, is_held))
+            held_out = drawn(len(documents), held_out_fraction(self.validation_fraction), "records")
+            train, validation = (documents.part(side) for side in (~held_out, held_out))
         chats = "" if template is None else f", chats as {template.name}"
         amounts = f"{len(train)} records for training, {len(validation)} for validation"
         default = "refuse" if self._has_mask else "split"

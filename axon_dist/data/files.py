@@ -184,11 +184,11 @@ def _cut(file: TextFile, size: int) -> int:
     return place + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
 
 
-HELD_FRACTION = 0.1
-"""What is held out where nothing is said."""
+HELD_OUT_FRACTION = 0.1
+"""The default of `data.validation_fraction`."""
 
 
-def held_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
+def held_out_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
     """The share to hold out where no files are named for validation.
 
     Args:
@@ -196,14 +196,14 @@ def held_fraction(fraction: float | None, validation_files: Sequence[str] = ()) 
         validation_files: what `data.validation_files` says.
 
     Raises:
-        ConfigError: when the fraction is not one, or both are said.
+        ConfigError: when the fraction is not one, or both are given.
 
     Example:
-        >>> held_fraction(None)
+        >>> held_out_fraction(None)
         0.1
     """
     if fraction is None:
-        return HELD_FRACTION
+        return HELD_OUT_FRACTION
     if not 0.0 < fraction < 1.0:
         raise ConfigError(
             f"data.validation_fraction={fraction} must lie between 0 and 1, for example 0.1."
@@ -222,14 +222,14 @@ def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
     Raises:
         ConfigError: when it takes none or all of them.
     """
-    num_held = round(count * fraction)
-    if num_held in (0, count):
-        empty = "training" if num_held else "validation"
+    num_validation = round(count * fraction)
+    if num_validation in (0, count):
+        empty = "training" if num_validation else "validation"
         raise ConfigError(
             f"data.validation_fraction={fraction} of {count} {what} leaves none for {empty}: give "
             f"more {what}, or change the fraction."
         )
-    return random_of(2, 0).permutation(count) < num_held
+    return random_of(2, 0).permutation(count) < num_validation
 
 
 def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) -> None:

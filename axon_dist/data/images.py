@@ -12,7 +12,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError, reworded
 from axon_dist.core.files import host_memory
 
-from .files import TextFile, check_disjoint, check_fits, drawn, find_files, held_fraction
+from .files import TextFile, check_disjoint, check_fits, drawn, find_files, held_out_fraction
 from .samples import checksum, random_of
 
 _MOST_IMAGES, _MOST_PIXELS = 2**28, 2**15
@@ -51,7 +51,7 @@ class ImageSource:
                 "data.files names no file: name .npz files with images and labels, or take images "
                 "that are made up, data.kind=synthetic_images."
             )
-        held_fraction(self.validation_fraction, self.validation_files)
+        held_out_fraction(self.validation_fraction, self.validation_files)
         _check_size(self.image_size)
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
@@ -106,7 +106,7 @@ class SyntheticImages:
                 f"data.num_images={self.num_images} must be at least 2 and at most {_MOST_IMAGES}; "
                 "change it."
             )
-        held_fraction(self.validation_fraction)
+        held_out_fraction(self.validation_fraction)
         _check_size(self.image_size)
 
 
@@ -177,8 +177,8 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
         check_disjoint(files, validation_files)
         train, validation = images, source.read(validation_files, shape, num_classes)
     else:
-        is_held = drawn(len(images), held_fraction(source.validation_fraction))
-        train, validation = images.part(~is_held), images.part(is_held)
+        held_out = drawn(len(images), held_out_fraction(source.validation_fraction))
+        train, validation = images.part(~held_out), images.part(held_out)
     size = " x ".join(map(str, shape))
     amounts = f"{len(train)} for training, {len(validation)} for validation, of {size}"
     return Images(train, validation, shape, f"{origin}: {amounts}")

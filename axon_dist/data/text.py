@@ -19,7 +19,7 @@ from .files import (
     check_disjoint,
     check_fits,
     find_files,
-    held_fraction,
+    held_out_fraction,
     says_little,
     split_bytes,
     split_files,
@@ -71,7 +71,7 @@ class TextSource:
                     f"data.{field}={getattr(self, field)!r} is a single text: write a list, even "
                     "of one pattern."
                 )
-        held_fraction(self.validation_fraction, self.validation_files)
+        held_out_fraction(self.validation_fraction, self.validation_files)
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ConfigError(
                 f"data.max_bytes={self.max_bytes} must be at least 1; leave it out to read all."
@@ -153,7 +153,7 @@ def _sides(source: TextSource) -> tuple[Sequence[TextFile], Sequence[TextFile]]:
         validation = find_files(source.validation_files)
         check_disjoint(files, validation)
         return files, validation
-    fraction = held_fraction(source.validation_fraction)
+    fraction = held_out_fraction(source.validation_fraction)
     is_few = len(files) * min(fraction, 1 - fraction) < FEW
     train, validation = (split_bytes if is_few else split_files)(files, fraction)
     if not train or not validation:

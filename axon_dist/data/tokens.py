@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..core.errors import ConfigError, reworded
-from .files import check_disjoint, find_files, held_fraction, says_little
+from .files import check_disjoint, find_files, held_out_fraction, says_little
 from .samples import LocalBatch, checksum, num_windows, spread_starts, windows_at
 from .store import FileNumbers
 from .tokenizer import load_tokenizer
@@ -189,7 +189,7 @@ class TokenSource:
         """
         if not self.files:
             raise ConfigError("data.files names no file: name files of tokens, such as train.bin.")
-        held_fraction(self.validation_fraction, self.validation_files)
+        held_out_fraction(self.validation_fraction, self.validation_files)
         if self.document_end is not None and self.document_end < 0:
             raise ConfigError(
                 f"data.document_end={self.document_end} must be a token, at least 0; change it, or "
@@ -235,7 +235,7 @@ def map_tokens(source: TokenSource) -> Text:
         check_disjoint(find_files(source.files), find_files(source.validation_files))
         validation = _stream(source, source.validation_files)
     else:
-        border = len(train) - round(held_fraction(source.validation_fraction) * len(train))
+        border = len(train) - round(held_out_fraction(source.validation_fraction) * len(train))
         train, validation = train[:border], train[border:]
     seen = [_some(side) for side in (train, validation)]
     names = ", ".join(source.files)

@@ -172,20 +172,20 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
-def _exchange(world: World, topic: str, mine: str, timeout: float = 300.0) -> dict[int, str]:
+def _exchange(world: World, topic: str, value: str, timeout: float = 300.0) -> dict[int, str]:
     """The value that every process has written about a topic as often as this one."""
     store, me = SharedStore(), world.process_index
     prefix = f"{_PREFIX}{topic}/{me}/"
     # The store has as many values of this process as it wrote; the others must have as many.
-    turn = len(store.items(prefix))
-    store.set(f"{prefix}{turn}", mine)
+    count = len(store.items(prefix))
+    store.set(f"{prefix}{count}", value)
     deadline = time.monotonic() + timeout
     while True:
-        said = store.items(f"{_PREFIX}{topic}/")
+        values = store.items(f"{_PREFIX}{topic}/")
         answers = {
             int(key.split("/")[0]): text
-            for key, text in said.items()
-            if key.split("/")[1] == str(turn)
+            for key, text in values.items()
+            if key.split("/")[1] == str(count)
         }
         if len(answers) == world.num_processes:
             return answers

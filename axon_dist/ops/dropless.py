@@ -132,25 +132,25 @@ def in_fitting_slots(
 
         return jax.vjp(mix, *args)[1](cotangents)
 
-    def choose(assigned: Assigned, ways: Sequence[Callable[..., T]], *arguments: object) -> T:
+    def choose(assigned: Assigned, branches: Sequence[Callable[..., T]], *arguments: object) -> T:
         # Behind the last size, where a loop is, if it is not enough for all tokens.
-        ways = ways[:-1] if capacities[-1] == len(tokens) else ways
-        ways = [way if at == usual else _rare(way) for at, way in enumerate(ways)]
+        branches = branches[:-1] if capacities[-1] == len(tokens) else branches
+        branches = [branch if at == usual else _rare(branch) for at, branch in enumerate(branches)]
         number = jnp.sum(jnp.max(assigned.sizes) > jnp.array(capacities), dtype=jnp.int32)
-        return jax.lax.switch(number, ways, *arguments)
+        return jax.lax.switch(number, branches, *arguments)
 
     size = block_rows(share)
 
     @jax.custom_vjp
     def run(args: _Args, assigned: Assigned) -> Array:
-        ways = [*slotted, functools.partial(_looped, feed, size)]
-        return choose(assigned, ways, *args, assigned)
+        branches = [*slotted, functools.partial(_looped, feed, size)]
+        return choose(assigned, branches, *args, assigned)
 
     def backward(residuals: tuple[_Args, Assigned], cotangents: Array) -> tuple[_Args, None]:
-        ways = [functools.partial(pulled, way) for way in slotted]
-        ways.append(functools.partial(_pulled_loop, feed, size))
+        branches = [functools.partial(pulled, branch) for branch in slotted]
+        branches.append(functools.partial(_pulled_loop, feed, size))
         args, assigned = residuals
-        return choose(assigned, ways, args, assigned, cotangents), None
+        return choose(assigned, branches, args, assigned, cotangents), None
 
     run.defvjp(lambda args, assigned: (run(args, assigned), (args, assigned)), backward)
     return run(args, assigned)
@@ -171,12 +171,12 @@ def _looped(
 ) -> Array:
     """Expert by expert, and block by block of its rows."""
 
-    def turn(block: _Block, total: Array, none: PyTree) -> tuple[Array, PyTree]:
+    def step(block: _Block, total: Array, none: PyTree) -> tuple[Array, PyTree]:
         made = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
         return block.add(total, made, gates.shape[1]), none
 
     zeros = _varying(jnp.zeros(tokens.shape, jnp.float32), tokens, assigned.expert)
-    total, _ = _over_blocks(size, kernels, assigned, turn, zeros, lambda kernel: ())
+    total, _ = _over_blocks(size, kernels, assigned, step, zeros, lambda kernel: ())
     return total.astype(tokens.dtype)
 
 
@@ -187,7 +187,7 @@ def _pulled_loop(
     tokens, gates, kernels = args
     wide = functools.partial(jnp.promote_types, jnp.float32)
 
-    def turn(block: _Block, sums: PyTree, total: PyTree) -> tuple[PyTree, PyTree]:
+    def step(block: _Block, sums: PyTree, total: PyTree) -> tuple[PyTree, PyTree]:
         of_tokens, of_gates = sums
         kernel = jax.tree.map(lambda x: x.astype(wide(x.dtype)), block.kernel)
         rows, weights = block.rows(tokens, gates), block.gates(gates)
@@ -201,7 +201,7 @@ def _pulled_loop(
 
     sums = zeros(tokens), zeros(gates.reshape(-1))
     begin = functools.partial(jax.tree.map, zeros)
-    (of_tokens, of_gates), of_kernels = _over_blocks(size, kernels, assigned, turn, sums, begin)
+    (of_tokens, of_gates), of_kernels = _over_blocks(size, kernels, assigned, step, sums, begin)
     of_kernels = jax.tree.map(lambda x, like: x.astype(like.dtype), of_kernels, kernels)
     return of_tokens.astype(tokens.dtype), of_gates.reshape(gates.shape), of_kernels
 
@@ -233,7 +233,7 @@ def _over_blocks(
     size: int,
     kernels: PyTree,
     assigned: Assigned,
-    turn: Callable[[_Block, PyTree, PyTree], tuple[PyTree, PyTree]],
+    step: Callable[[_Block, PyTree, PyTree], tuple[PyTree, PyTree]],
     shared: PyTree,
     begin: Callable[[PyTree], PyTree],
 ) -> tuple[PyTree, PyTree]:
@@ -243,7 +243,7 @@ def _over_blocks(
         size: the rows of a block.
         kernels: with a leading dim of experts.
         assigned: the assignments.
-        turn: (block, carried through all, carried through those of the expert) -> both.
+        step: (block, carried through all, carried through those of the expert) -> both.
         shared: what all begin with.
         begin: what an expert begins with, by its kernels.
 
@@ -257,7 +257,7 @@ def _over_blocks(
         def block(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
             number = carry[0] + jnp.arange(size)
             which = assigned.order[jnp.where(number < count, start + number, 0)]
-            return carry[0] + size, *turn(_Block(which, number < count, kernel), *carry[1:])
+            return carry[0] + size, *step(_Block(which, number < count, kernel), *carry[1:])
 
         carry = jax.lax.while_loop(
             lambda carry: carry[0] < count, block, (count * 0, shared, begin(kernel))

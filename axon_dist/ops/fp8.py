@@ -110,13 +110,13 @@ class Fp8Dot:
         Raises:
             UnsupportedError: for other dims, or a layer that asks for more.
         """
-        asked = {name: value for name, value in others.items() if value is not None}
+        more = {name: value for name, value in others.items() if value is not None}
         (left, right), (*batch,) = dimension_numbers
         count = len(left)
         trailing = tuple(range(lhs.ndim - count, lhs.ndim))
-        if asked or any(batch) or (tuple(left), tuple(right)) != (trailing, tuple(range(count))):
+        if more or any(batch) or (tuple(left), tuple(right)) != (trailing, tuple(range(count))):
             raise UnsupportedError(
-                f"a product with dimension_numbers={dimension_numbers} and {asked} is none of last "
+                f"a product with dimension_numbers={dimension_numbers} and {more} is none of last "
                 "with first dims, which is what fp8 can compute; leave the layer out by "
                 "MixedPrecision.fp8(skip=...)"
             )

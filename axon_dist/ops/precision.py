@@ -279,8 +279,8 @@ class LinenCasting:
         """Runs one method of a module, which has the compute dtype from then on."""
         module = context.module
         fields = {field.name for field in dataclasses.fields(module)}
-        said = getattr(module, "dtype", None)
-        is_float = "param_dtype" in fields if said is None else jnp.issubdtype(said, jnp.floating)
+        dtype = getattr(module, "dtype", None)
+        is_float = "param_dtype" in fields if dtype is None else jnp.issubdtype(dtype, jnp.floating)
         if "dtype" in fields and is_float:
             object.__setattr__(module, "dtype", self.policy.compute)
         return call(*args, **kwargs)

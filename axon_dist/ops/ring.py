@@ -137,7 +137,7 @@ class Ring:
         """This rank's position on the axis."""
         return jax.lax.axis_index(self.axis)
 
-    def turn(self, tree: Tree) -> Tree:
+    def shift(self, tree: Tree) -> Tree:
         """Hands arrays to the next rank."""
         pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
@@ -254,16 +254,16 @@ class Ring:
             The last state, and the sum of what the ranks added to what this rank holds, sent in
             the dtypes of that.
         """
-        sent = self.turn(sent)
+        sent = self.shift(sent)
         if self.size <= 2:
             state, returned = visit(state, sent, jnp.asarray(1))
-            return state, self.turn(returned)
-        ahead = self.turn(sent)
+            return state, self.shift(returned)
+        ahead = self.shift(sent)
         state, returned = visit(state, sent, jnp.asarray(1))
 
         def step(carry: PyTree, back: Array) -> tuple[PyTree, None]:
             state, returned, sent = carry
-            arriving, ahead = self.turn(returned), self.turn(sent)
+            arriving, ahead = self.shift(returned), self.shift(sent)
             state, more = visit(state, sent, back)
             return (state, _added(more, arriving), ahead), None
 
@@ -271,9 +271,9 @@ class Ring:
             steps = jnp.arange(2, self.size - 1)
             (state, returned, ahead), _ = jax.lax.scan(step, (state, returned, ahead), steps)
         # The last round need not send on what it has read.
-        arriving = self.turn(returned)
+        arriving = self.shift(returned)
         state, more = visit(state, ahead, jnp.asarray(self.size - 1))
-        return state, self.turn(_added(more, arriving))
+        return state, self.shift(_added(more, arriving))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -335,8 +335,8 @@ def _backward(
             return of_keys, of_queries.astype(query.dtype)
 
         sent = queries._replace(out=None)
-        (of_key, of_value), came = ring.around(host_queries, (of_key, of_value), sent)
-        of_query += came.astype(jnp.float32)
+        (of_key, of_value), returned = ring.around(host_queries, (of_key, of_value), sent)
+        of_query += returned.astype(jnp.float32)
     elif ring.size > 1:
         # Adds to the gradients of one's queries, and gives the visiting keys theirs.
         def host_keys(of_query, keys, back):
@@ -344,10 +344,10 @@ def _backward(
             of_query, of_keys = add(back <= ring.rank, queries, keys, of_query, of_keys)
             return of_query, (of_keys[0].astype(key.dtype), of_keys[1].astype(value.dtype))
 
-        of_query, came = ring.around(host_keys, of_query, keys)
+        of_query, returned = ring.around(host_keys, of_query, keys)
         of_key, of_value = (
             mine + theirs.astype(jnp.float32)
-            for mine, theirs in zip((of_key, of_value), came, strict=True)
+            for mine, theirs in zip((of_key, of_value), returned, strict=True)
         )
     return *narrowed((of_query, of_key, of_value), (query, key, value)), None
 

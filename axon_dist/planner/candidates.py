@@ -373,7 +373,7 @@ def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
 
 
 DEVICES = ArgumentKind("a number, 1 to 10^6", lambda x: COUNT.holds(x) and x <= 10**6)
-_TURNS = 4
+_MICROBATCHES_PER_STAGE = 4
 """Microbatches for each stage of a pipeline, from which on it idles little."""
 
 
@@ -419,7 +419,7 @@ def candidates(
         if work.global_batch % (ranks * ep) == 0:
             local = work.global_batch // (ranks * ep)
             for base in _strategies(ranks, split, hardware):
-                yield _with_turns(base, local, work.num_layers)
+                yield _with_microbatches(base, local, work.num_layers)
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -475,12 +475,12 @@ def more_microbatches(plan: Candidate, work: Workload, least: int) -> Candidate 
     )
 
 
-def _with_turns(base: Candidate, local: int, num_layers: int) -> Candidate:
+def _with_microbatches(base: Candidate, local: int, num_layers: int) -> Candidate:
     """A pipeline with microbatches enough to keep it busy, and the schedule that idles least."""
     if base.pp == 1:
         return base
     counts = divisors(local)
-    count = next((n for n in counts if n >= _TURNS * base.pp), counts[-1])
+    count = next((n for n in counts if n >= _MICROBATCHES_PER_STAGE * base.pp), counts[-1])
     best, least = base.schedule, math.inf
     for name in PipelineSchedule:
         try:

@@ -185,24 +185,24 @@ class Reading:
             which is the best case.
         """
         busy = (self.flops if flops is None else flops) / (hardware.rate(compute) * efficiency)
-        hidden, waited = 0.0, 0.0
+        hidden, exposed = 0.0, 0.0
         for (kind, axes, times), sizes in self._joined().items():
             one = Sent(kind, axes, sum(sizes))
             ranks, stride = self._ranks(one), self._stride(one)
             if ranks == 1:
                 continue
-            is_waited = not WAITED.isdisjoint(axes)
-            calls = len(sizes) if is_waited else math.ceil(one.num_bytes / COMBINED)
+            is_exposed = not WAITED.isdisjoint(axes)
+            calls = len(sizes) if is_exposed else math.ceil(one.num_bytes / COMBINED)
             calls *= max(1, round(ROUNDS.get(kind, 1.0)))
             latency = calls * hardware.ring_latency(ranks, stride)
             took = times * (latency + self._wire(one) / hardware.bandwidth(ranks, stride))
-            hidden, waited = hidden + took * (not is_waited), waited + took * is_waited
+            hidden, exposed = hidden + took * (not is_exposed), exposed + took * is_exposed
         return StepCost(
             compute=busy,
             bubble=busy * idle,
             update=2 * self.state / hardware.memory_bandwidth,
-            communication=hidden + waited,
-            exposed=waited + max(0.0, hidden - busy),
+            communication=hidden + exposed,
+            exposed=exposed + max(0.0, hidden - busy),
         )
 
 
@@ -313,15 +313,15 @@ def recompute_least(
     Raises:
         ConfigError: when no row fits.
     """
-    said: dict[str, str] = {}
+    peaks: dict[str, str] = {}
     for name, remat in LADDER.items():
         step = build(remat)
         traced = read(step).peak
         needs = (peak(step) if traced <= usable else None) or traced
         if needs <= usable:
             return step
-        said[name] = byte_size(needs)
-    needs = ", ".join(f"{size} where it recomputes {name}" for name, size in said.items())
+        peaks[name] = byte_size(needs)
+    needs = ", ".join(f"{size} where it recomputes {name}" for name, size in peaks.items())
     raise ConfigError(
         f"remat: auto found nothing that fits the {byte_size(int(usable))} of a device that may be "
         f"filled: a step needs {needs}. Take more microbatches (train.accumulate), or split the "
