@@ -1,4 +1,4 @@
-"""Devices under named axes: the spec, the world, and the groups that talk to each other.
+"""Devices under named axes: the spec, the world, and the groups that communicate.
 
 `MeshSpec` never needs a device. `World` is the only place of the library that asks JAX about
 devices and processes. Start reading in `mesh_spec.py`, then `world.py`. `chips.py` is the table of

@@ -47,7 +47,7 @@ _MOST_LINES = 8
 
 
 def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 300.0) -> None:
-    """Returns when all processes were given the same; every one of them must call it.
+    """Returns when all processes have the same facts; every one of them must call it.
 
     Args:
         world: whose processes; a single one agrees with itself.
@@ -57,8 +57,8 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
         timeout: seconds to wait for the last one.
 
     Raises:
-        LaunchError: on every process: which differ from the first in which facts, or who did not
-            come.
+        LaunchError: on every process: which differ from the first in which facts, or who did
+            not arrive.
 
     Example:
         >>> agree(World.emulate(2), "config", {"seed": 0})
@@ -75,7 +75,7 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
 
 
 def differences(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """What each process has otherwise than the first one that has it too.
+    """The facts in which each process differs from the first one that has them too.
 
     Args:
         facts: by process, facts by name.
@@ -115,7 +115,7 @@ def from_main(tree: PyTree) -> PyTree:
     """
     if jax.process_count() == 1:
         return tree
-    # Random keys do not travel; their words do.
+    # Random keys cannot be sent; their words can.
     words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     sent = multihost_utils.broadcast_one_to_all(words)
 
@@ -234,11 +234,11 @@ def rank_table(world: World) -> list[str]:
 
 
 def self_test(world: World, timeout: float) -> None:
-    """Adds up the ranks over all devices, to find out now and not in an hour whether they can talk.
+    """Adds up the ranks over all devices, to find out at the start whether they can communicate.
 
     Args:
         world: the devices; every process must call it.
-        timeout: seconds until it names the processes that did not get through, and ends this one.
+        timeout: seconds until it names the processes that did not finish, and ends this one.
 
     Raises:
         LaunchError: when the sum is wrong.
@@ -291,17 +291,17 @@ def _give_up(world: World, store: SharedStore, timeout: float) -> None:
 
 _STEPS = "axon/watch/step/"
 _MEASURED, _LEAST = 5, 300.0
-"""From so many signs on the watch follows them, and gives so many seconds at least."""
+"""The signs from which on the timeout follows their times, and its least seconds."""
 _SHORTEST, _LONGEST = 0.2, 5.0
 
 
 class StepWatch:
-    """Tells the step of this process to the others; process 0 judges.
+    """Reports the step of this process to the others; process 0 finds the one that hangs.
 
     Args:
         me: this process.
         store: what all processes share.
-        timeout: seconds in which some process has to get ahead.
+        timeout: seconds in which some process has to make progress.
         follows: whether the timeout is that of the first steps alone, and then follows the time
             that steps, validations and saves have taken.
     """
@@ -319,7 +319,7 @@ class StepWatch:
         self._step, self._signs = 0, 0
 
     def __call__(self, step: int) -> None:
-        """Takes a sign of the loop; all processes give the same signs in the same order."""
+        """Counts a sign of progress of the loop; all processes give the same signs in order."""
         now = time.monotonic()
         if self._signs:
             self._longest = max(self._longest, now - self._last)
@@ -329,7 +329,7 @@ class StepWatch:
 
     @property
     def limit(self) -> float:
-        """Seconds that the processes have now.
+        """The present timeout, in seconds.
 
         Twice as long as until the first sign, for a validation is compiled too, and 20 times as
         long as any sign took after that.
@@ -339,12 +339,12 @@ class StepWatch:
         return max(_LEAST, 2 * self._first, 20 * self._longest)
 
     def run(self) -> None:
-        """Tells and judges until it is stopped; the body of a thread."""
+        """Reports and judges until it is stopped; the body of a thread."""
         while not self._stopped.wait(self.period):
             try:
                 self._exchange()
             except Exception:
-                # The store is gone: JAX says so itself, and ends the process.
+                # The store is gone: JAX reports it, and ends the process.
                 return
 
     def stop(self) -> None:
@@ -364,7 +364,7 @@ class StepWatch:
 
 
 def find_culprit(reports: Mapping[int, str], timeout: float) -> str:
-    """Says who holds the others up, where no process has gone on for too long.
+    """Names the process that hangs, where none has made progress for too long.
 
     Args:
         reports: what each process last reported, as JSON.
@@ -392,19 +392,19 @@ def find_culprit(reports: Mapping[int, str], timeout: float) -> str:
 
 @contextlib.contextmanager
 def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
-    """Watches that all processes of a world get ahead, as long as the context lasts.
+    """Watches that all processes of a world make progress, while the context lasts.
 
     `AXON_STEP_TIMEOUT` says within how many seconds; a process that compiles or saves gives no
-    sign, so it must be longer than these take. Where it is not set the watch begins with 1800 and
-    follows what steps take. Every process ends when one hangs, and each says
+    sign, so it must be longer than these take. Where it is not set the timeout begins with 1800 and
+    follows the time of steps. Every process ends when one hangs, and each prints
     where its main thread was.
 
     Args:
         world: whose processes; nothing is watched where there is only one.
 
     Yields:
-        A function that takes the number of steps taken, after every step and whenever something
-        else got done.
+        A function to call with the number of steps taken, after every step and whenever
+        something else is done.
 
     Example:
         >>> with watch_steps(World.emulate(2)) as sign:

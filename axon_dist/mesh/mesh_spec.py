@@ -21,7 +21,7 @@ AXIS_ORDER = (*SLOW_AXES, "pp", "dp", "fsdp", "cp", "ep", "tp")
 
 
 class _Located(Protocol):
-    """A device, real or of a description."""
+    """A device, or the description of one."""
 
     @property
     def process_index(self) -> int: ...
@@ -34,7 +34,7 @@ _Device = TypeVar("_Device", bound=_Located)
 class MeshSpec:
     """Named mesh axes and their sizes, outer to inner; at most one size may be -1.
 
-    The last axis is the fastest: with `dp=2,pp=2,tp=2` rank `4*dp + 2*pp + tp` sits at
+    The last axis is the fastest: with `dp=2,pp=2,tp=2` rank `4*dp + 2*pp + tp` is at
     `(dp, pp, tp)`, so the tp groups are `[0, 1], [2, 3], ...`. Axes keep the order in which they
     are given. Size -1 takes the devices that the other axes leave.
 
@@ -201,15 +201,15 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     all are of one slice, the devices of a process.
 
     Args:
-        spec: resolved axes; those of `SLOW_AXES` stand first.
+        spec: resolved axes; those of `SLOW_AXES` come first.
         devices: as many.
 
     Returns:
-        For every rank of the slow axes together its devices, those of a node side by side; all of
+        For every rank of the slow axes together its devices, those of a node consecutive; all of
         them in one list where the mesh has no slow axis, or there is one node.
 
     Raises:
-        MeshError: when a slow axis stands behind another, nodes are of unlike sizes, or the other
+        MeshError: when a slow axis comes after another, nodes are of unlike sizes, or the other
             axes cannot stay within them.
 
     Example:

@@ -170,7 +170,7 @@ def _wiring(chip: str) -> Wiring:
 
 
 def compute_capability(chip: str) -> str | None:
-    """The compute capability of an NVIDIA chip, as its devices say it; None for others.
+    """The compute capability of an NVIDIA chip, as its devices report it; None for others.
 
     Args:
         chip: the name of a row of `HARDWARE`.

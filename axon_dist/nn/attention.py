@@ -131,7 +131,7 @@ def in_any_order(module: nnx.Module) -> bool:
 
 
 def _parameters(module: nnx.Module, name: str) -> list[str]:
-    """What the method of a name takes; nothing where there is none."""
+    """The parameters of a method by name; none where there is no such method."""
     method = getattr(type(module), name, None)
     return [] if method is None else list(inspect.signature(method).parameters)
 
@@ -169,7 +169,7 @@ def check_attend(module: nnx.Module) -> None:
     """Raises where every call of a module's `attend` has to give more than three arrays.
 
     Raises:
-        UnsupportedError: naming what it asks for.
+        UnsupportedError: naming the others.
     """
     _, *rest = inspect.signature(type(module).attend).parameters.values()  # type: ignore[attr-defined]
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

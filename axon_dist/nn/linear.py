@@ -40,7 +40,7 @@ class ParallelMode(NamedChoice):
     VOCAB = "vocab"
     """The rows of a token table, or the logits of a head, are split."""
     REPLICATE = "replicate"
-    """Every rank computes the whole."""
+    """Every rank computes the whole product."""
 
 
 Initializer: TypeAlias = Callable[..., Array]
@@ -311,7 +311,7 @@ def filled(
 ) -> Array:
     """Initializes an array whose shards are split along `dim` over the ranks of a group."""
     size = math.prod(shape) * jnp.dtype(dtype).itemsize
-    if size >= ADDRESSES:  # Whoever asks XLA for such an array ends in an abort.
+    if size >= ADDRESSES:  # XLA aborts the process when asked for such an array.
         raise ConfigError(
             f"a weight of shape {shape} in {jnp.dtype(dtype)} has {size:.1e} bytes, and a process "
             f"can address {ADDRESSES:.1e}; check the features"

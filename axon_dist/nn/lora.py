@@ -20,7 +20,7 @@ from ..ops.fp8 import size_of
 
 
 class LoRALinearGeneral(nnx.LinearGeneral):
-    """An `nnx.LinearGeneral`, as in attention, with an `nnx.LoRA` of its dims as one beside it.
+    """An `nnx.LinearGeneral`, as in attention, with an `nnx.LoRA` of its dims, taken as one.
 
     What `nnx.LoRALinear` is for `nnx.Linear`; `lora` makes it of a layer that exists.
     """
@@ -73,8 +73,8 @@ def lora(
         paths: regular expressions, searched for in the paths of `nnx.Linear` and
             `nnx.LinearGeneral` layers; "" finds them all.
         rngs: of `lora_a`.
-        dtype: what the adapters compute in; None takes each layer's own.
-        param_dtype: what the adapters are kept in.
+        dtype: what the adapters compute in; None takes that of each layer.
+        param_dtype: of the arrays of the adapters.
 
     Returns:
         A model like the one given.

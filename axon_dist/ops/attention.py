@@ -1,7 +1,7 @@
 """Attention of queries with some of their keys: results that are merged with those of other keys.
 
 With `o` and `l` the result and the logarithm of the weights of some keys, `l = log sum_j exp(s_j)`,
-the result of two sets of keys is `(exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))`. Backwards the
+the result of two sets of keys is `(exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))`. The
 gradients of each set follow from the `l` of all keys, and from `delta`, the sum of result times
 cotangent over features; they add up.
 
@@ -120,7 +120,7 @@ BLOCK = 512
 
 HIDDEN = -1e30
 """The score of a key of another segment. Finite, so that a block in which a query sees no key adds
-something that the first key it sees wipes out, and no difference of infinities."""
+something that the first key it sees cancels, and no difference of infinities."""
 
 
 class Keys(NamedTuple):
@@ -190,7 +190,7 @@ class BlockAttention:
     def backward(
         self, queries: Queries, keys: Keys, causal: bool = False
     ) -> tuple[Array, Array, Array]:
-        """What these add to the gradients of queries, keys and values, float32."""
+        """The parts that these keys add to the gradients of queries, keys and values, float32."""
         return self._run("backward", queries, keys, causal)
 
     def _run(self, method: str, queries: Queries, keys: Keys, causal: bool) -> Any:
@@ -427,14 +427,14 @@ def _scores(
     number: Array,
     place: Array,
 ) -> Array:
-    """Scaled scores of a tile `[B, N, G, T, S]`, float32, what is not seen hidden.
+    """Scaled scores of a tile `[B, N, G, T, S]`, float32, masked.
 
     Args:
         query: `[B, N, G, T, K]`.
         key: `[B, N, S, K]`.
         mine: segments of the queries `[B, T]`, or None.
         theirs: of the keys `[B, S]`.
-        causal: whether keys behind a query are hidden.
+        causal: whether keys behind a query are masked.
         number: which tile of queries this is.
         place: which tile of keys.
     """

@@ -1,7 +1,7 @@
 """Tokens through experts on processors that multiply no groups of rows, and no token left out.
 
-Where groups of rows have no product of their own, `in_fitting_slots` looks how many rows the
-busiest expert got and gives every expert as many slots, of a few sizes from 17/16 to 2 times the
+Where grouped products are not supported, `in_fitting_slots` reads how many rows the busiest expert
+got and gives every expert as many slots, of a few sizes from 17/16 to 2 times the
 even share R. All experts are then one batched product: no matrix is copied, and the gradient of
 each is written once. Beyond 2 R a loop takes an expert's rows in blocks of R/8, as many as it has,
 
@@ -31,10 +31,10 @@ LOADS = (17 / 16, 9 / 8, 6 / 5, 3 / 2, 2)
 """How many times its even share of rows an expert may have slots for."""
 
 TILE = 8
-"""Slots are a multiple of it, which tensor cores want of a dim (two bytes a number)."""
+"""Slots are a multiple of it, which tensor cores need of a dim (two bytes a number)."""
 
 LEAST, MOST = 16, 512
-"""Rows of a block: fewer are no work for matrix units, and more hide no latency better."""
+"""Rows of a block: fewer do not fill matrix units, and more hide no latency better."""
 
 
 def slot_sizes(num_tokens: int, share: float) -> list[int]:
@@ -102,7 +102,7 @@ def in_fitting_slots(
 ) -> Array:
     """As `in_order`, in as many slots for each expert as the busiest needs.
 
-    What is kept for the backward pass are the arguments: it computes the experts again.
+    The residuals of the backward pass are the arguments: it computes the experts again.
 
     Args:
         feed: the experts, which read no arrays but these.
@@ -133,7 +133,7 @@ def in_fitting_slots(
         return jax.vjp(mix, *args)[1](cotangents)
 
     def choose(assigned: Assigned, branches: Sequence[Callable[..., T]], *arguments: object) -> T:
-        # Behind the last size, where a loop is, if it is not enough for all tokens.
+        # The last branch is a loop, unless the largest size is enough for all tokens.
         branches = branches[:-1] if capacities[-1] == len(tokens) else branches
         branches = [branch if at == usual else _rare(branch) for at, branch in enumerate(branches)]
         number = jnp.sum(jnp.max(assigned.sizes) > jnp.array(capacities), dtype=jnp.int32)
@@ -157,7 +157,7 @@ def in_fitting_slots(
 
 
 def _rare(way: Callable[..., T]) -> Callable[..., T]:
-    """The same, named as what a fair choice of experts hardly ever comes to."""
+    """The same, marked as a branch that a balanced choice of experts hardly ever takes."""
 
     def run(*arguments: object) -> T:
         with jax.named_scope(RARE):
@@ -244,11 +244,11 @@ def _over_blocks(
         kernels: with a leading dim of experts.
         assigned: the assignments.
         step: (block, carried through all, carried through those of the expert) -> both.
-        shared: what all begin with.
-        begin: what an expert begins with, by its kernels.
+        shared: the first value that is carried through all.
+        begin: kernels -> the first value that is carried through an expert.
 
     Returns:
-        What all leave, and of each expert what it leaves, one behind the other.
+        The value carried through all, and those of the experts, stacked.
     """
 
     def expert(shared: PyTree, one: tuple[PyTree, Array, Array]) -> tuple[PyTree, PyTree]:
@@ -273,7 +273,7 @@ def _weighed(feed: Feed, rows: Array, gates: Array, kernel: PyTree) -> Array:
 
 @jax.custom_vjp
 def _product(rows: Array, matrix: Array) -> Array:
-    """Rows times a matrix cast to their dtype, whose gradient stays in its own, added up in it."""
+    """Rows times a matrix cast to their dtype, whose gradient is summed in its dtype."""
     return rows @ matrix.astype(rows.dtype)
 
 

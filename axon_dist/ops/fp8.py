@@ -121,7 +121,7 @@ class Fp8Dot:
                 "MixedPrecision.fp8(skip=...)"
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
-        # A scale is found over all samples, and what each sample gives is its own but for rounding.
+        # A scale is of all samples, and the result of each depends on others by rounding alone.
         run = per_sample(lambda x, w: _product(self, count, dtype, x, w))
         return run(lhs, rhs)
 
@@ -226,7 +226,7 @@ def _rounded_weight(w: Array, gather: WeightGather | None) -> Rounded:
     return Rounded(values, scale)
 
 
-# Equations, so that a rematerialisation policy can say of them that the weight is not kept.
+# Equations, so that a rematerialisation policy can say that the weight is not saved.
 @functools.cache
 def _rounding() -> Primitive:
     return new_operation(WEIGHT, lambda w, scale: (values_of(w, scale, FORWARD),))
@@ -256,7 +256,7 @@ def _manual(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 GatherOf: TypeAlias = Callable[[nnx.Variable], WeightGather | None]
-"""The Variable of a kernel -> how the product that reads it makes it whole, or None."""
+"""The Variable of a kernel -> how the product that reads it gathers it, or None."""
 
 
 @dataclasses.dataclass(frozen=True)

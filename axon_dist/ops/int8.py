@@ -1,4 +1,4 @@
-"""Weights kept in eight bits: whole numbers, and a scale for each channel of outputs."""
+"""Weights in eight bits: integers, and a scale for each channel of outputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NUMBERS, SCALE = "int8", "scale"
 """The keys under which a nested dict has the two, in place of the weight."""
 
 SMALLEST_GROUP = 16
-"""How many weights share a scale at least; of fewer the scales would take the memory saved."""
+"""How many weights share a scale at least; scales of fewer would need the memory saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8Form:
-    """How one weight is kept in eight bits.
+    """How one weight is stored in eight bits.
 
     Args:
         shape: of the weight.
@@ -60,7 +60,7 @@ class Int8Form:
         return {NUMBERS: numbers.astype(jnp.int8), SCALE: scale}
 
     def widen(self, numbers: Array, scale: Array, dtype: DTypeLike | None = None) -> Array:
-        """`int8 * scale`, in the weight's own dtype, or then cast to another.
+        """`int8 * scale`, in the dtype of the weight, or then cast to another.
 
         The product of eight bits and the eight of a bfloat16 is exact in float32, however a
         compiler orders things.
@@ -90,7 +90,7 @@ class Int8:
 
 
 def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
-    """How a weight is kept in eight bits, or None for one that is not.
+    """How a weight is stored in eight bits, or None for one that is not.
 
     Weights along the largest dim but the last share a scale: of a kernel `[in, out]` each
     column has one, of experts `[experts, in, out]` each column of each, of attention `[in, heads,
@@ -129,7 +129,7 @@ def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
 
 
 def widened(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
-    """The weights that `narrowed` made something of, each in its own dtype."""
+    """The weights that `narrowed` made something of, each in its dtype."""
 
     def one(form, x):
         return x if form is None else form.widen(x.numbers, x.scale)
@@ -173,5 +173,5 @@ def _batched(
 
 @functools.cache
 def _operation() -> Primitive:
-    # One equation, so that a rematerialisation policy can say of it that the weight is not kept.
+    # One equation, so that a rematerialisation policy can say that the weight is not saved.
     return new_operation(WIDEN, _widen, _batched)

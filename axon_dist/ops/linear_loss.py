@@ -2,8 +2,8 @@
 
 The logits of a language model are its largest array by far: `[B, T, V]` in float32, 13 GB for
 64 x 1024 positions and 50 257 tokens. Here a chunk of them is made, its losses are added up, and
-what is left of it is the gradient: that of a weighted sum is known but for one factor, what comes
-back to the sum, so that it is computed at once and multiplied later. Logits are made once, as in
+only its gradient is kept: that of a weighted sum is known but for one factor, the cotangent of the
+sum, so that it is computed at once and multiplied later. Logits are made once, as in
 the plain program, and never all of them. The derivative is linear in that factor because it is
 written as one: `d total = <dH, d hidden> + <dK, d kernel> + ...`, which JAX transposes.
 """
@@ -26,13 +26,13 @@ from ..core.typing import Array, PyTree
 from ..core.weighted import Weighted
 
 LINEAR_CROSS_ENTROPY = "linear_cross_entropy"
-"""The name of the operation in a program, by which a step finds it to spell it for its mesh."""
+"""The name of the operation in a program, by which a step finds it to rewrite it for its mesh."""
 
 BEFORE_HEAD = "before_head"
 """The method by which a model gives what the loss takes in place of logits."""
 
 CHUNK_BYTES = 2**29
-"""What the float32 logits of one chunk may take: large products, and little beside a model."""
+"""Bytes of the float32 logits of one chunk: large products, and little beside a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None]
 
 
 class Found(NamedTuple):
-    """What is known of the loss of some positions.
+    """The loss of some positions, and its gradients.
 
     Args:
         total: the weighted sum of the losses, float32.
@@ -152,7 +152,7 @@ def linear_cross_entropy(
         Weighted(sum(weights * losses), sum(weights))
 
     at its FLOPs, forward and backward, and with the gradient of one chunk of positions at a time.
-    In a train step every rank goes over its own positions, and its own part of the vocabulary
+    In a train step every rank computes its positions, and its part of the vocabulary
     where tensor parallelism splits it; the kernel is gathered, and its gradient reduced, once.
 
     Args:
@@ -161,12 +161,12 @@ def linear_cross_entropy(
         labels: integers `[...]` in `[0, V)`.
         weights: by how much each position counts, `[...]`; None counts all alike.
         bias: `[V]`; None for none.
-        z_loss: adds this times `logsumexp(x)**2`, which holds the logits down (arXiv:2204.02311).
+        z_loss: adds this times `logsumexp(x)**2`, which keeps the logits small (arXiv:2204.02311).
         label_smoothing: the share of each label that is spread evenly over all tokens.
         soft_cap: logits are `soft_cap * tanh(x / soft_cap)`; None leaves them as they are.
         logits_dtype: what the products leave in memory. `"bfloat16"` halves the traffic of the
-            loss and **changes its numbers**: logits are rounded to three digits, as a head in
-            bfloat16 rounds its own. All sums are float32 in either case.
+            loss and **changes its numbers**: logits are rounded to three digits, as those of a head
+            in bfloat16 are. All sums are float32 in either case.
         num_chunks: into how many chunks each rank cuts its positions; None for as many as keep
             the float32 logits of one below 512 MiB.
 
@@ -272,7 +272,7 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
             and bias are this rank's part then. None where they are whole.
 
     Returns:
-        What is found; with an axis all but the gradients by kernel and bias is that of all ranks.
+        The values; with an axis all but the gradients by kernel and bias are those of all ranks.
     """
     shape, (width, classes) = operands.labels.shape, operands.kernel.shape
     count, size = _chunks(how, math.prod(shape), classes)
@@ -359,7 +359,7 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found
         hits = jnp.sum(at.weights * (over(all_min, first) == at.labels))
     grads: Gradients = (None, None, None)
     if any(wants):
-        # From the logits again: an exponential more costs less than an array of them in memory.
+        # From the logits again: an exponential costs less than an array of them in memory.
         back = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
         back = back - jnp.where(is_label, 1 - smooth, 0.0) - smooth / num_classes
         back = back * at.weights[:, None] * (1.0 if slope is None else slope)
@@ -383,7 +383,7 @@ def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
 def _gradients(at: Operands, back: Array, wants: Wants) -> Gradients:
     """Those by hidden, kernel and bias, of that by the logits, `[N, V]`.
 
-    float16 has no room for probabilities of which no loss scale has made more yet.
+    float16 cannot hold probabilities that no loss scale has multiplied yet.
     """
     dtype = jnp.promote_types(at.hidden.dtype, at.kernel.dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype

@@ -32,7 +32,7 @@ from ..core.typing import Array, PyTree
 from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
 AROUND = "around_a_ring"
-"""The name of what ring attention keeps under every remat policy: to recompute it would send all
+"""The name of what ring attention saves under every remat policy: to recompute it would send all
 keys around once more, and it is one activation."""
 
 Tree = TypeVar("Tree")
@@ -117,7 +117,7 @@ def ulysses_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The ranks along one axis, and who works on which pieces of the sequence.
+    """The ranks along one axis, and which pieces of the sequence each works on.
 
     Arrays are `[B, positions, ...]`. A rank has two pieces of positions under a causal mask, the
     earlier one first, else one.
@@ -138,12 +138,12 @@ class Ring:
         return jax.lax.axis_index(self.axis)
 
     def shift(self, tree: Tree) -> Tree:
-        """Hands arrays to the next rank."""
+        """Sends arrays to the next rank."""
         pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
     def distribute(self, x: Array) -> Array:
-        """Trades consecutive positions for pieces that make equal work."""
+        """Exchanges consecutive positions for pieces that make equal work."""
         if not self.causal:
             return x
         # Under a causal mask early positions have little to do. Rank r works on pieces r and
@@ -154,7 +154,7 @@ class Ring:
         return self._in_order(even, odd)
 
     def restore(self, x: Array) -> Array:
-        """Trades the pieces back for consecutive positions."""
+        """Exchanges the pieces back for consecutive positions."""
         if not self.causal:
             return x
         even, odd = jnp.split(self._in_order(*jnp.split(x, 2, axis=1)), 2, axis=1)
@@ -270,7 +270,7 @@ class Ring:
         if self.size > 3:
             steps = jnp.arange(2, self.size - 1)
             (state, returned, ahead), _ = jax.lax.scan(step, (state, returned, ahead), steps)
-        # The last round need not send on what it has read.
+        # The last step need not send on what it has read.
         arriving = self.shift(returned)
         state, more = visit(state, ahead, jnp.asarray(self.size - 1))
         return state, self.shift(_added(more, arriving))
@@ -328,7 +328,7 @@ def _backward(
     of_query, of_key, of_value = kernel.backward(queries, keys, ring.causal)
     add = functools.partial(_pair_gradients, ring, kernel)
     if ring.size > 1 and _queries_are_lighter(query, key):
-        # Adds to the gradients of one's keys, and gives the visiting queries theirs.
+        # Adds to the gradients of this rank's keys, and returns those of the queries that came.
         def host_queries(of_keys, queries, back):
             of_queries, is_before = _zeros(queries.query), back > ring.rank
             of_queries, of_keys = add(is_before, queries, keys, of_queries, of_keys)
@@ -338,7 +338,7 @@ def _backward(
         (of_key, of_value), returned = ring.around(host_queries, (of_key, of_value), sent)
         of_query += returned.astype(jnp.float32)
     elif ring.size > 1:
-        # Adds to the gradients of one's queries, and gives the visiting keys theirs.
+        # Adds to the gradients of this rank's queries, and returns those of the keys that came.
         def host_keys(of_query, keys, back):
             of_keys = _zeros(keys.key), _zeros(keys.value)
             of_query, of_keys = add(back <= ring.rank, queries, keys, of_query, of_keys)
@@ -387,7 +387,7 @@ def _pair_gradients(
 
 
 def _added(addend: Tree, so_far: Tree) -> Tree:
-    """The sums in float32, in the dtypes of what there is so far."""
+    """The sums in float32, in the dtypes of the sums so far."""
 
     def add(x, y):
         return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)

@@ -49,7 +49,7 @@ class Circle:
         return tuple(pieces)
 
     def summed(self, addend: Callable[[Array], Array]) -> Array:
-        """Adds up over the ranks, each piece on its way to the rank that has it.
+        """Sums over the ranks; the sum of each piece is passed on to the rank that has it.
 
         Args:
             addend: the number of a piece -> this rank's share of it.
@@ -61,7 +61,7 @@ class Circle:
         return total
 
     def joined(self, pieces: Sequence[Array]) -> Array:
-        """What came by, in the order of the positions."""
+        """The pieces that arrived, in the order of the positions."""
         rows = pieces[0].shape[1]
         shape = (pieces[0].shape[0], rows * self.size, *pieces[0].shape[2:])
         joined = jnp.zeros(shape, pieces[0].dtype)
@@ -77,13 +77,13 @@ class Circle:
         return jax.lax.dynamic_slice_in_dim(x, number * rows, rows, 1)
 
     def moved(self, x: Array, by: int = 1) -> Array:
-        """Sends what every rank has to the one so many places on."""
+        """Sends the value of every rank to the rank so many places after it."""
         pairs = [(rank, (rank + by) % self.size) for rank in range(self.size)]
         return jax.lax.ppermute(x, self.axis, pairs)
 
 
 def added(arrived: Array, mine: Array) -> Array:
-    """Adds to a sum on its way; the compiler would have the product do so, and wait for the sum."""
+    """Adds to a sum that arrives; fused into the product, the product would wait for the sum."""
     arrived, mine = jax.lax.optimization_barrier((arrived, mine))
     return arrived + mine
 
@@ -176,7 +176,7 @@ into_rows.defvjp(
 
 
 def _apart(product: Product, left: Array, right: Array) -> Array:
-    """One product of several; the compiler would make one of all with the same kernel, and wait."""
+    """One product of several; the compiler would join those with the same kernel, and wait."""
     return product(*jax.lax.optimization_barrier((left, right)))
 
 

@@ -4,7 +4,7 @@ An expert is a function of rows; all of them are one function `feed(product, row
 kernels have a leading dim of experts, and which multiplies by `product(rows, kernel)` alone. So
 the same feed-forward runs on rows of any number for each expert (`in_order`: sorted by expert, no
 token is left out) and on as many rows for each (`in_slots`: what exceeds them is left out and
-counted). Nothing here knows of devices; `axon_dist.parallel.expert` puts the collectives around.
+counted). Nothing here knows of devices; `axon_dist.parallel.expert` adds the collectives.
 
 Source: Shazeer et al., arXiv:1701.06538; Lepikhin et al., GShard, arXiv:2006.16668.
 """
@@ -34,7 +34,7 @@ Exchange: TypeAlias = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which experts every token goes to, and by how much each counts.
+    """The experts of every token, and the weight of each.
 
     Args:
         experts: int32 `[N, k]`, numbers of experts, those of a token all different.
@@ -97,7 +97,7 @@ def in_order(
     count, per_token = num_experts_of(kernels), choice.experts.shape[1]
     assigned = choice.by_expert(first, count)
     is_here = (jnp.arange(assigned.expert.shape[0]) < jnp.sum(assigned.sizes))[:, None]
-    # Masked on both ways: what a product leaves in the rows behind the last group is its own.
+    # Masked before and after: a product may leave anything in the rows behind the last group.
     rows = jnp.where(is_here, _permuted(jnp.repeat(tokens, per_token, axis=0), assigned.order), 0)
 
     def product(rows, kernel):
@@ -120,7 +120,7 @@ def in_slots(
 ) -> tuple[Array, Array]:
     """As `in_order`, with at most `capacity` tokens for each expert: those that come first.
 
-    What is left out adds nothing to its token, which goes on by the residual stream (Switch
+    What is left out adds nothing to its token, which continues by the residual stream (Switch
     Transformers, arXiv:2101.03961, section 2.2).
 
     Args:
