@@ -1,8 +1,8 @@
-"""Means over a slow axis of what travels in few bits, with what was lost handed back.
+"""Means over a slow axis of values sent in few bits, with feedback of their errors.
 
-Each rank r has values v_r and sends q_r, which says almost the same in fewer bytes. All get the
-same m, about the mean of the v_r, and rank r keeps e_r, what is missing, to be added to its next
-values. Nothing is lost, only late:
+Each rank r has values v_r and sends q_r, nearly the same in fewer bytes. All get the same m, about
+the mean of the v_r, and rank r keeps the error e_r, to be added to its next values. Nothing is
+lost, only late:
 
     m + mean_r(e_r) = mean_r(v_r)
 """
@@ -50,8 +50,8 @@ class Quantized:
     """Eight bits a number, and a float32 scale for each block of a leaf.
 
     The ranks exchange blocks, so that each averages 1/R of them in float32, round the means, and
-    gather those: `2(R-1)/R · (1 + 4/block)` bytes a number, a quarter of an all-reduce. What the
-    second rounding loses the rank that rounded keeps, R times, for the next mean divides by R.
+    gather those: `2(R-1)/R · (1 + 4/block)` bytes a number, a quarter of an all-reduce. The rank
+    that rounds a mean keeps the error of that, times R, for the next mean divides by R.
 
     Args:
         kind: `"int8"`, or `"fp8"` with 4 bits of exponent and 3 of mantissa.
@@ -103,7 +103,7 @@ class Quantized:
         return 2 * (ranks - 1) * blocks // ranks * (self.block + 4)
 
     def _count(self, sizes: Sequence[int], ranks: int) -> int:
-        # A block never has numbers of two leaves, of which ranks of other axes may share one alone.
+        # No block has numbers of two leaves: ranks of other axes may share only one of them.
         return ranks * math.ceil(sum(math.ceil(size / self.block) for size in sizes) / ranks)
 
     def _blocks(self, values: Sequence[Array], ranks: int) -> Array:

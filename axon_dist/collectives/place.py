@@ -1,4 +1,4 @@
-"""Where a collective is called, inside `shard_map` or outside; who am I, and waiting for all."""
+"""Where a collective is called, inside `shard_map` or outside; ranks, and the barrier."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def has_varying_types(axis: str) -> bool:
 
 
 def position(group: ProcessGroup) -> Array:
-    """This rank's place in its group, int32 from 0; -1 for a rank outside a group by ranks."""
+    """This rank's position in its group, int32 from 0; -1 for a rank outside a group by ranks."""
     index = jax.lax.axis_index(group.axes)
     if group.members is None:
         return index
@@ -130,7 +130,7 @@ def members_or(x: Array, neutral: Any, group: ProcessGroup) -> Array:
 
 
 def keep_outside(result: Array, x: Array, group: ProcessGroup) -> Array:
-    """Gives ranks outside the group their own value back, or zeros where the shape differs."""
+    """Lets ranks outside the group keep their value, or gives zeros where the shape differs."""
     if group.members is None:
         return result
     unchanged = x.astype(result.dtype) if x.shape == result.shape else jnp.zeros_like(result)
@@ -186,7 +186,7 @@ def pad_dim(x: Array, dim: int, parts: int) -> Array:
 
 @checked(group=GROUP)
 def rank(group: ProcessGroup) -> Array:
-    """Returns this rank's place within its group.
+    """Returns this rank's position within its group.
 
     Args:
         group: the ranks among which to count.

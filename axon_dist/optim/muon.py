@@ -377,13 +377,13 @@ class _Orthogonal:
         if not is_matrix:
             ns = dataclasses.replace(self.newton_schulz, rows=rows, columns=columns)
             return matrixwise(ns, x, coefficients, lead=lead)
-        # Tall matrices are iterated on their side: so they share a stack with the broad ones.
+        # Tall matrices are transposed first, so that they share a stack with the wide ones.
         is_tall = x.shape[-2] > x.shape[-1]
         turned = (lambda a: jnp.swapaxes(a, -1, -2)) if is_tall else (lambda a: a)
         return turned(matrixwise(self.newton_schulz, turned(x), coefficients, lead=lead))
 
     def _dims_of(self, tree: PyTree) -> list[Dims | None]:
-        """The dims of every leaf of a tree like the parameters, or like what a mask left of it."""
+        """The dims of every leaf of a tree like the parameters, or like their masked tree."""
         if self.dims is None:
             return [Dims() if x.ndim == 2 else None for x in jax.tree.leaves(tree)]
         dims = self.dims(tree) if callable(self.dims) else self.dims

@@ -1,4 +1,4 @@
-"""Optimizers around others: groups of parameters by path, spikes to skip, norms by layer."""
+"""Optimizers that wrap others: groups of parameters by path, spikes to skip, norms by layer."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Spikes:
     Args:
         deviations: a step is skipped where its loss, or the norm of its gradient before clipping,
             exceeds the mean of the last steps by more than so many standard deviations.
-        window: over about so many steps mean and deviation are taken, each step weighing less the
-            longer ago it is; nothing is skipped before so many were taken.
+        window: mean and deviation are running averages over about so many steps; nothing is skipped
+            before so many steps.
     """
 
     deviations: float = 6.0

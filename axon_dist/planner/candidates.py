@@ -34,7 +34,7 @@ from .reading import idle_share
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What says which candidates for a model and its batch are worth a trace.
+    """The sizes of a model and its batch that decide which candidates are worth a trace.
 
     Args:
         num_params: trainable scalars.
@@ -42,7 +42,7 @@ class Workload:
         flops: of the products of a step over all devices, nothing recomputed.
         global_batch: samples of a step, over all devices and microbatches.
         has_attention: whether a module of it mixes positions by attention.
-        num_experts: what the numbers of experts of its mixtures have in common; 1 without any.
+        num_experts: the greatest common divisor of the experts of its mixtures; 1 without any.
         precision: a policy or a preset's name; None is float32.
 
     Raises:
@@ -129,7 +129,7 @@ def workload_of(
 
 
 def _experts(model: nnx.Module | Callable[[], nnx.Module], params: PyTree) -> int:
-    """How many experts the mixtures of a model have in common."""
+    """The greatest common divisor of the numbers of experts of the mixtures of a model."""
     flat = {"/".join(map(str, k)): v.get_value().shape for k, v in nnx.to_flat_state(params)}
     if not any(len(shape) > 2 for shape in flat.values()):
         return 1
@@ -167,7 +167,7 @@ DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
         "hybrid_shard": ZeROStage.STAGE3,
     }
 )
-"""The data-parallel strategies, from the one that holds most to the one that moves most."""
+"""The data-parallel strategies, from the one with the most memory to the one with the most traffic."""
 
 ALIASES: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -186,7 +186,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class SlowReplicas:
-    """How replicas over slow links train on their own; other numbers than those of one device.
+    """How replicas over slow links train between outer steps; not the numbers of one device.
 
     Args:
         strategy: `"diloco"` or `"local_sgd"`.
@@ -230,8 +230,8 @@ class Candidate:
         cp: ranks of context parallelism, which split the positions of a sample.
         ep: ranks that split the experts, and the batch too.
         tp: ranks of tensor parallelism.
-        replicas: how often all of that is there, over slow links.
-        apart: how the replicas train on their own; None where there is one.
+        replicas: how many of these there are, over slow links.
+        apart: how the replicas train between outer steps; None where there is one.
         num_microbatches: pieces of a step's batch on a rank.
         remat: whether the blocks are recomputed in the backward pass.
         sequence: whether tensor parallelism splits positions between its products.
@@ -349,7 +349,7 @@ class Candidate:
         if self.pp == 1 and self.num_microbatches > 1:
             train["accumulate"] = self.num_microbatches
         if self.apart is not None:
-            # To stop, all replicas would have to hear of it at once.
+            # A stop would have to reach all replicas in the same step.
             train["nonfinite"] = "skip"
         if train:
             lines["train"] = train
@@ -374,7 +374,7 @@ def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
 
 DEVICES = ArgumentKind("a number, 1 to 10^6", lambda x: COUNT.holds(x) and x <= 10**6)
 _MICROBATCHES_PER_STAGE = 4
-"""Microbatches for each stage of a pipeline, from which on it idles little."""
+"""Microbatches for each stage of a pipeline that keep its bubble small."""
 
 
 def candidates(
@@ -387,7 +387,7 @@ def candidates(
     """Yields the candidates whose sizes divide the devices, the experts and the batch.
 
     Tensor, context and expert parallelism stay inside a node. In a pipeline, whose ranks gather
-    their stage once per step, sharding moves no more than replicating, so replicas are always
+    their stage once per step, sharding sends no more than replicating, so replicas are always
     sharded there. Only a pipeline has several microbatches, and nothing is recomputed: whether a
     step needs that, its trace says.
 
@@ -395,17 +395,17 @@ def candidates(
         work: the model and its batch.
         num_devices: all of them are used.
         hardware: how many devices a node has.
-        apart: how replicas over slow links train on their own; None for one model.
+        apart: how replicas over slow links train between outer steps; None for one model.
         replicas: how many of them.
 
     Yields:
-        Arrangements over `num_devices`; none where the replicas do not divide them and the batch.
+        Candidates over `num_devices`; none where the replicas do not divide them and the batch.
     """
     if apart is not None:
         if replicas > 1 and not (num_devices % replicas or work.global_batch % replicas):
             share = dataclasses.replace(work, global_batch=work.global_batch // replicas)
             for one in candidates(share, num_devices // replicas, hardware):
-                # A pipeline beside replicas that train apart is refused.
+                # A pipeline with replicas that train apart is refused.
                 if one.pp == 1:
                     yield dataclasses.replace(one, apart=apart, replicas=replicas)
         return
@@ -434,7 +434,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
-    # The stages of a pipeline take turns, and a ring of positions needs all its ranks at once.
+    # The stages of a pipeline run at different times, and a ring of positions needs all ranks.
     together = split["pp"] == 1 or split["cp"] == 1
     inside = split["tp"] * split["cp"] * split["ep"] <= (hardware.node_size or 8)
     return together and inside and work.divides(**split)

@@ -42,7 +42,7 @@ class StepCost:
         bubble: the time that ranks of a pipeline are idle.
         update: reading and writing the training state.
         communication: all transfers, as if nothing else ran.
-        exposed: what of them does not hide behind compute.
+        exposed: those of them that compute does not hide.
     """
 
     compute: float
@@ -157,7 +157,7 @@ class Reading:
         return math.prod(self.mesh[axis] for axis in sent.axes)
 
     def _stride(self, sent: Sent) -> int:
-        """How many devices apart neighbours on the innermost of the axes are."""
+        """How many devices apart two consecutive ranks of the innermost axis are."""
         names = list(self.mesh)
         innermost = max(names.index(axis) for axis in sent.axes)
         return math.prod(self.mesh[name] for name in names[innermost + 1 :])
@@ -176,7 +176,7 @@ class Reading:
         Args:
             hardware: FLOP/s by dtype, bytes/s of memory and links of one chip.
             compute: the dtype of the products.
-            flops: in place of those read, for a pipeline, whose ranks take turns.
+            flops: in place of those read, for a pipeline, whose ranks are idle by turns.
             idle: of a pipeline, as by `idle_share`.
             efficiency: the share of peak FLOP/s that compute alone reaches.
 
@@ -284,7 +284,7 @@ LADDER: Mapping[str, ActivationCheckpointing | None] = MappingProxyType(
         "every block": ActivationCheckpointing(),
     }
 )
-"""What may be recomputed, by what a sentence calls it; each row keeps less than the one before."""
+"""What may be recomputed, by what a sentence calls it; each row saves less than the one before."""
 
 USABLE = 0.9
 """The share of device memory that a step may fill; the rest is the runtime's and fragmentation."""
@@ -298,7 +298,7 @@ def recompute_least(
     peak: Callable[[Step], int | None],
     usable: float,
 ) -> Step:
-    """Goes down `LADDER` to the first row whose step fits; no row changes a number.
+    """Takes the first row of `LADDER` whose step fits; no row changes a number.
 
     Args:
         build: makes the step that recomputes what a row says.

@@ -150,7 +150,7 @@ BYTE_UNITS: dict[str, int] = {
 """Bytes per unit; GB is 10**9, GiB is 2**30."""
 
 COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-"""How model sizes are spoken: 350M, 7B."""
+"""How model sizes are written: 350M, 7B."""
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
