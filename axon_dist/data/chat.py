@@ -82,7 +82,7 @@ class Turns:
 class Rendered:
     """A template of a hub's tokenizer, in Jinja.
 
-    What is learned of a turn is what it adds to the text that ends where an answer is asked for.
+    A turn of an assistant is learned from where the text that asks for an answer ends.
 
     Args:
         name: what people call it.
@@ -133,10 +133,10 @@ ChatTemplate: TypeAlias = Turns | Rendered
 """How messages become one text, of which the assistant's turns and their ends are learned."""
 
 MOST_LETTERS = 2**24
-"""Of what a template makes of a chat."""
+"""The most letters of the text of a chat."""
 
 _MEMORY, _SECONDS = 2**30, 5.0
-"""What the process of a template may take, and how long for one chat."""
+"""Bytes that the process of a template may use, and seconds for one chat."""
 
 
 class TemplateProcess:
@@ -153,7 +153,7 @@ class TemplateProcess:
         self._running: subprocess.Popen[bytes] | None = None
 
     def texts(self, messages: Sequence[Message], prefixes: Sequence[tuple[int, bool]]) -> list[Any]:
-        """What it makes of some messages.
+        """The text of some messages.
 
         Args:
             messages: those of a chat.
@@ -164,7 +164,7 @@ class TemplateProcess:
             messages; None where that is no beginning of it.
 
         Raises:
-            ValueError: saying in one line why it makes nothing of them.
+            ValueError: saying in one line why it refuses them.
         """
         with self._lock:
             return self._answer(self._started(), (messages, prefixes))

@@ -19,7 +19,7 @@ from typing import Any
 def main() -> None:
     """Answers until the input ends."""
     memory, seconds, letters = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    # Before any limit: libraries that are missing are no fault of the template.
+    # Before any limit: a missing library is not an error of the template.
     sandbox = importlib.import_module("jinja2.sandbox")
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):

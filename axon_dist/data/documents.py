@@ -29,10 +29,10 @@ class DocumentSource:
     """Which files hold records, and which of their fields a model learns.
 
     Records with a text are learned whole. Of records with a prompt and a response, one behind the
-    other, the model sees both and learns the response alone. Rows say which document each token is
-    of: tokens see their own document alone, positions begin anew in each, and the first token of a
-    document is no target. Of records with a chat, a list of `{role, content}`, the model learns
-    what the assistant says, in all of its turns.
+    other, the model sees both and learns the response alone. Rows number the
+    documents of their tokens: tokens see their document alone, positions begin anew in each, and
+    the first token of a document is no target. Of records with a chat, a list of `{role, content}`,
+    the model learns what the assistant says, in all of its turns.
 
     Args:
         files: paths or globs.
@@ -54,7 +54,7 @@ class DocumentSource:
             parted from their responses.
         cache: the folder in which tokens are cached, so that they are made once, by all processes
             together; None for `.axon_tokens` beside the first file. They are made again where
-            files, tokenizer or fields are others.
+            files, tokenizer or fields differ.
     """
 
     files: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class DocumentSource:
     cache: str | None = None
 
     suffix: ClassVar[str] = "records"
-    """What the files end in: for messages, and in the names of cached files."""
+    """The suffix of the files: for messages, and in the names of cached files."""
 
     def validate(self) -> None:
         """Checks the values without looking at any file.
@@ -189,7 +189,7 @@ class DocumentSource:
         )
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
-        """The files that are meant."""
+        """The files that the patterns match."""
         return find_files(patterns)
 
     def documents(
@@ -232,7 +232,7 @@ class DocumentSource:
 
 
 _THREADS = 8
-"""Tokenizers and readers leave Python while they work."""
+"""Tokenizers and readers release the GIL while they work."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

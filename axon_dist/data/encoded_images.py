@@ -28,7 +28,7 @@ SUFFIXES = frozenset(
 """Of files in folders that are images."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""What Pillow may take bytes for; for some others it runs programs."""
+"""The formats that Pillow may decode; for some others it runs programs."""
 
 _MODES: Mapping[int, str] = MappingProxyType({1: "L", 3: "RGB", 4: "RGBA"})
 _MOST_PIXELS, _MOST_BYTES = 2**26, 2**28
@@ -73,7 +73,7 @@ class EncodedImages:
 
 
 def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
-    """Decodes an image; what its sides have too much of is cut off, then it is resized.
+    """Decodes an image, crops it to the aspect ratio of the shape and resizes it.
 
     Args:
         origin: the file or record that holds it, for messages.
@@ -96,7 +96,7 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
             raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
         if image.mode[:1] in "IF":
             raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits")
-        # A JPEG is decoded at half the size or less where twice of what is asked for is left.
+        # A JPEG is decoded at half the size or less where that leaves twice the wanted size.
         image.draft(None, (2 * width, 2 * height))
         fitted = ops.fit(image.convert(_MODES[channels]), (width, height))
         return np.asarray(fitted).reshape(shape)
@@ -150,7 +150,7 @@ class ImageFolder(ImageSource):
                 "name a folder that has one folder for each class"
             )
         paths, sizes, labels = zip(*sorted(rows), strict=True)
-        # Arrays of bytes, for worker processes get a copy each.
+        # Arrays of bytes, because each worker process gets a copy.
         names, labels = np.array(paths), np.array(labels)
         check_labels(labels, num_classes, self.files)
         inside = [os.fsencode(os.path.join(*Path(os.fsdecode(p)).parts[-2:])) for p in paths]
@@ -188,7 +188,7 @@ def _images_in(folder: Path) -> list[tuple[str, int]]:
 READERS: MappingProxyType[str, type[DocumentSource]] = MappingProxyType(
     {".parquet": ParquetSource, ARROW: DatasetsSource, ".array_record": ArrayRecordSource}
 )
-"""What reads files of records, by what their names end in, or have before a last number."""
+"""The readers of files of records, by the suffix of their names, without a last number."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,7 @@ def split_files(
     """Splits files into training and validation by a hash of their names.
 
     A file falls on the validation side when the first eight bytes of the SHA-256 of its name, read
-    as a number in [0, 1), lie below `fraction`. So its side depends on nothing else: not on order,
+    as a number in [0, 1), is below `fraction`. So its side depends on nothing else: not on order,
     machine, or which other files there are.
 
     Args:
@@ -122,7 +122,7 @@ FEW = 10
 """Where fewer files than this are expected on one side, a share of them is no share of bytes."""
 
 _LINE = 2**16
-"""A line that is longer is cut in its midst."""
+"""A line that is longer is cut within."""
 
 
 def split_bytes(
@@ -179,7 +179,7 @@ def _cut(file: TextFile, size: int) -> int:
     before = dataclasses.replace(file, start=begin, stop=place).read()
     if b"\n" in before:
         return begin + before.rindex(b"\n") + 1
-    # In UTF-8 a byte 10xxxxxx goes on with a letter that began before.
+    # In UTF-8 a byte 10xxxxxx continues a letter.
     rest = dataclasses.replace(file, start=place, stop=file.start + file.size).read()[:4]
     return place + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
 
@@ -335,7 +335,7 @@ def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:
 
     Args:
         files: which are going to be read.
-        factor: bytes of memory for each of theirs.
+        factor: bytes of memory for each byte of a file.
 
     Raises:
         ConfigError: when they are larger than the memory of this host.

@@ -170,7 +170,7 @@ class Loader:
         return _known(self.samples.validation(rows), self._vocab_size)
 
     def _start(self) -> Generator[LocalBatch]:
-        """The batches from here on, made ahead by a thread, of those that workers make by it."""
+        """The batches from here on, made ahead by a thread or by workers."""
         load = functools.partial(_load, self.samples, self._order, self._places, self._vocab_size)
         starts = itertools.count(self._samples_seen, self.global_batch)
         made = (
@@ -269,7 +269,7 @@ class Pictures(TwoSides):
 
 
 def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) -> np.ndarray:
-    """Which rows of a global batch a process has, microbatch by microbatch.
+    """The rows of a global batch that a process has, microbatch by microbatch.
 
     Example:
         >>> _places(8, 2, (0, 2)).tolist(), _places(8, 2, (1, 2)).tolist()
@@ -287,7 +287,7 @@ def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) ->
 
 
 def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
-    """The batch, whose tokens a model of so many knows; looking up others gives wrong rows."""
+    """The batch, whose tokens are checked: looking up others gives wrong rows."""
     if vocab_size is not None and (largest := int(batch["tokens"].max())) >= vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
@@ -332,7 +332,7 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
 
 
 def ahead(items: Iterator[T], count: int) -> Generator[T]:
-    """The same items, of which a thread makes so many before they are asked for.
+    """The same items, so many of which a thread makes ahead.
 
     Example:
         >>> list(itertools.islice(ahead(map(str, itertools.count()), 2), 3))
@@ -355,7 +355,7 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
 
 
 def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> Generator[T]:
-    """What a function makes of endless numbers, in their order, each in one of some processes.
+    """The results of a function for endless numbers, in their order, made by some processes.
 
     A worker makes its next item while its last one waits to be read. It ends with the process that
     started it, and not by a signal to the group, on which that process runs on until it has saved.
@@ -405,7 +405,7 @@ def _stop(workers: list[tuple[Any, Any]]) -> None:
 
 
 def _work(pipe: Any, function: bytes) -> None:
-    """Answers numbers until nobody asks any more."""
+    """Answers numbers until the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     make = pickle.loads(function)

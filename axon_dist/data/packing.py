@@ -1,4 +1,4 @@
-"""Documents of many lengths in rows of one length, each token knowing its document."""
+"""Documents of many lengths in rows of one length, with the document of each token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TooLong: TypeAlias = Literal["split", "drop", "refuse"]
 
 
 class Documents(Protocol):
-    """Documents by number, turned into tokens when they are asked for, in whatever thread asks."""
+    """Documents by number, tokenized when they are read, in the thread that reads them."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -44,7 +44,7 @@ class Documents(Protocol):
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Puts things of some lengths into rows, each into the row that it fills best.
+    """Packs items of some lengths into rows, each into the row that it fills best.
 
     The longest come first, each into the open row with the least room that is enough (best fit
     decreasing, which needs at most 11/9 of the fewest rows possible).
@@ -54,7 +54,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         capacity: of a row.
 
     Returns:
-        For each row the numbers of what is in it.
+        For each row the numbers of its items.
 
     Example:
         >>> pack(np.array([3, 5, 2, 4, 1]), 5)
@@ -85,7 +85,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Which pieces of which documents stand in which row.
+    """The pieces of documents in each row.
 
     Args:
         documents: where the pieces come from.

@@ -1,9 +1,9 @@
-"""`Samples`: what a loader hands out, by number; sequences of the user, and mixtures.
+"""`Samples`: the samples of a loader, by number; sequences of the user, and mixtures.
 
 Sample `g` of an endless run is the window at place `g mod W` of epoch `g div W`, W windows in the
 stream, shuffled anew each epoch. A global batch of B is the next B samples, and process `p` of `P`
-holds its rows `[p B/P, (p+1) B/P)`. Nothing but the counter says where a run stands, so it can go
-on with another number of processes or another batch.
+holds its rows `[p B/P, (p+1) B/P)`. The counter alone is the state of a run, so it can
+go on with another number of processes or another batch.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ LocalBatch = dict[str, np.ndarray]
 
 @runtime_checkable
 class Samples(Protocol):
-    """What a loader hands out, sample by sample.
+    """The samples of a loader.
 
     It may have a method `order(seed)`, a grain dataset whose item `g` is the number of sample `g`
     of an endless run; without it every epoch is shuffled anew.
@@ -179,7 +179,7 @@ class Samples(Protocol):
 
     @property
     def identity(self) -> dict[str, int]:
-        """What the order of samples counts in; `num_samples` of training is part of it.
+        """What the order of samples depends on; `num_samples` of training is part of it.
 
         `contents` is a checksum of the samples: other files of the same size are other data.
         """
@@ -191,7 +191,7 @@ class Samples(Protocol):
 
     @property
     def num_validation(self) -> int:
-        """How many validation samples there are that share nothing; `spread` gives so many."""
+        """How many disjoint validation samples there are; `spread` gives so many."""
         ...
 
     def spread(self, count: int) -> np.ndarray:
@@ -248,7 +248,7 @@ class TwoSides:
         return len(self.sides[1])
 
     def spread(self, count: int) -> np.ndarray:
-        """Numbers all over the validation samples."""
+        """Evenly spaced numbers of validation samples."""
         return spread_starts(len(self.sides[1]), 0, count)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
@@ -360,8 +360,8 @@ class Mixture:
     """Samples of several sources, so many of each as its weight says in every stretch of the run.
 
     Which source sample `g` of a run is of, and which of its samples it is, depends on `g`, the
-    weights and the seed alone. Each source has its own epochs: one that is small for its weight
-    comes around more often.
+    weights and the seed alone. Each source has separate epochs: one that is small for its weight
+    is repeated more often.
 
     Args:
         parts: the sources, of one length.
@@ -428,7 +428,7 @@ class Mixture:
 
     @property
     def num_validation(self) -> int:
-        """So many that no part gives one twice."""
+        """So many that no part repeats one."""
         counts = [part.num_validation for part in self._parts]
         return max(1, int((np.array(counts) / self._shares).min()))
 

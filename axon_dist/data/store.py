@@ -1,4 +1,4 @@
-"""Tokens that are made once: files beside the data, by whichever process comes first, for all.
+"""Tokens that are made once: files beside the data, made by one process for all.
 
 A part of the data is made tokens by one process, and appears under its name when it is complete:
 
@@ -8,7 +8,7 @@ A part of the data is made tokens by one process, and appears under its name whe
     T bytes      which tokens are learned, if they say so
     T x W bytes  the tokens
 
-Its name is a digest of the bytes that it is made of and of how, so that what is there is right.
+Its name is a digest of its source and of the options, so that a part that is there is right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Document = tuple[np.ndarray, np.ndarray | None]
 """Tokens `[n]`, and which of them are learned; None for all."""
 
 Span = tuple[int, int, int, int]
-"""A part of a file: where it begins and ends, how many documents it has, and what came before."""
+"""A part of a file: where it begins and ends, and the numbers of documents in it and before it."""
 
 _FOLDER = ".axon_tokens"
 _MAGIC = b"axontok1"
@@ -48,14 +48,14 @@ _SETTLED = 2 * 10**9
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileNumbers:
-    """Numbers of a file, read when they are asked for: a mapped file that shrinks ends a process.
+    """Numbers of a file, read on demand, not mapped: a mapped file that shrinks ends a process.
 
     Args:
         path: the file.
         dtype: of the numbers.
         start: the byte at which they begin.
         length: how many there are.
-        inode: of the file, so that another one under its name is noticed.
+        inode: of the file, so that another file under its name is noticed.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class FileNumbers:
         return self.length
 
     def __getitem__(self, index: np.ndarray) -> np.ndarray:
-        """A copy of some of them; a run of neighbours is read at once."""
+        """A copy of some of them; consecutive ones are read at once."""
         places = index.ravel()
         ends = np.append(np.flatnonzero(np.diff(places) != 1) + 1, len(places)).tolist()
         numbers = np.empty(len(places), self.dtype)
@@ -102,7 +102,7 @@ class FileNumbers:
 
 
 class TokenStore:
-    """Documents that were made tokens, one behind the other.
+    """The tokens of documents, one after the other.
 
     Args:
         paths: of the parts, complete.
@@ -267,7 +267,7 @@ class Folder:
         how: Sequence[object],
         make: Callable[[Path, Span], Iterator[Document]],
     ) -> TokenStore:
-        """Makes the parts that are not there; processes that come meanwhile share the work.
+        """Makes the parts that are missing; processes that start meanwhile share the work.
 
         Args:
             files: the data.
@@ -326,8 +326,8 @@ def digest_of(*texts: bytes) -> str:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Whether this process has a lock, which it loses with its life."""
-    # A pipe that somebody has put in its place must not be waited for.
+    """Whether this process has a lock, which is released when it ends."""
+    # A pipe in its place must not block.
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

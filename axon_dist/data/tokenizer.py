@@ -24,7 +24,7 @@ class Tokenizer:
     """A function from the bytes of one document to token ids.
 
     Args:
-        name: what people call it.
+        name: for messages.
         vocab_size: every id is below it.
         encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that holds
             them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
@@ -110,8 +110,8 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
 
     def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
         encoded = encoded_by(prompt + text)
-        # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
-        # learn, and a token on the border counts as prompt.
+        # Tokens that the tokenizer adds have no letters; those that it adds at the end are
+        # learned, and a token across the border counts as prompt.
         before = [i for i, (a, b) in enumerate(encoded.offsets) if a < b and a < len(prompt)]
         ids = _ids(path, [*encoded.ids, *added], vocab_size)
         return ids, before[-1] + 1 if before else 0
@@ -142,7 +142,7 @@ def _read(path: str) -> tuple[str, Any]:
     try:
         text = read_text(file, f"data.tokenizer={path!r}", most=_MOST_BYTES)
         model = tokenizers.Tokenizer.from_str(text)
-        # What cuts and fills the texts of a batch would do so with documents.
+        # Truncation and padding would apply to documents, too.
         model.no_truncation()
         model.no_padding()
         state = model.normalizer.__getstate__() if model.normalizer else b"{}"
@@ -206,7 +206,7 @@ def _tokens_of_chat(
 
 
 def utf8(text: str, origin: str) -> bytes:
-    """A text as bytes; one of JSON may hold half letters."""
+    """A text as bytes; one of JSON may hold lone surrogates."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -228,7 +228,7 @@ _MOST_BYTES = 2**28
 
 
 def _num_behind(encoded: Any) -> int:
-    """How many special tokens stand at the end of an encoded text."""
+    """How many special tokens are at the end of an encoded text."""
     return len([*itertools.takewhile(bool, reversed(encoded.special_tokens_mask))])
 
 

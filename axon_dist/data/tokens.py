@@ -96,7 +96,7 @@ class Windows:
 
     @property
     def num_validation(self) -> int:
-        """Windows of the validation text side by side; less than a window of it is left out."""
+        """Consecutive windows of the validation text; a rest shorter than a window is left out."""
         return num_windows(len(self.text.validation), self.length)
 
     @property
@@ -105,7 +105,7 @@ class Windows:
         return self.text.validation_bytes
 
     def spread(self, count: int) -> np.ndarray:
-        """First positions of windows all over the validation text."""
+        """First positions of windows spread over the validation text."""
         return spread_starts(len(self.text.validation), self.length, count)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
@@ -167,7 +167,7 @@ class TokenSource:
             `validation_files`; None for a tenth.
         dtype: of the numbers in files without a header, little-endian.
         document_end: the token behind every document, such as 50256 of GPT-2: tokens then see
-            their own document alone, and the first of a document is no target. None where windows
+            their document alone, and the first of a document is no target. None where windows
             run over the ends of documents.
         tokenizer: a `tokenizer.json` for showing samples to people.
     """

@@ -179,8 +179,8 @@ class Visit:
 def visits(module: Module) -> Iterator[Visit]:
     """Follows loops, branches and calls from the entry of a program.
 
-    Fusions and asynchronous wrappers are not entered: what they hold is scheduled where they are
-    launched. The branches of a conditional all count as executed, but for those marked as rare.
+    Fusions and asynchronous wrappers are not entered: their instructions are scheduled where they
+    are launched. The branches of a conditional all count as executed, but for those marked as rare.
 
     Args:
         module: the parsed HLO of a compiled program.
@@ -214,8 +214,8 @@ def _descend(module: Module, visit: Visit) -> Iterator[Visit]:
 def usually_called(module: Module, instruction: Instruction) -> list[Computation]:
     """What an instruction calls, without the branches that this library marks as rare.
 
-    Experts have slots for what a fair choice brings the busiest; branches with more, and a loop for
-    what exceeds these, are named so. None of them holds a collective.
+    Experts have slots for the load of the busiest under a balanced choice; branches with more, and
+    a loop for what exceeds these, are marked. None of them holds a collective.
     """
     called = list(module.called(instruction))
     if instruction.opcode != "conditional":
@@ -252,10 +252,10 @@ def _named(instruction: Instruction) -> Iterator[str]:
 
 
 def carried_bytes(program: ProgramLike) -> int:
-    """Bytes per device that the outermost loop which keeps most rewrites in every turn.
+    """Bytes per device that a loop rewrites in every iteration: of the outermost, the largest.
 
     In a step that accumulates these are the sums over microbatches, of gradients and of a few
-    scalars. What a loop only reads, such as weights, does not count; nor do loops within its turns.
+    scalars. What a loop only reads, such as weights, does not count; nor do loops within it.
 
     Args:
         program: a compiled step, or its text.
@@ -291,6 +291,6 @@ def _rewritten(module: Module, loop: Instruction) -> int:
 
 
 def _is_kept(body: Computation, operand: str, position: int) -> bool:
-    """Whether a turn hands on what it was given at a position."""
+    """Whether an iteration returns its argument at a position unchanged."""
     maker = body.by_name[operand]
     return maker.opcode == "get-tuple-element" and maker.attribute("index") == str(position)

@@ -35,7 +35,7 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
     """Counts the matrix operations of one instruction, not of what it calls.
 
     Args:
-        computation: the computation that holds it, where its operands are found.
+        computation: the computation that holds it, which has its operands.
         instruction: a `dot`, a `convolution`, or a custom call to cuBLAS, cuDNN or a kernel that
             states its cost; anything else counts nothing.
 

@@ -32,13 +32,13 @@ Exposure: TypeAlias = Literal["hidden", "light", "exposed"]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What one collective moves, how often, between whom, and whether anything hides it.
+    """What one collective sends, how often, between which devices, and whether compute hides it.
 
     Args:
         name: the instruction's name in the HLO text.
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
             `collective-permute` or `collective-broadcast`.
-        dtypes: XLA's names of the element types that travel, each once.
+        dtypes: XLA's names of the element types that are sent, each once.
         num_arrays: arrays in it; more than one where the compiler combined several.
         bytes_in: bytes of its operands on one device.
         bytes_out: bytes of its results on one device.
@@ -49,12 +49,12 @@ class Collective:
         in_conditional: whether a branch of a conditional leads to it.
         axes: the mesh axes that its groups span; None where no set of axes matches.
         is_async: whether it is started and awaited at different places of the schedule.
-        exposure: `exposed` where it is synchronous or what is scheduled until it is awaited covers
-            next to nothing of it, `light` where that takes less time than the transfer, `hidden`
+        exposure: `exposed` where it is synchronous or what is scheduled until it is awaited hides
+            almost nothing of it, `light` where that takes less time than the transfer, `hidden`
             otherwise.
-        seconds: what one execution takes alone on the wire; None where no rates are known.
-        waited: for how many seconds of one execution the compute units stand still for it; None
-            where no rates are known.
+        seconds: of one execution that has the links alone; None where no rates are known.
+        waited: exposed seconds of one execution, in which the compute units are idle; None where
+            no rates are known.
         op_name: the traced operation it comes from, where the compiler kept it.
         source: `file.py:line` of the user's program, where the compiler kept it.
         is_slow: whether it leaves a node: it spans an axis of `SLOW_AXES`, or devices that the
@@ -191,7 +191,7 @@ class Ledger:
         return self.by_exposure().get("light", 0)
 
     def seconds(self, exposure: Exposure | None = None) -> float:
-        """The time per step that transfers take alone on the wire, at the rates of the machine.
+        """The time per step of transfers that have the links alone, at the rates of the machine.
 
         Args:
             exposure: of those judged so; None for all. Without a machine it is 0.
@@ -289,7 +289,7 @@ class Ledger:
         return table
 
     def _times(self, exposure: Exposure | None) -> str:
-        """How many of the milliseconds on the wire compute covers; nothing without a machine."""
+        """How many milliseconds of the transfers compute hides; "" without a machine."""
         total, waited = self.seconds(exposure), self.waited(exposure)
         return f"{_ms(max(total - waited, 0.0))} of {_ms(total)} ms" if total else ""
 

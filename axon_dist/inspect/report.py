@@ -39,7 +39,7 @@ class MemoryReport:
     Args:
         arguments: arrays handed to it.
         outputs: arrays it returns.
-        aliased: outputs that take the place of donated arguments.
+        aliased: outputs in the buffers of donated arguments.
         temporaries: everything between. Of TPUs what is in their memory, not what is on the chip.
         generated_code: the program itself.
         host_arguments: arguments that stay in host memory. XLA:CPU counts these as `arguments`.
@@ -58,7 +58,7 @@ class MemoryReport:
     def peak(self) -> int:
         """Arguments, temporaries and the outputs that do not alias an argument.
 
-        XLA's own `peak_memory_in_bytes` leaves the temporaries out on CPU, so it is not used.
+        The `peak_memory_in_bytes` of XLA leaves the temporaries out on CPU, so it is not used.
         """
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
@@ -125,7 +125,7 @@ class LeafBytes:
     """What one array of a tree occupies.
 
     Args:
-        path: where it lives in the tree.
+        path: of the array in the tree.
         shape: its global shape.
         dtype: its element type.
         spec: its partition spec, or the name of its sharding where it has none.
@@ -177,7 +177,7 @@ def leaf_table(tree: ArrayTree) -> Table:
 
 
 AGREED = 0.1
-"""The share by which the FLOPs of a compiled step may differ from those traced unmentioned."""
+"""The share by which the FLOPs of a compiled step may differ from the traced without a warning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Report:
         return self.flops.high / self.traced_flops
 
     def warnings(self) -> list[str]:
-        """What of the compiled step is not as it should be, a sentence each."""
+        """What is wrong with the compiled step, a sentence each."""
         warnings = [self.unknown] if self.unknown else []
         ratio = self.flops_over_traced
         if ratio is not None and self.traced_flops and abs(ratio - 1) > AGREED:

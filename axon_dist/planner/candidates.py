@@ -167,7 +167,7 @@ DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
         "hybrid_shard": ZeROStage.STAGE3,
     }
 )
-"""The data-parallel strategies, from the one with the most memory to the one with the most traffic."""
+"""The data-parallel strategies, from most memory to most traffic."""
 
 ALIASES: MappingProxyType[str, str] = MappingProxyType(
     {
