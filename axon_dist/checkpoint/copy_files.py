@@ -1,4 +1,4 @@
-"""The files of a copy in a host's memory: the pieces of one process each, and what they say.
+"""The files of a copy in a host's memory: the pieces of one process each, and their headers.
 
     step_00000012-<generation>-<process>.copy       `.tmp` in place of `.copy` while it is written
 
@@ -37,13 +37,13 @@ _HEADER, _PLACES, _CHECKSUMS = "header", "places", "checksums"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyHeader:
-    """What a file says of itself.
+    """The header of a file.
 
     Args:
         step: how many steps the state has taken.
         generation: which start of the run wrote it.
         turn: how many copies that start had made by then.
-        process: whose pieces these are; it, or its neighbour, wrote the file.
+        process: whose pieces these are; it, or one of the next host, wrote the file.
         writers: all processes of its host, each of which has one.
         leaves: of the whole state.
         meta: what was saved with it.
@@ -63,7 +63,7 @@ class CopyHeader:
         return self.step, self.generation, self.turn
 
     def to_json(self) -> str:
-        """Writes it; `read` reads it back."""
+        """The header as text; `from_json` reads it."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -108,7 +108,7 @@ def write_copy(
 
     Args:
         folder: in the memory of the host.
-        header: what the file says of itself.
+        header: of the file.
         rows: path, place and dtype of each piece.
         pieces: their values, each made when it is written, if this is a generator.
     """
@@ -140,7 +140,7 @@ def write_copy(
 
 
 Part: TypeAlias = tuple[int, Sequence[int], Mapping[LeafPath, Sequence[Slices]]]
-"""What a file says without its values: process and writers of its header, and its places."""
+"""A file without its values: process and writers of its header, and its places."""
 
 
 def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool:
@@ -149,7 +149,7 @@ def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool
     The pieces of a host count when all of its processes have finished.
 
     Args:
-        parts: of one copy, from wherever they are.
+        parts: of one copy, on any host.
         leaves: of the whole state.
     """
     there = {process for process, _, _ in parts}
@@ -158,7 +158,7 @@ def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool
     def written(leaf: LeafPath) -> int:
         return sum(map(size_of, {place for places in done for place in places.get(leaf, ())}))
 
-    # The words of a random key are more than its shape says.
+    # A random key has more words than its shape has elements.
     return all(written(leaf) >= math.prod(spec.shape) for leaf, spec in leaves.items())
 
 
@@ -166,7 +166,7 @@ class Pieces:
     """The pieces of a copy on this host.
 
     Args:
-        headers: what the files say of themselves, by file.
+        headers: of the files, by path.
     """
 
     def __init__(self, headers: Mapping[Path, CopyHeader]):
@@ -220,7 +220,7 @@ class Pieces:
 
 
 def copies_in(folder: Path) -> dict[CopyId, tuple[CopyHeader, Pieces]]:
-    """What a folder has of each copy, newest first."""
+    """The pieces of each copy in a folder, newest first."""
     groups: dict[CopyId, dict[Path, CopyHeader]] = {}
     for header, path in headers_in(folder):
         groups.setdefault(header.copy, {})[path] = header
@@ -252,7 +252,7 @@ def _within(shared: Slices, place: Slices) -> tuple[slice, ...]:
 
 
 def headers_in(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
-    """The finished files of a folder, with what they say of themselves."""
+    """The headers of the finished files of a folder, and their paths."""
     for path in sorted(folder.glob("*.copy")):
         with contextlib.suppress(OSError, *MALFORMED):
             yield CopyHeader.read(path), path

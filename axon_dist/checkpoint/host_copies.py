@@ -1,10 +1,10 @@
 """`HostCopies`: the newest state of a run in the memory of its hosts, which outlives its processes.
 
-A process that is killed takes its devices' memory with it. What it has written to a folder of the
-host's memory, such as `/dev/shm`, stays, so that the run goes on from there, on as many processes
-as there are then, and reads nothing from a disk. A host that is lost takes its folder with it. So
-each host also keeps what the one before it alone has, and a run survives the loss of a host, or of
-several of which no two are neighbours.
+The memory of a process's devices is lost when it is killed. A folder in the memory of the host,
+such as `/dev/shm`, stays, so that the run goes on from there, on as many processes as there are
+then, and reads nothing from a disk. The folder is lost with its host. So each host also keeps what
+only the host before it has, and a run survives the loss of a host, or of several of which no two
+are consecutive.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HostRing:
     """The hosts of a run in the order of their processes; each keeps what the one before it has.
 
     Args:
-        hosts: of every process, a number that stands for its host.
+        hosts: of every process, the number of its host.
     """
 
     hosts: tuple[int, ...]
@@ -84,7 +84,7 @@ class HostRing:
         return self.peers(self.hosts.index(host))[self.peers(process).index(process)]
 
     def spread(self, leaves: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
-        """Those of which a host has what the next one has not.
+        """The leaves of which a host has shards that the next host lacks.
 
         Args:
             leaves: arrays, or their shapes with shardings.
@@ -117,7 +117,7 @@ class HostRing:
         return rows, iter(pieces)
 
     def pieces_before(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
-        """What this process writes for the one before it; every process goes through all of it.
+        """The pieces that this process writes for the one before it; every process yields all.
 
         Args:
             leaves: those that are spread; each is sent when its turn comes.
@@ -138,7 +138,7 @@ class HostRing:
         return [(path, place, np.dtype(leaves[path].dtype)) for path, place in places], pieces()
 
     def _sent(self, leaf: Array) -> dict[int, jax.Array]:
-        """What the devices of the process before hold of a leaf, as bytes by their numbers."""
+        """The shards of a leaf on the devices of the process before, as bytes, by device number."""
         devices = sorted(leaf.sharding.device_set, key=lambda x: (x.process_index, x.id))
         each = len(devices) // len(self.hosts)
         sources = [self.before(n // each) * each + n % each for n in range(len(devices))]
@@ -168,7 +168,7 @@ class HostRing:
 def _first_devices(
     sharding: Sharding, shape: tuple[int, ...], hosts: tuple[int, ...]
 ) -> dict[int, dict[Slices, tuple[int, int]]]:
-    """What each host has of an array, and the first process and device there that has it."""
+    """The shards of an array on each host, and the first process and device there that has it."""
     firsts: dict[int, dict[Slices, tuple[int, int]]] = {host: {} for host in hosts}
     for device, index in sharding.devices_indices_map(shape).items():
         process = int(device.process_index)
@@ -192,7 +192,7 @@ def _sender(
 
 @dataclasses.dataclass(frozen=True)
 class HostCopy:
-    """What a run goes on from.
+    """A restored copy.
 
     Args:
         step: how many steps the state has taken.
@@ -209,14 +209,15 @@ class HostCopies:
     """The newest state that the processes of a run have left in the memory of their hosts.
 
     Each distinct shard is written once a host, by the first process there that holds it. So a host
-    has what its devices have: a whole state under `ddp`, and where every host holds a replica. Of
-    what is split over the hosts each also gets, over the mesh, what the host before it has, in the
-    order of the processes, the last coming before the first. The state outlives any process, and
-    any host whose neighbour stays; one that is replaced gets what it needs from the others.
+    has the shards of its devices: the whole state under `ddp`, and where every host has a replica.
+    Of leaves that are split over hosts each also gets, over the mesh, the shards of the host before
+    it, in the order of the processes, the last being before the first. The state survives the loss
+    of any process, and of any host whose next one stays; a new host gets its shards from the
+    others.
 
     Args:
         folder: in the memory of this host; the same for all of its processes.
-        tell: takes a sentence when a copy could not be made; the run goes on.
+        tell: called with a sentence when a copy could not be made; the run goes on.
 
     Example:
         >>> import jax.numpy as jnp, tempfile
@@ -231,12 +232,12 @@ class HostCopies:
         self.folder, self.tell = folder, tell
         location = f"{socket.gethostname()} {folder.resolve()}"
         self._ring = HostRing(tuple(_gathered(zlib.crc32(location.encode()) >> 1)))
-        # Steps are counted again after a loss: what was written before must not be mixed with that.
+        # Steps are counted again after a loss: files of before must not be mixed with later ones.
         self._generation: str = from_main(secrets.token_hex(8))
         self._turn = 0
 
     def check(self, target: PyTree) -> None:
-        """Raises `ConfigError` where the loss of a host could not be survived as promised.
+        """Raises `ConfigError` where a run could not survive the loss of a host.
 
         Args:
             target: as for `load_checkpoint`.
@@ -330,7 +331,7 @@ class HostCopies:
         return HostCopy(header.step, state, dict(header.meta))
 
     def forget(self) -> None:
-        """Throws all copies away, as a run does that goes back to an earlier state."""
+        """Deletes all copies, as when a run goes back to an earlier state."""
         self._remove(lambda header: True)
 
     def _write(self, header: CopyHeader, rows: Rows, pieces: Iterator[jax.Array]) -> str:
@@ -340,7 +341,7 @@ class HostCopies:
         except OSError as error:
             return error.strerror or str(error)
         finally:
-            # What this process sends the others wait for.
+            # The others wait for what this process sends.
             collections.deque(pieces, maxlen=0)
         return ""
 
@@ -358,7 +359,7 @@ def _gathered(number: int) -> list[int]:
 
 
 def _from_all(value: object) -> list[Any]:
-    """What JSON holds, of every process."""
+    """A value that JSON holds, of every process."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = _gathered(text.size)
     padded = np.zeros(max(sizes), np.uint8)
@@ -374,7 +375,7 @@ Holders: TypeAlias = Mapping[LeafPath, Mapping[Slices, int]]
 def _newest_complete(
     here: Mapping[CopyId, tuple[CopyHeader, Pieces]], is_teller: bool
 ) -> tuple[CopyHeader, Holders] | None:
-    """The newest copy that is complete over the folders of all hosts, and who has what.
+    """The newest copy that is complete over the folders of all hosts, and who has which piece.
 
     Args:
         here: what the folder of this host has.
@@ -406,13 +407,13 @@ def _newest_complete(
 def _missing(
     local: Pieces, leaves: Mapping[LeafPath, jax.ShapeDtypeStruct], holders: Holders
 ) -> set[tuple[LeafPath, Slices]]:
-    """The pieces that this process needs and its host has not."""
+    """The pieces that this process needs and its host lacks."""
     missing: set[tuple[LeafPath, Slices]] = set()
     for path, leaf in leaves.items():
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         places = {place_of(index, leaf.shape) for index in indices if index is not None}
         for there in holders.get(path, ()):
-            # An array without dims has one place, which is empty and no less one.
+            # A scalar has one place, which is the empty tuple.
             is_needed = any(overlap(place, there) is not None for place in places)
             if is_needed and not local.has(path, there):
                 missing.add((path, there))
@@ -427,7 +428,7 @@ def _fetch(
     Args:
         local: what this host has; gets the rest.
         leaves: what is stored of each, with the sharding that it is to get.
-        holders: who has what.
+        holders: who has which piece.
     """
     missing = _missing(local, leaves, holders)
     requests = _from_all(sorted(missing))

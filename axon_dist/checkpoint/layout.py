@@ -44,9 +44,9 @@ MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 ZARR = "zarr"
-"""Where the values are that were written into a bucket, in place of `ARRAYS`."""
+"""The folder of the values in a bucket, in place of `ARRAYS`."""
 UNFINISHED = ".tmp"
-"""The ending of a folder that no reader may look into."""
+"""The suffix of a folder that no reader opens."""
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,18})")
 
@@ -129,14 +129,14 @@ class LeafSpec:
 
 
 def leaf_specs(data: Mapping[LeafPath, Any]) -> dict[LeafPath, LeafSpec]:
-    """What JSON made of leaves, as they were."""
+    """The leaves that JSON holds, as they were."""
     return {path: LeafSpec(x["dtype"], tuple(x["shape"])) for path, x in data.items()}
 
 
 def differences(
     saved: Mapping[LeafPath, LeafSpec], wanted: Mapping[LeafPath, LeafSpec]
 ) -> list[str]:
-    """Says leaf by leaf how a checkpoint differs from what a program asks for.
+    """Lists leaf by leaf how a checkpoint differs from the state to restore.
 
     Args:
         saved: the leaves of the checkpoint.
@@ -164,7 +164,7 @@ def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
     """The leaves of a tree by path.
 
     Raises:
-        CheckpointError: when two leaves spell the same path.
+        CheckpointError: when two leaves have the same path.
     """
     pairs = leaves_with_paths(tree)
     leaves = dict(pairs)
@@ -226,7 +226,7 @@ def from_stored(stored: Array, target: jax.ShapeDtypeStruct) -> Array:
 
 
 def described(path: LeafPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """What a leaf of a target asks for, with the sharding it has to say.
+    """The shape, dtype and sharding of a leaf of a target.
 
     Raises:
         CheckpointError: when it has no sharding.
@@ -350,8 +350,8 @@ class Manifest:
         checksums: of every leaf, independent of the mesh.
         mesh: sizes of the mesh axes that the state was on; empty on a single device.
         versions: of the packages that wrote it.
-        meta: whatever the caller had to say, such as the config and the position in the data.
-        score: what the best checkpoints are chosen by, lower being better; None without one.
+        meta: of the caller, such as the config and the position in the data.
+        score: by which the best checkpoints are chosen, lower being better; None without one.
         serial: how many checkpoints were written into the folder before it.
         files: every file but the manifest and the marker, by path inside the checkpoint.
         format: the version of this layout.
@@ -378,7 +378,7 @@ class Manifest:
 
         Raises:
             CheckpointError: when a newer version of this library wrote it.
-            DamagedCheckpointError: when it is none that was written.
+            DamagedCheckpointError: when it is not one that a save writes.
         """
         what, damaged = f"{MANIFEST} is not one that a save writes", errors.DamagedCheckpointError
         with reworded(what, "use another checkpoint", damaged, MALFORMED):
@@ -434,7 +434,7 @@ def check_meta(meta: Any) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the packages that a checkpoint depends on, where they are installed."""
+    """The versions of the packages that a checkpoint depends on, if installed."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -128,8 +128,8 @@ class CheckpointManager:
         folder: made when needed; also at `gs://` or `s3://`.
         retention: which checkpoints stay.
         type: who writes.
-        background: write while the run goes on; a save then waits for the one before it.
-        tell: takes a sentence for the user whenever something fails.
+        background: write while the run continues; a save then waits for the one before it.
+        tell: called with a sentence for the user whenever something fails.
 
     Raises:
         ConfigError: for an unknown type, or one that cannot be there.
@@ -176,7 +176,7 @@ class CheckpointManager:
         if error is None:
             self.wait()
         elif self._pending is not None:
-            # The other processes may be gone, so this one waits for its own part alone.
+            # The other processes may be gone, so this one waits for its part alone.
             self._pending.join()
 
     def save(
@@ -284,7 +284,7 @@ class CheckpointManager:
         return None
 
     def _prepare(self) -> int:
-        """Clears away what killed runs left half-written; returns the next serial number."""
+        """Removes unfinished checkpoints of killed runs; returns the next serial number."""
         if isinstance(self.folder, Address):
             names = {name.split("/")[0] for name in self.folder.names()}
             for path in (self.folder / name for name in names if step_of(name) is not None):
@@ -313,7 +313,7 @@ class CheckpointManager:
 
     def _paths(self) -> list[Place]:
         if isinstance(self.folder, Address):
-            # Without a marker it is what a killed save left, as a folder `.tmp` is on a disk.
+            # Without a marker it is of a killed save, as a folder `.tmp` is on a disk.
             marked = [n.removesuffix(f"/{MARKER}") for n in self.folder.names() if "/" in n]
             return [self.folder / name for name in marked if step_of(name) is not None]
         if kind_at(self.folder) != "a folder":

@@ -107,9 +107,9 @@ def save_checkpoint(
 
 
 class PendingSave:
-    """A checkpoint on its way to the disk.
+    """A checkpoint that is being written.
 
-    Making one copies the state to host memory and goes on writing in a thread; afterwards the
+    Making one copies the state to host memory and then writes in a thread; afterwards the
     arrays of the state may be donated.
 
     Args:
@@ -119,7 +119,7 @@ class PendingSave:
         meta: what JSON holds.
         score: lower is better; None without one.
         serial: how many checkpoints came before it.
-        then: done by process 0 once the checkpoint has its name.
+        then: run by process 0 once the checkpoint has its name.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class PendingSave:
         on_main(lambda: _raise(error))
 
     def join(self) -> None:
-        """Returns when this process has done its part, whatever came of it."""
+        """Returns when this process has done its part, failed or not."""
         concurrent.futures.wait([self._written])
 
     def _finish(self, *parts: Any) -> None:
@@ -230,7 +230,7 @@ class PendingSave:
             if is_main() and not isinstance(self.folder, Address):
                 shutil.rmtree(staging_of(self.folder), ignore_errors=True)
             full = os.strerror(errno.ENOSPC)
-            # TensorStore says it in a line for each of the layers it goes through.
+            # TensorStore reports it in a line for each of its layers.
             reason = [full] if full in str(error) else str(error).strip().splitlines()
             reason = reason or [repr(error)]
             raise CheckpointError(
@@ -256,7 +256,7 @@ def _raise(error: BaseException | None) -> None:
 
 @runtime_checkable
 class HasState(Protocol):
-    """What knows the state that it trains, as a `TrainStep` does."""
+    """An object with the shapes and shardings of its state, such as a `TrainStep`."""
 
     @property
     def abstract_state(self) -> PyTree:

@@ -46,7 +46,7 @@ _GOLDEN = 0x9E3779B1
 
 @jax.jit  # traced once for all leaves of a shape
 def leaf_checksum(x: Array) -> Array:
-    """Mixes every element with its position into 32 bits, wherever the array lives.
+    """Mixes every element with its position into 32 bits, wherever the array is.
 
     With `u_i` the bits of element i in row-major order, all modulo 2^32,
 
@@ -158,7 +158,7 @@ def publish(folder: Path) -> None:
     """Gives a sealed checkpoint its name, in place of one that had it."""
     replaced = replaced_of(folder)
     if folder.exists():
-        # What a save left there that was killed after its checkpoint had the name.
+        # Of a save that was killed after its checkpoint had the name.
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(folder, replaced)
     os.rename(staging_of(folder), folder)
@@ -316,7 +316,7 @@ def _problem_of(path: Path, record: FileRecord) -> str | None:
 def check_replaceable(folder: Place) -> None:
     """Raises unless a save into a folder loses nothing but an earlier checkpoint.
 
-    A save takes three names: that of the checkpoint, and two that last as long as it does.
+    A save takes three names: that of the checkpoint, and two that exist while it lasts.
 
     Args:
         folder: of the checkpoint, which need not exist.

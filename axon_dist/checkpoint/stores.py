@@ -1,4 +1,4 @@
-"""How values are kept in files: by Orbax, or as safetensors; a new way is a row of `STORES`.
+"""How values are stored in files: by Orbax, or as safetensors; a new way is a row of `STORES`.
 
     8 bytes      N, the length of the header, little-endian
     N bytes      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
@@ -62,7 +62,7 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 def plan_order(leaves: Mapping[str, Any]) -> list[str]:
-    """The order in which `write_tensors` wants the arrays: wide elements first.
+    """The order in which `write_tensors` takes the arrays: wide elements first.
 
     Each array then starts at a multiple of its element size.
 
@@ -155,7 +155,7 @@ class TensorEntry:
         return self.dtype.itemsize * math.prod(self.shape)
 
     def open(self) -> np.ndarray:
-        """Maps it into memory, read-only; what was touched is given back with the last view."""
+        """Maps it into memory, read-only; its pages are released with the last view."""
         if not self.size:
             return np.zeros(self.shape, self.dtype)
         raw = np.memmap(self.path, np.uint8, "r", self.start, self.size)
@@ -209,7 +209,7 @@ def _entry(
 
 
 def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
-    """A section of JSON, which would have the last of two with the same name."""
+    """A section of JSON; of two entries of a name it would have the last, so this refuses them."""
     section = dict(pairs)
     if len(section) < len(pairs):
         [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
@@ -285,9 +285,9 @@ class OrbaxStore:
 
 
 class _Barriers:
-    """Where the processes of a save wait for each other; one that fails is not waited for.
+    """The barriers of the processes of a save; none waits for a process that has failed.
 
-    At those of Orbax the others wait 20 minutes for a process whose disk is full.
+    At barriers of Orbax the others wait 20 minutes for a process whose disk is full.
 
     Args:
         save: its name, another one for every save.
@@ -297,7 +297,7 @@ class _Barriers:
         self._prefix, self._passed, self._is_open = f"axon/save/{save}/", 0, True
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Returns when all processes are here; raises what one of them has failed by."""
+        """Returns when all processes have come; raises the error of one that failed."""
         self._is_open = False
         store = SharedStore()
         store.wait(f"{self._prefix}{self._passed}", timeout_ms / 1000)
@@ -308,7 +308,7 @@ class _Barriers:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Tells the other processes what this one fails by, at the barrier that comes next."""
+        """Sends the error of this process to the others, at their next barrier."""
         try:
             yield
         except Exception as error:
@@ -379,7 +379,7 @@ def gather(leaves: Iterable[Array]) -> Iterator[np.ndarray]:
     """
     for leaf in leaves:
         is_here = leaf.is_fully_addressable or leaf.is_fully_replicated
-        # A copy, for on a CPU the array of numpy would share memory with one that gets donated.
+        # A copy: on a CPU the array of numpy would share memory with one that is donated.
         values = np.array(leaf if is_here else multihost_utils.process_allgather(leaf, tiled=True))
         if is_main():
             yield values
