@@ -276,8 +276,8 @@ class HostCopies:
             reason = self._write(theirs, *ring.pieces_before(spread)) or reason
         # Only a copy that all have written takes the place of the one before it.
         if failed := [p for p, has_failed in enumerate(_gathered(bool(reason))) if has_failed]:
-            mine = {me, ring.before(me)} if spread else {me}
-            self._remove(lambda stale: stale.process in mine and stale.copy == header.copy)
+            local = {me, ring.before(me)} if spread else {me}
+            self._remove(lambda stale: stale.process in local and stale.copy == header.copy)
             self.tell(
                 f"no copy of step {step}: processes {failed} could not write theirs"
                 f"{f' to {str(self.folder)!r}: {reason}' if reason else ''}; the one before it "
@@ -392,8 +392,8 @@ def _newest_complete(
             for other, listed in rows
             if tuple(other) == copy
         }
-        mine = here[copy][0].to_json() if copy in here else None
-        header = CopyHeader.from_json(from_main(mine, min(parts)))
+        header_text = here[copy][0].to_json() if copy in here else None
+        header = CopyHeader.from_json(from_main(header_text, min(parts)))
         if is_whole([part for listed in parts.values() for part in listed], header.leaves):
             holders: dict[LeafPath, dict[Slices, int]] = {}
             for teller, listed in parts.items():

@@ -173,10 +173,10 @@ class Loader:
         """The batches from here on, made ahead by a thread or by workers."""
         load = functools.partial(_load, self.samples, self._order, self._places, self._vocab_size)
         starts = itertools.count(self._samples_seen, self.global_batch)
-        made = (
+        batches = (
             by_workers(load, starts, self._num_workers) if self._num_workers else map(load, starts)
         )
-        return ahead(made, self._num_ahead) if self._num_ahead else (batch for batch in made)
+        return ahead(batches, self._num_ahead) if self._num_ahead else (batch for batch in batches)
 
 
 def _load(

@@ -438,12 +438,12 @@ class Mixture:
             [grain.MapDataset.source([n]).repeat() for n in range(len(self._parts))],
             self._shares.tolist(),
         )
-        which = np.array([order[g] for g in range(count)])
+        part_of = np.array([order[g] for g in range(count)])
         places = np.zeros(count, np.int64)
         for number, part in enumerate(self._parts):
-            if count_here := int((which == number).sum()):
-                places[which == number] = part.spread(count_here)
-        return np.stack([which, places], axis=1)
+            if num := int((part_of == number).sum()):
+                places[part_of == number] = part.spread(num)
+        return np.stack([part_of, places], axis=1)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
         """Takes validation samples of the parts."""

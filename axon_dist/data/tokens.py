@@ -286,10 +286,10 @@ class Joined:
             start, stop, _ = index.indices(len(self))
             return Joined(self._parts, self._start + start, self._start + stop)
         places = np.asarray(index) + self._start
-        which = np.searchsorted(self._ends, places, side="right")
+        part_of = np.searchsorted(self._ends, places, side="right")
         tokens = np.empty(places.shape, self._parts[0].dtype)
-        for number in np.unique(which).tolist():
-            mask, part = which == number, self._parts[number]
+        for number in np.unique(part_of).tolist():
+            mask, part = part_of == number, self._parts[number]
             tokens[mask] = part[places[mask] - (self._ends[number] - len(part))]
         return tokens
 

@@ -286,8 +286,8 @@ def _outermost(module: Module, computation: Computation) -> Iterator[Instruction
 def _rewritten(module: Module, loop: Instruction) -> int:
     body = module.computations[loop.called["body"][0]]
     pairs = zip(loop.shapes, body.root.operands, strict=True)
-    made = [shape for at, (shape, operand) in enumerate(pairs) if not _is_kept(body, operand, at)]
-    return total_bytes(tuple(made))
+    shapes = [shape for at, (shape, operand) in enumerate(pairs) if not _is_kept(body, operand, at)]
+    return total_bytes(tuple(shapes))
 
 
 def _is_kept(body: Computation, operand: str, position: int) -> bool:

@@ -217,9 +217,9 @@ def rank_table(world: World) -> list[str]:
         >>> rank_table(World.emulate(4))
         ['process 0  host ...  ranks 0-3  4 x cpu']
     """
-    here = socket.gethostname()
-    alone = {world.process_index: here}
-    hosts = alone if world.num_processes == 1 else _exchange(world, "hosts", here)
+    hostname = socket.gethostname()
+    alone = {world.process_index: hostname}
+    hosts = alone if world.num_processes == 1 else _exchange(world, "hosts", hostname)
     lines = []
     for process, host in sorted(hosts.items()):
         owned = [
@@ -352,8 +352,8 @@ class StepWatch:
         self._stopped.set()
 
     def _exchange(self) -> None:
-        mine = {"who": str(self.me), "step": self._step, "signs": self._signs}
-        self.store.set(f"{_STEPS}{self.me.process}", json.dumps(mine))
+        report = {"who": str(self.me), "step": self._step, "signs": self._signs}
+        self.store.set(f"{_STEPS}{self.me.process}", json.dumps(report))
         if self.me.process == 0:
             reports = {int(name): text for name, text in self.store.items(_STEPS).items()}
             self._silences.hear(reports)

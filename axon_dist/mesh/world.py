@@ -175,15 +175,15 @@ class World:
             initialize(spec, Timeouts.from_env(os.environ), share)
             prepare_emulation(share)
         available = jax.devices("cpu")
-        wanted = len(available) if num_devices is None else int(num_devices)
-        if len(available) < wanted:
+        count = len(available) if num_devices is None else int(num_devices)
+        if len(available) < count:
             raise BackendStartedError(
-                f"wanted {wanted} emulated devices, but JAX has started its backend with "
-                f"{len(available)} and cannot change that. Call World.emulate({wanted}) before "
+                f"wanted {count} emulated devices, but JAX has started its backend with "
+                f"{len(available)} and cannot change that. Call World.emulate({count}) before "
                 "anything makes an array or asks for a device, or set the environment variables "
-                f"JAX_NUM_CPU_DEVICES={wanted} and NPROC={2 * wanted}"
+                f"JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}"
             )
-        return cls.init(axes, available[:wanted])
+        return cls.init(axes, available[:count])
 
     @classmethod
     def mock(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:

@@ -148,8 +148,8 @@ def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
     manual = manual_axes()
     if set(manual) >= set(mesh.axis_names):
         return x
-    here = jax.sharding.get_abstract_mesh() if manual else mesh
-    return jax.lax.with_sharding_constraint(x, NamedSharding(here, without(spec, manual)))
+    current_mesh = jax.sharding.get_abstract_mesh() if manual else mesh
+    return jax.lax.with_sharding_constraint(x, NamedSharding(current_mesh, without(spec, manual)))
 
 
 def manual_axes() -> Axes:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from ..core.compat import RARE
 from ..core.typing import Array, PyTree
-from .routing import Assigned, Choice, Feed, RowSource, in_given_slots, num_experts_of
+from .routing import Assigned, Choice, Feed, RowSource, in_assigned_slots, num_experts_of
 
 LOADS = (17 / 16, 9 / 8, 6 / 5, 3 / 2, 2)
 """How many times its even share of rows an expert may have slots for."""
@@ -119,12 +119,12 @@ def in_fitting_slots(
     capacities = slot_sizes(len(tokens), share)
     assigned = choice.by_expert(first, num_experts_of(kernels))
     if capacities == [len(tokens)]:
-        return in_given_slots(feed, capacities[0], tokens, choice.gates, kernels, assigned)
+        return in_assigned_slots(feed, capacities[0], tokens, choice.gates, kernels, assigned)
     leaves, treedef = jax.tree.flatten((tokens, choice.gates, kernels))
     others = [*leaves, assigned.expert]
     args = treedef.unflatten([_varying(leaf, *others) for leaf in leaves])
     usual = usual_size(capacities, share)
-    slotted = [functools.partial(in_given_slots, feed, capacity) for capacity in capacities]
+    slotted = [functools.partial(in_assigned_slots, feed, capacity) for capacity in capacities]
 
     def pulled(run: _Mix, args: _Args, assigned: Assigned, cotangents: Array) -> _Args:
         def mix(tokens: Array, gates: Array, kernels: PyTree) -> Array:
@@ -172,8 +172,8 @@ def _looped(
     """Expert by expert, and block by block of its rows."""
 
     def step(block: _Block, total: Array, none: PyTree) -> tuple[Array, PyTree]:
-        made = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
-        return block.add(total, made, gates.shape[1]), none
+        results = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
+        return block.add(total, results, gates.shape[1]), none
 
     zeros = _varying(jnp.zeros(tokens.shape, jnp.float32), tokens, assigned.expert)
     total, _ = _over_blocks(size, kernels, assigned, step, zeros, lambda kernel: ())

@@ -41,8 +41,8 @@ class Int8Form:
     @property
     def scale(self) -> Shape:
         """The shape of the scales."""
-        one = self.dim % len(self.shape)
-        return tuple(1 if dim == one else size for dim, size in enumerate(self.shape))
+        group_dim = self.dim % len(self.shape)
+        return tuple(1 if dim == group_dim else size for dim, size in enumerate(self.shape))
 
     def narrow(self, weight: Array) -> dict[str, Array]:
         """`scale = bfloat16(max |w| / 127)`, and `int8 = round(w / scale)` within ±127.

@@ -104,7 +104,7 @@ Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None]
 """By hidden, kernel and bias; None for those not asked for."""
 
 
-class Found(NamedTuple):
+class LossParts(NamedTuple):
     """The loss of some positions, and its gradients.
 
     Args:
@@ -127,7 +127,7 @@ Values: TypeAlias = tuple[tuple[Array, Array], tuple[Array, Array]]
 Wants: TypeAlias = tuple[bool, bool, bool]
 """Whether the gradients by hidden, kernel and bias are asked for."""
 
-Run: TypeAlias = Callable[[Operands, Wants], Found]
+Run: TypeAlias = Callable[[Operands, Wants], LossParts]
 """Computes a loss, on a mesh or off it."""
 
 
@@ -261,7 +261,7 @@ def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Ar
         )
 
 
-def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = None) -> Found:
+def evaluate(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = None) -> LossParts:
     """Goes over the positions, chunk by chunk.
 
     Args:
@@ -300,18 +300,18 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
         return tuple(map(add, carry, sums)), (values.losses, values.grads[0])
 
     if count == 1:
-        sums, made = chunk(start, jax.tree.map(lambda x: x[0], pieces))
+        sums, results = chunk(start, jax.tree.map(lambda x: x[0], pieces))
     else:
-        sums, made = jax.lax.scan(chunk, start, pieces)
+        sums, results = jax.lax.scan(chunk, start, pieces)
     total, hits, of_kernel, of_bias = sums
 
     def restored(x, *dims):
         return x.reshape(-1, *dims)[: math.prod(shape)].reshape(*shape, *dims)
 
-    of_hidden = None if made[1] is None else restored(made[1], width)
+    of_hidden = None if results[1] is None else restored(results[1], width)
     if axis is not None and of_hidden is not None:
         of_hidden = all_sum(of_hidden, axis)
-    return Found(total, hits, restored(made[0]), (of_hidden, of_kernel, of_bias))
+    return LossParts(total, hits, restored(results[0]), (of_hidden, of_kernel, of_bias))
 
 
 def _chunks(how: HeadLoss, positions: int, classes: int) -> tuple[int, int]:
@@ -330,7 +330,7 @@ def _padded(x: Array, length: int) -> Array:
     return x if not more else jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
 
 
-def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found:
+def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossParts:
     """The losses of some positions, `[N]`, and the gradients of their weighted sum."""
 
     def over(reduce, x):
@@ -364,7 +364,7 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found
         back = back - jnp.where(is_label, 1 - smooth, 0.0) - smooth / num_classes
         back = back * at.weights[:, None] * (1.0 if slope is None else slope)
         grads = _gradients(at, back, wants)
-    return Found(jnp.sum(losses * at.weights), hits, losses, grads)
+    return LossParts(jnp.sum(losses * at.weights), hits, losses, grads)
 
 
 def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
@@ -456,11 +456,11 @@ def differentiable(run: Run) -> Callable[..., tuple[Array, Array]]:
 
 
 def _here(*operands: Array, how: HeadLoss) -> tuple[Array, Array]:
-    return find(how, Operands(*operands), (False, False, False))[:2]
+    return evaluate(how, Operands(*operands), (False, False, False))[:2]
 
 
 def _moved(operands: Sequence[Array], tangents: Sequence[Array | None], how: HeadLoss) -> Values:
-    return derivative(functools.partial(find, how), Operands(*operands), Tangents(*tangents))
+    return derivative(functools.partial(evaluate, how), Operands(*operands), Tangents(*tangents))
 
 
 @functools.cache

@@ -103,8 +103,8 @@ def in_order(
     def product(rows, kernel):
         return jax.lax.ragged_dot(rows, kernel, assigned.sizes)
 
-    made = jnp.where(is_here, feed(product, rows, kernels), 0)
-    return _summed(_permuted(made, assigned.rank), choice.gates, tokens.dtype)
+    out = jnp.where(is_here, feed(product, rows, kernels), 0)
+    return _summed(_permuted(out, assigned.rank), choice.gates, tokens.dtype)
 
 
 def in_slots(
@@ -139,12 +139,12 @@ def in_slots(
     """
     assigned = choice.by_expert(first, num_experts)
     left_out = jnp.sum(jnp.maximum(assigned.sizes - capacity, 0)).astype(jnp.float32)
-    return in_given_slots(
+    return in_assigned_slots(
         feed, capacity, tokens, choice.gates, kernels, assigned, there, back
     ), left_out
 
 
-def in_given_slots(
+def in_assigned_slots(
     feed: Feed,
     capacity: int,
     tokens: Array,
@@ -167,8 +167,8 @@ def in_given_slots(
     def product(rows, kernel):
         return jnp.einsum("ecd,edh->ech", rows, kernel)
 
-    made = back(feed(product, there(slots.reshape(*is_taken.shape, -1)), kernels))
-    return _summed(_moved(made.reshape(-1, made.shape[-1]), out, into), gates, tokens.dtype)
+    results = back(feed(product, there(slots.reshape(*is_taken.shape, -1)), kernels))
+    return _summed(_moved(results.reshape(-1, results.shape[-1]), out, into), gates, tokens.dtype)
 
 
 def slots_for(num_tokens: int, per_token: int, num_experts: int, factor: float) -> int:
@@ -201,8 +201,8 @@ class RowSource(NamedTuple):
 
     def take(self, rows: Array) -> Array:
         """The rows that come."""
-        rows_there = rows.at[self.source].get(mode="promise_in_bounds")
-        return jnp.where(self.is_filled[:, None], rows_there, 0)
+        taken_rows = rows.at[self.source].get(mode="promise_in_bounds")
+        return jnp.where(self.is_filled[:, None], taken_rows, 0)
 
 
 @jax.custom_vjp

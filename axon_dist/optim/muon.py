@@ -339,15 +339,15 @@ class _Orthogonal:
             ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, gradient)
         leaves, structure = jax.tree.flatten(ahead)
         pairs = zip(leaves, self._dims_of(ahead), strict=True)
-        made = [self._orthogonalised(x, dims, state.ns_coeffs) for x, dims in pairs]
+        orthogonal = [self._orthogonalised(x, dims, state.ns_coeffs) for x, dims in pairs]
         if self.adaptive:
 
             def dual(x, y):
                 return jnp.sum(x.conj() * y) * y
 
-            made = [dual(x, y) for x, y in zip(leaves, made, strict=True)]
+            orthogonal = [dual(x, y) for x, y in zip(leaves, orthogonal, strict=True)]
         mu = optax.tree.cast(mu, self.mu_dtype)
-        return structure.unflatten(made), MuonState(count, mu, state.ns_coeffs)
+        return structure.unflatten(orthogonal), MuonState(count, mu, state.ns_coeffs)
 
     def scaled(self, updates: PyTree, rms: float | None) -> PyTree:
         """Updates scaled by the sizes of their matrices."""

@@ -180,7 +180,7 @@ def metrics_of(opt_state: PyTree) -> dict[str, Array]:
         return isinstance(x, Watched)
 
     states = jax.tree.leaves(opt_state, is_leaf=is_watched)
-    return {name: x for one in states if is_watched(one) for name, x in one.metrics.items()}
+    return {name: x for state in states if is_watched(state) for name, x in state.metrics.items()}
 
 
 def _judged(

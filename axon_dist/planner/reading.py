@@ -350,9 +350,9 @@ def recomputing_line(
 
 def usable_bytes(world: World) -> int:
     """Bytes of a device that a step may fill: of its chip, or of this host's memory its share."""
-    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
+    local = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     row = machine_of(world.mesh)
     if row is not None:
         return int(USABLE * row.memory_bytes)
-    stats = {} if world.is_cpu else here[0].memory_stats() or {}
-    return int(USABLE * stats.get("bytes_limit", host_memory() // max(1, len(here))))
+    stats = {} if world.is_cpu else local[0].memory_stats() or {}
+    return int(USABLE * stats.get("bytes_limit", host_memory() // max(1, len(local))))
