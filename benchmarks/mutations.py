@@ -122,7 +122,7 @@ MUTATIONS = (
         "collectives/test_point.py::test_shift",
     ),
     row(
-        "mesh/group.py", "transpose(rest + kept)", "transpose(kept + rest)",
+        "mesh/group.py", "transpose(rest + dims)", "transpose(dims + rest)",
         "mesh/test_group.py::test_parallel_groups_of_three_axes",
     ),
     row(

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.inspect import Report
-from axon_dist.mesh import World, paper_world
+from axon_dist.mesh import World, abstract_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
 from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
@@ -19,7 +19,7 @@ from axon_dist.parallel.plans import APART
 from axon_dist.planner import (
     AXES,
     DATA_PARALLEL,
-    Arrangement,
+    Candidate,
     Reading,
     SlowReplicas,
     StepCost,
@@ -81,7 +81,7 @@ class ReadPlan:
         met: bytes that a device sends in an outer step, divided by the steps between two of them.
     """
 
-    arrangement: Arrangement
+    arrangement: Candidate
     config: RunConfig
     reading: Reading
     time: StepCost
@@ -146,7 +146,7 @@ def plan_config(
     """Ranks the ways to run a config on some devices.
 
     Of each kind of arrangement the one that splits the model least is taken whose train state fits,
-    as the sharding policies lay it out. Its step is built on paper and traced, and its memory,
+    as the sharding policies lay it out. Its step is traced in an abstract world, and its memory,
     bytes and products are read from the program; where it does not fit, it is traced again with
     smaller microbatches and with every block recomputed. The best are compiled where that is asked.
     Stacked experts are split where the model has some. Replicas that train apart, as `diloco` or
@@ -245,7 +245,7 @@ class _Search:
             most: of how many kinds.
             refused: takes the names of those that the step refuses, and why.
         """
-        kinds: dict[str, list[Arrangement]] = {}
+        kinds: dict[str, list[Candidate]] = {}
         for one in self.candidates():
             kinds.setdefault(one.name, []).append(one)
         found: list[ReadPlan | None] = []
@@ -262,7 +262,7 @@ class _Search:
             found.append(_read(self, refused, min(too_large, key=lambda split: split.state)))
         return [plan for plan in found if plan is not None]
 
-    def candidates(self) -> list[Arrangement]:
+    def candidates(self) -> list[Candidate]:
         """All arrangements.
 
         Raises:
@@ -304,7 +304,7 @@ def _apart_in(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
     return apart, max(config.mesh[apart.axis], nodes)
 
 
-def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
+def arranged(config: RunConfig, arrangement: Candidate) -> RunConfig:
     """The config with the mesh and strategies of an arrangement; what else it says of them stays.
 
     Args:
@@ -323,7 +323,7 @@ def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
     return RunConfig.from_dict({**plain, **lines, "train": train, "remat": remat, "devices": here})
 
 
-def _complexity(one: Arrangement) -> int:
+def _complexity(one: Candidate) -> int:
     """How much is combined; smaller is simpler."""
     axes = dict.fromkeys(("tp", "cp", "pp", "ep", *AXES))
     model = [n for n, a in enumerate(axes) if a not in ("dp", "fsdp") and getattr(one, a) > 1]
@@ -331,10 +331,10 @@ def _complexity(one: Arrangement) -> int:
     return len(order) * sum(2**place for place in model) + order.index(one.strategy)
 
 
-def _build(search: _Search, arrangement: Arrangement) -> tuple[RunConfig, TrainStep]:
+def _build(search: _Search, arrangement: Candidate) -> tuple[RunConfig, TrainStep]:
     config = arranged(search.config, arrangement)
     capability = compute_capability(search.hardware.name)
-    world = paper_world(config.mesh, search.num_devices, search.platform, capability)
+    world = abstract_world(config.mesh, search.num_devices, search.platform, capability)
     return config, build_step(config, world)
 
 
@@ -342,15 +342,13 @@ def _build(search: _Search, arrangement: Arrangement) -> tuple[RunConfig, TrainS
 class _Split:
     """An arrangement, its step, and the bytes of its train state on a device."""
 
-    arrangement: Arrangement
+    arrangement: Candidate
     config: RunConfig
     step: TrainStep
     state: float
 
 
-def _least_split(
-    search: _Search, group: list[Arrangement], refused: dict[str, str]
-) -> _Split | None:
+def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str]) -> _Split | None:
     """Of a kind the first whose train state fits, or the smallest; None where all are refused."""
 
     def splits(one):
@@ -397,7 +395,7 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
     return plan
 
 
-def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
+def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Candidate | None:
     """What of a plan that does not fit is to be traced next; None where nothing is left."""
     one, reading = plan.arrangement, plan.reading
     room = search.usable - reading.state - reading.batch
@@ -429,7 +427,7 @@ def _with_outer_steps(
     return dataclasses.replace(time, communication=communication, exposed=exposed), sent
 
 
-def _time(reading: Reading, arrangement: Arrangement, search: _Search) -> StepCost:
+def _time(reading: Reading, arrangement: Candidate, search: _Search) -> StepCost:
     work, hardware = search.work, search.hardware
     if arrangement.pp == 1:
         return reading.step_time(hardware, work.policy.compute)

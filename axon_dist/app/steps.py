@@ -19,7 +19,7 @@ from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.inspect import bytes_per_device, memory
 from axon_dist.launch import Timeouts
-from axon_dist.mesh import World, agree, is_on_paper, self_test
+from axon_dist.mesh import World, agree, is_abstract, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
@@ -216,7 +216,7 @@ def recomputing_least(
         return build(dataclasses.replace(config, remat=remat))
 
     def peak(step: TrainStep) -> int | None:
-        return None if is_on_paper(world) else memory(step.lower(batch).compile()).peak
+        return None if is_abstract(world) else memory(step.lower(batch).compile()).peak
 
     batch = abstract_batch(config)
     plain = with_remat(None)

@@ -157,13 +157,13 @@ class SplitAttention:
         mode: how.
         axis: the mesh axis that splits the positions.
         layout: where activations lie.
-        is_dealt: whether positions lie as `Ring.distribute` gives them, and not in order.
+        is_distributed: whether a rank has the positions of `Ring.distribute`, not consecutive ones.
     """
 
     mode: ContextMode
     axis: str
     layout: Layout
-    is_dealt: bool = False
+    is_distributed: bool = False
 
     def __call__(self, attend: Function, module: Any, *args: object, **kwargs: object) -> Array:
         """Attends over the whole sequence; Ulysses by the module's own method.
@@ -190,7 +190,7 @@ class SplitAttention:
             if self.mode is ContextMode.RING:
                 how = {
                     "form": getattr(module, "form", "auto"),
-                    "is_dealt": self.is_dealt,
+                    "is_distributed": self.is_distributed,
                 }
                 return ring_attention(query, key, value, self.axis, causal, *segments, **how)
             names = ("query", "key", "value", "segments")
@@ -289,7 +289,7 @@ class DistributedOnce:
         tokens, *more = layout.mapped(distribute, specs, specs, check_vma=False)(*arrays)
         segments, positions = more or (None, ring.positions(length)[None])
         before = [(one, layers_of(one)) for one in inner]
-        distributed = dataclasses.replace(self.attention, is_dealt=True)
+        distributed = dataclasses.replace(self.attention, is_distributed=True)
         try:
             for one, layers in before:
                 pairs = ((n, distributed if a == self.attention else a) for n, a in layers.layers)
