@@ -246,8 +246,8 @@ def _print_lines(plan: ReadPlan, console: Console) -> None:
     """Prints what a config says to run so, with the options that its strategies had."""
     console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
-    lines = {**plan.arrangement.to_config(), "parallel": plain["parallel"]}
-    if plan.changed is not None and plan.arrangement.apart is None:
+    lines = {**plan.candidate.to_config(), "parallel": plain["parallel"]}
+    if plan.changed is not None and plan.candidate.apart is None:
         lines["precision"] = plain["precision"]
     console.print(yaml.safe_dump(lines, sort_keys=False), end="")
 
@@ -265,7 +265,7 @@ def _reason(plan: ReadPlan) -> str:
     if not plan.fits:
         state = byte_size(plan.reading.state)
         return (
-            f"does not fit: {called(plan.arrangement.name)} comes nearest, {need}, of which "
+            f"does not fit: {called(plan.candidate.name)} comes nearest, {need}, of which "
             f"{state} are the train state"
         )
     parts = {
@@ -275,7 +275,7 @@ def _reason(plan: ReadPlan) -> str:
         "transfers that nothing hides": time.exposed,
     }
     said = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
-    return f"{called(plan.arrangement.name)}: {need}; a step is {said}"
+    return f"{called(plan.candidate.name)}: {need}; a step is {said}"
 
 
 def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
@@ -297,7 +297,7 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
 
 def _title(plan: ReadPlan) -> str:
     """What a plan is called, with what its name does not say."""
-    one = plan.arrangement
+    one = plan.candidate
     schedule, remat = one.schedule if one.pp > 1 else "", "remat" * one.remat
     also = (schedule, _form(plan), remat, plan.changed)
     return ", ".join([called(one.name), *map(str, filter(None, also))])
@@ -306,22 +306,22 @@ def _title(plan: ReadPlan) -> str:
 def _form(plan: ReadPlan) -> str | None:
     """How tokens travel to experts, which the step has chosen by bytes."""
     kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
-    if plan.arrangement.ep == 1:
+    if plan.candidate.ep == 1:
         return None
     return "all_to_all" if "all-to-all" in kinds else "ring"
 
 
 def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
-    reading, arrangement = plan.reading, plan.arrangement
+    reading, candidate = plan.reading, plan.candidate
     sizes = (reading.state + reading.batch, reading.temporaries, reading.peak)
     measured = ("", "") if is_measured else ()
     if plan.measured is not None:
         sent = plan.measured.collectives.total_wire_bytes()
         measured = (digits(plan.measured.memory.peak / unit), digits(sent / unit))
     # What is sent in branches that may not be taken is counted as if they were.
-    bound = "<" if arrangement.pp > 1 else ""
+    bound = "<" if candidate.pp > 1 else ""
     return (
-        f"{_title(plan)}\n{arrangement.mesh} x{arrangement.num_microbatches}",
+        f"{_title(plan)}\n{candidate.mesh} x{candidate.num_microbatches}",
         *(digits(size / unit) for size in sizes),
         "yes" if plan.fits else "no",
         bound + digits(plan.wire_bytes / unit),
