@@ -95,7 +95,7 @@ def _leave(error: BaseException) -> int:
         file = frame.f_code.co_filename.removeprefix(f"{os.getcwd()}/")
         whose = "loss" if notes[0].startswith("raised by loss_fn") else "code"
         what = f"your {whose} raised {type(error).__name__} at {file}:{line}"
-    _say(f"{what}: {one_line(message)}; {_kept(error)}")
+    _say(f"{what}: {one_line(message)}; {_save_traceback(error)}")
     return launch.leave_after(error)
 
 
@@ -131,7 +131,7 @@ def _silence(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _kept(error: BaseException) -> str:
+def _save_traceback(error: BaseException) -> str:
     """Writes a traceback into a file, and says where it is."""
     if isinstance(error, OSError):
         # A standard output that is full would be found full again at exit.

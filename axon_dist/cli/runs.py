@@ -65,7 +65,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     return load_config(arguments.config, arguments.overrides)
 
 
-def _given(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
+def _keywords(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
     """What was typed for the function of a verb, by the names of its arguments."""
     return {n: x for n, x in vars(arguments).items() if n not in ("verb", "json", *but)}
 
@@ -105,7 +105,7 @@ def _dry_run(config: RunConfig, resume: str | None) -> int:
 def evaluate_run(arguments: argparse.Namespace) -> int:
     """Evaluates the model of a run, and prints its metrics."""
 
-    evaluation = evaluate(**_given(arguments), tell=_print)
+    evaluation = evaluate(**_keywords(arguments), tell=_print)
     if process_index():
         return 0
     _print(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
@@ -127,7 +127,7 @@ def _table(evaluation: Evaluation) -> Table:
 
 def generate_texts(arguments: argparse.Namespace) -> int:
     """Continues the prompts, and prints the texts."""
-    completions = generate_text(**_given(arguments), tell=notice)
+    completions = generate_text(**_keywords(arguments), tell=notice)
     if process_index():
         return 0
     console = Console(highlight=False, soft_wrap=True)
@@ -142,10 +142,10 @@ def generate_texts(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Writes the weights, and prints where."""
-    given = _given(arguments, "max_file")
+    keywords = _keywords(arguments, "max_file")
     if arguments.max_file is not None:
-        given["max_file"] = parse_bytes(arguments.max_file)
-    count = export_run(**given, tell=notice)
+        keywords["max_file"] = parse_bytes(arguments.max_file)
+    count = export_run(**keywords, tell=notice)
     _print(f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.path}")
     return 0
 
@@ -205,9 +205,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     # In a file or a pipe no line needs to be folded.
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, 140))
-    where = examination.target.name if examination.target else "this machine"
+    machine = examination.target.name if examination.target else "this machine"
     console.print(
-        f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {where}"
+        f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {machine}"
     )
     console.print(examination.parameters)
     if examination.attention is not None:

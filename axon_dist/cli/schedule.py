@@ -108,8 +108,8 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 def _searched(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     limits = {"memory": arguments.memory, "chunks": arguments.chunks}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    schedule = search(*_sizes(arguments), costs, **given).schedule
+    options = {name: limit for name, limit in limits.items() if limit is not None}
+    schedule = search(*_sizes(arguments), costs, **options).schedule
     validate(schedule)
     return schedule
 
@@ -205,9 +205,9 @@ _ALONE = {
 def _check_alone(arguments: argparse.Namespace) -> None:
     for option, (does, others) in _ALONE.items():
         typed = ((name, getattr(arguments, name)) for name in others)
-        given = [_typed(*one) for one in typed if one[1] is not None and one[1] is not False]
-        if getattr(arguments, option.removeprefix("--")) and given:
-            words = " and ".join(given)
+        conflicts = [_typed(*one) for one in typed if one[1] is not None and one[1] is not False]
+        if getattr(arguments, option.removeprefix("--")) and conflicts:
+            words = " and ".join(conflicts)
             raise ConfigError(
                 f"got {words} beside {option}, which {does}; leave out {words}, or {option}"
             )

@@ -291,7 +291,7 @@ class OwnModel(Own):
     """
 
     section: ClassVar[str] = "model"
-    given: ClassVar[tuple[str, ...]] = ("rngs",)
+    provided: ClassVar[tuple[str, ...]] = ("rngs",)
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
         """Calls the factory.
@@ -332,8 +332,8 @@ class LossFactory(Own):
         """
         made = self.call()
         if not callable(made):
-            own = "; to name the function itself, write loss: {function: ...}"
-            raise self.returned(made, f"a function of a model and a batch{own}")
+            hint = "; to name the function itself, write loss: {function: ...}"
+            raise self.returned(made, f"a function of a model and a batch{hint}")
         return made
 
 
@@ -380,28 +380,28 @@ def kind_of(
         >>> kind_of(ViTConfig()).task.item
         'images'
     """
-    own_loss = None if loss is None else loss.loss_fn()
+    user_loss = None if loss is None else loss.loss_fn()
     if isinstance(sizes, OwnModel):
-        row = ModelKind(OwnModel, OwnModel.make, _task_of(data, own_loss), {})
+        row = ModelKind(OwnModel, OwnModel.make, _task_of(data, user_loss), {})
     else:
         row = next(kind for kind in MODELS.values() if kind.sizes is type(sizes))
     task = OwnTask(row.task.loss_fn) if isinstance(data, OwnData) else row.task
-    if own_loss is not None:
-        task = dataclasses.replace(task, loss_fn=own_loss)
+    if user_loss is not None:
+        task = dataclasses.replace(task, loss_fn=user_loss)
     return row if task is row.task else dataclasses.replace(row, task=task)
 
 
-def _task_of(data: object, own_loss: LossFn | None) -> Task[Any]:
+def _task_of(data: object, user_loss: LossFn | None) -> Task[Any]:
     """What a model of the user's own learns: what its data are there for."""
     if not isinstance(data, OwnData):
         tasks = (kind.task for kind in MODELS.values())
         return next(task for task in tasks if isinstance(data, task.data))
-    if own_loss is None:
+    if user_loss is None:
         raise ConfigError(
             "loss: missing, and for a model and data of your own there is none; set "
             "loss: {function: package.module:loss}, a function of a model and a batch"
         )
-    return OwnTask(own_loss)
+    return OwnTask(user_loss)
 
 
 def make_model(sizes: object, seed: int) -> nnx.Module:

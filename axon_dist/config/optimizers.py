@@ -117,15 +117,15 @@ class Optimizer(abc.ABC):
             if not group.frozen
         }
         rate = self.schedule.build(self.learning_rate, num_steps)
-        own = self.transform(rate, make_model)
-        return by_path({p: one(make_model) for p, one in members.items()}, own) if members else own
+        base = self.transform(rate, make_model)
+        return by_path({p: f(make_model) for p, f in members.items()}, base) if members else base
 
     def _member(self, group: Group, num_steps: int) -> Callable[..., Transform]:
         """The optimizer of a group, from the function that makes the model."""
         peak = group.rate * self.learning_rate
         decays = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-        own = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
-        return functools.partial(own.transform, self.schedule.build(peak, num_steps))
+        member = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
+        return functools.partial(member.transform, self.schedule.build(peak, num_steps))
 
     def _check_groups(self, make_model: Factory) -> None:
         with nnx.use_eager_sharding(False):

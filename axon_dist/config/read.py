@@ -55,7 +55,7 @@ class OneOf:
         table: the dataclasses by name; the first is meant when the tag is missing.
         tag: the key that holds the name.
         presets: for each name, sets of values by preset name; other keys override them.
-        own: what may stand there of the user's own, by the key that holds its dotted path.
+        user_code: sections that name code of the user, by the key that holds its dotted path.
         hubs: for each name that has it, what reads the value of the key `hub`, a snapshot, as
             values; other keys override them.
 
@@ -69,7 +69,7 @@ class OneOf:
     presets: Mapping[str, Mapping[str, Mapping[str, object]]] = dataclasses.field(
         default_factory=dict
     )
-    own: Mapping[str, type[Own]] = dataclasses.field(default_factory=dict)
+    user_code: Mapping[str, type[Own]] = dataclasses.field(default_factory=dict)
     hubs: Mapping[str, Callable[[Any], Mapping[str, object]]] = dataclasses.field(
         default_factory=dict
     )
@@ -248,12 +248,12 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
         made = {f.name: f.default_factory for f in dataclasses.fields(thing)}
         defaults = {f.name: f.default for f in dataclasses.fields(thing)}
         defaults |= {name: make() for name, make in made.items() if make is not MISSING}
-        given = ("path", "options") if issubclass(typing.cast(type, thing), Own) else ()
+        excluded = ("path", "options") if issubclass(typing.cast(type, thing), Own) else ()
     else:
         parameters = inspect.signature(thing).parameters.values()
         defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
-        given = ("model", "world")
-    return {n: Option(hints[n], default) for n, default in defaults.items() if n not in given}
+        excluded = ("model", "world")
+    return {n: Option(hints[n], default) for n, default in defaults.items() if n not in excluded}
 
 
 def _says_missing(path: str, name: str) -> str:
@@ -296,7 +296,7 @@ def _section_with(key: str, options: Mapping[str, Option]) -> str:
     """A section and a key of it, for a key that stands a level too high; else nothing."""
     for name, option in options.items():
         hints = [option.hint, *typing.get_args(option.hint)]
-        tables = [found for hint in hints if (found := extra(hint, OneOf))]
+        tables = [table for hint in hints if (table := extra(hint, OneOf))]
         kinds = [kind for table in tables for kind in table.table.values()]
         sections = [x for x in kinds + hints if dataclasses.is_dataclass(x)]
         if key in {field.name for section in sections for field in dataclasses.fields(section)}:
@@ -333,8 +333,8 @@ def _checked(make: Callable[[], _T], path: str) -> _T:
         return made
     except AxonDistError as error:
         message = str(error)
-        says_where = not path or message.startswith(path)
-        raise ConfigError(message if says_where else f"{path}: {message}") from error
+        names_path = not path or message.startswith(path)
+        raise ConfigError(message if names_path else f"{path}: {message}") from error
 
 
 def _section(data: object, path: str) -> Mapping[str, object]:
@@ -366,16 +366,16 @@ def _read_annotated(hint: object, value: object, path: str) -> Any:
 
 
 def _read_choice(choice: OneOf, value: object, path: str) -> Any:
-    if choice.own and isinstance(value, str) and ":" in value:
-        value = {next(iter(choice.own)): value}
-    for key in choice.own:
+    if choice.user_code and isinstance(value, str) and ":" in value:
+        value = {next(iter(choice.user_code)): value}
+    for key in choice.user_code:
         if isinstance(value, Mapping) and key in value:
-            return _read_own(choice, key, value, path)
+            return _read_user_code(choice, key, value, path)
     if not choice.table:
-        keys = " or ".join(f"{{{key}: {PATH}}}" for key in choice.own)
+        keys = " or ".join(f"{{{key}: {PATH}}}" for key in choice.user_code)
         raise ConfigError(f"{path}: got {value!r:.80}, which must be {keys}")
-    given = {choice.tag: value} if isinstance(value, str) else _section(value, path)
-    data = dict(given)
+    section = {choice.tag: value} if isinstance(value, str) else _section(value, path)
+    data = dict(section)
     name: Any = data.pop(choice.tag, choice.default)
     variant = _pick(choice.table, name, _join(path, choice.tag))
     preset = data.pop("preset", None) if name in choice.presets else None
@@ -389,21 +389,21 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
     return _read_dataclass(variant, data, path)
 
 
-def _read_own(choice: OneOf, key: str, value: Mapping[str, object], path: str) -> Own:
+def _read_user_code(choice: OneOf, key: str, value: Mapping[str, object], path: str) -> Own:
     """Reads a thing of the user's own, whose options are read by nothing but itself."""
-    others = [other for other in (choice.tag, *choice.own) if other in value and other != key]
+    others = [other for other in (choice.tag, *choice.user_code) if other in value and other != key]
     if others:
         raise ConfigError(
             f"{path}: got {key} and {others[0]}, which both say what it is; leave one of them out"
         )
-    cls, function = choice.own[key], value[key]
+    cls, function = choice.user_code[key], value[key]
     ours = options_of(cls)
-    given = {name: item for name, item in value.items() if name in ours}
-    given = read_options(ours, given, path)
+    known = {name: item for name, item in value.items() if name in ours}
+    known = read_options(ours, known, path)
     if not isinstance(function, str):
         raise ConfigError(f"{path}: got {function!r:.80}, which must be a path such as {PATH}")
     rest = {str(name): x for name, x in value.items() if name not in (key, *ours)}
-    return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **given), path)
+    return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **known), path)
 
 
 def _pick(table: Mapping[Any, _T], name: object, path: str) -> _T:

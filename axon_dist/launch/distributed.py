@@ -69,10 +69,10 @@ class Coordinator:
     def __init__(self, address: str, num_processes: int, silence: float):
         linger = int(silence) + _LINGER_SECONDS
         host, port = bind_address(address)
-        where = f"[{host or '::'}]:{port}" if ":" in host or not host else f"{host}:{port}"
+        endpoint = f"[{host or '::'}]:{port}" if ":" in host or not host else f"{host}:{port}"
         numbers = (num_processes, _heartbeat(silence), _SHUTDOWN_SECONDS, linger)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", coordinator.__file__, where, *map(str, numbers)],
+            [sys.executable, "-P", coordinator.__file__, endpoint, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # It outlives this process, so it must not hold on to its output.
@@ -439,6 +439,6 @@ def keeps_collectives_apart(hlo: str) -> bool:
         [True, False]
     """
     before, _, entry = hlo.rpartition("ENTRY ")
-    found = [line for line in entry.splitlines() if _COLLECTIVE.search(line)]
-    keys = {(_COLLECTIVE.findall(line)[0], *_CHANNEL.findall(line)) for line in found}
-    return not _COLLECTIVE.search(before) and len(keys) == len(found)
+    lines = [line for line in entry.splitlines() if _COLLECTIVE.search(line)]
+    keys = {(_COLLECTIVE.findall(line)[0], *_CHANNEL.findall(line)) for line in lines}
+    return not _COLLECTIVE.search(before) and len(keys) == len(lines)

@@ -106,11 +106,11 @@ def bind_address(address: str) -> tuple[str, int]:
     """
     host, port = split_address(address)
     with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        for family, kind, _, _, sockaddr in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 # Any free port will do to learn whether the address is one of this host.
-                probe.bind((where[0], 0))
-                return str(where[0]), port
+                probe.bind((sockaddr[0], 0))
+                return str(sockaddr[0]), port
     return "", port
 
 
@@ -265,8 +265,8 @@ def _master(env: Environment) -> str:
 def _port(env: Environment) -> int:
     """The port; under torchrun itself the next one, for its own store listens on the first."""
     port = parse_port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
-    is_taken = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-    return parse_port(str(port + is_taken), "MASTER_PORT + 1")
+    is_in_use = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    return parse_port(str(port + is_in_use), "MASTER_PORT + 1")
 
 
 def _local_devices(env: Environment) -> tuple[int, ...] | None:

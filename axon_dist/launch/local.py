@@ -470,8 +470,8 @@ class _Attempt:
                 child.send(number)
 
         # `nohup` has the hangup ignored, here and in the ranks.
-        taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, forward) for number in taken}
+        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, forward) for number in handled}
         try:
             yield
         finally:

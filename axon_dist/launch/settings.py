@@ -60,13 +60,13 @@ def read_settings(env: Mapping[str, str], jax_flags: Mapping[str, object]) -> di
         >>> read_settings(env, {"jax_enable_x64": True, "jax_log_compiles": True})
         {'jax_enable_x64': 'True', 'XLA_FLAGS --xla_cpu_enable_fast_math': 'true'}
     """
-    found = {name: _said(jax_flags[name]) for name in JAX_FLAGS if name in jax_flags}
+    settings = {name: _said(jax_flags[name]) for name in JAX_FLAGS if name in jax_flags}
     for variable in FLAG_LISTS:
         for flag, value in _split_flags(env.get(variable, "")).items():
             if not _OF_ONE_PROCESS.search(flag):
-                found[f"{variable} {flag}"] = value
-    found |= {name: env[name] for name in VARIABLES if name in env}
-    return {name: _shortened(value) for name, value in found.items()}
+                settings[f"{variable} {flag}"] = value
+    settings |= {name: env[name] for name in VARIABLES if name in env}
+    return {name: _shortened(value) for name, value in settings.items()}
 
 
 def compare_settings(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:

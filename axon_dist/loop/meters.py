@@ -150,7 +150,7 @@ def utilization_of(
         return None
     model = step.parts.abstract
     # A frozen parameter has no gradient of its own: a third less to compute.
-    count = _met(model, step.parts.params) + 2 / 3 * _met(model, step.parts.frozen)
+    count = _used_params(model, step.parts.params) + 2 / 3 * _used_params(model, step.parts.frozen)
     attention = getattr(model, "attention_flops", None)
     return functools.partial(
         model_flops_utilization,
@@ -161,7 +161,7 @@ def utilization_of(
     )
 
 
-def _met(model: nnx.Module, params: PyTree) -> float:
+def _used_params(model: nnx.Module, params: PyTree) -> float:
     """How many of some parameters a token meets."""
     idle = {
         "/".join(map(str, (*keys, name))): share
@@ -198,7 +198,7 @@ class StepProfile:
     def __init__(self, at: int, steps: int, directory: str | Path | None):
         self._steps = range(at, at + steps) if at and directory is not None else range(0)
         self._count, self._is_asked = steps, False
-        self._told: list[Callable[[str], None]] = []
+        self._listeners: list[Callable[[str], None]] = []
         self._directory = None if directory is None else str(directory)
         self._is_on = False
 
@@ -209,7 +209,7 @@ class StepProfile:
         Args:
             tell: takes a sentence when a trace begins or has ended.
         """
-        self._told = [tell]
+        self._listeners = [tell]
         if threading.current_thread() is not threading.main_thread() or self._directory is None:
             yield
             return
@@ -250,11 +250,11 @@ class StepProfile:
     def close(self) -> None:
         """Ends a trace that is still recorded, because the run ends before it."""
         if self._is_on:
-            told = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
+            message = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
             self._is_on, self._steps = False, range(0)
             jax.profiler.stop_trace()
-            for tell in self._told:
-                tell(told)
+            for tell in self._listeners:
+                tell(message)
 
 
 class MetricSums:

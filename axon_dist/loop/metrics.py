@@ -180,8 +180,8 @@ class MlflowWriter:
     ):
         mlflow = require("mlflow", "loggers", "the logger 'mlflow'")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(experiment)
-        known = found.experiment_id if found else self._client.create_experiment(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
+        known = existing.experiment_id if existing else self._client.create_experiment(experiment)
         self._run = self._client.create_run(known, run_name=name).info.run_id
         for key, value in flatten_dict(dict(config or {}), sep=".").items():
             self._client.log_param(self._run, key, str(value)[:500])

@@ -92,7 +92,7 @@ class PlainProgress(Progress):
         every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._write, self._every, self._clock = write, every, clock
+        self._write, self._interval, self._clock = write, every, clock
         self._last: Status | None = None
         self._written: Status | None = None
         self._next_time = clock()
@@ -115,7 +115,7 @@ class PlainProgress(Progress):
         if self._clock() >= self._next_time or _validation(status) != _validation(self._written):
             self._write(status_line(status))
             self._written = status
-            self._next_time = self._clock() + self._every
+            self._next_time = self._clock() + self._interval
 
     def note(self, text: str) -> None:
         """Writes the sentence."""

@@ -74,9 +74,9 @@ class TimeSheet:
             train_seconds: from step to step, all told; what is not data or lost in it is `step`.
         """
         named = (INITIALIZE, COMPILE, DATA, VALIDATE, SAVE, LOST)
-        found = {kind: self[kind] for kind in named}
-        found[STEP] = max(train_seconds - self[DATA] - self[LOST], 0.0)
-        return {**found, OTHER: max(self.elapsed - sum(found.values()), 0.0)}
+        seconds = {kind: self[kind] for kind in named}
+        seconds[STEP] = max(train_seconds - self[DATA] - self[LOST], 0.0)
+        return {**seconds, OTHER: max(self.elapsed - sum(seconds.values()), 0.0)}
 
 
 TRAIN, VALIDATION = "train", "validation"
@@ -129,11 +129,11 @@ class Record:
         self.options, self.writers, self.progress = options, writers, progress
         self.device_bytes, self.utilization, self.skips = device_bytes, utilization, skips
         self._facts, self.sheet, self._tell = facts, sheet, tell
-        self.step_seconds, self._told = array.array("d"), (0.0, 0.0, 0.0, 0)
+        self.step_seconds, self._reported = array.array("d"), (0.0, 0.0, 0.0, 0)
         self.lost: NonfiniteLoss | None = None
         self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
         self._skipped: list[str] = []
-        self.first_step = self.taken = self.step = first_step
+        self.first_step = self.dispatched = self.step = first_step
         self.rollbacks = 0
         self._curves = [point for row in history for point in _points(row)]
         self.latest: dict[str, float] = {}
@@ -179,13 +179,13 @@ class Record:
 
     def add(self, metrics: Mapping[str, Array]) -> None:
         """Takes the metrics of the next step, which may still be running."""
-        self.taken += 1
+        self.dispatched += 1
         self.sign()
-        self._pending.append((self.taken, metrics))
+        self._pending.append((self.dispatched, metrics))
 
     def sign(self) -> None:
         """Tells that the run goes on."""
-        self._tell(self.taken)
+        self._tell(self.dispatched)
 
     def settle(self, keep: int = 0) -> None:
         """Fetches all but the newest metrics; waits for the steps they come from.
@@ -220,8 +220,8 @@ class Record:
 
     def metric_curves(self) -> dict[str, tuple[Curve, Curve]]:
         """Training and validation curve of every metric that was validated, but for the loss."""
-        found = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
-        names = sorted(found - {"loss"})
+        metrics = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
+        names = sorted(metrics - {"loss"})
 
         def curve(kind, name):
             return tuple(self._curve(kind, name))
@@ -255,7 +255,7 @@ class Record:
         self._window.clear()
         if self._recent:
             self.sheet.add(LOST, statistics.fmean(self._recent) * (self.step - step))
-        self.first_step = self.taken = self.step = step
+        self.first_step = self.dispatched = self.step = step
         self.lost, self.rollbacks = None, self.rollbacks + 1
         self._curves = [point for point in self._curves if point[1] <= step]
         self.start_clock()
@@ -313,8 +313,8 @@ class Record:
 
     def _shares(self) -> dict[str, float]:
         """Where the time since the last record went, and that of the whole run so far."""
-        before, count = self._told, len(self.step_seconds)
-        self._told = now = self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count
+        before, count = self._reported, len(self.step_seconds)
+        self._reported = now = self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count
         train, data, devices = (now[index] - before[index] for index in range(3))
         shares = {"time/unix": time.time(), "time/elapsed_seconds": self.sheet.elapsed}
         if train <= 0:
@@ -365,9 +365,9 @@ class Record:
 def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
     """What a record says about training and validation: kind, step and metrics."""
     for kind in (TRAIN, VALIDATION):
-        own = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
+        metrics = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
         # A number that JSON does not have was written as its name.
-        means = {name.removeprefix(f"{kind}/"): float(x) for name, x in own.items()}
+        means = {name.removeprefix(f"{kind}/"): float(x) for name, x in metrics.items()}
         means.pop("skipped_steps", None)
         if means:
             yield kind, row["step"], means

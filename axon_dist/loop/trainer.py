@@ -259,10 +259,10 @@ class Trainer:
             )
         needed = {"save": "save_every", "copy": "copy_every", "validation": "eval_every"}
         for name, option in needed.items():
-            every = getattr(self.options, option)
-            if every and getattr(self, name) is None:
+            steps = getattr(self.options, option)
+            if steps and getattr(self, name) is None:
                 raise ConfigError(
-                    f"the options have {option}={every} and the trainer has no {name}, so nothing "
+                    f"the options have {option}={steps} and the trainer has no {name}, so nothing "
                     f"would happen then; give it a {name} function, or leave {option} at 0"
                 )
 
@@ -280,17 +280,17 @@ class Trainer:
             raise ConfigError("there is no batch to train on; give the trainer at least one")
         return batches, first
 
-    def _end_together(self, taken: int) -> None:
+    def _end_together(self, number: int) -> None:
         """Raises where the data of this process ended, and that of the others did not.
 
         They wait for it in the next step for good, and cannot be asked.
         """
         world = self.step.world
         try:
-            agree(world, f"end of data after step {taken}", {}, _END_SECONDS)
+            agree(world, f"end of data after step {number}", {}, _END_SECONDS)
         except LaunchError:
             raise ConfigError(
-                f"the batches of process {world.process_index} ended after step {taken} of "
+                f"the batches of process {world.process_index} ended after step {number} of "
                 f"{self.options.num_steps}, and the other processes have more; give every process "
                 "equally many"
             ) from None
@@ -306,7 +306,7 @@ class Trainer:
     ) -> tuple[TrainState, str | None]:
         """Takes all steps but the first; the last state, and why, unless somebody asked to stop."""
         while True:
-            if self._is_pause(record.taken):
+            if self._is_pause(record.dispatched):
                 # What is validated, saved or the result must be known to be finite.
                 record.settle()
             if record.lost is not None:
@@ -314,9 +314,9 @@ class Trainer:
                 if earlier is None:
                     return state, NONFINITE
                 state, metrics = earlier, {}
-            elif record.taken == self.options.num_steps:
+            elif record.dispatched == self.options.num_steps:
                 return state, FINISHED
-            elif self._pause_after(record.taken, state, record, stops):
+            elif self._pause_after(record.dispatched, state, record, stops):
                 return state, None
             elif self._has_lost_patience(record):
                 return state, EARLY
@@ -325,10 +325,10 @@ class Trainer:
             with record.sheet.on(DATA):
                 batch = next(batches, _END)
             if batch is _END:
-                self._end_together(record.taken)
+                self._end_together(record.dispatched)
                 return state, "out of data"
             record.sign()
-            with profile.around(record.taken + 1, record.settle):
+            with profile.around(record.dispatched + 1, record.settle):
                 state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
                 record.add(metrics)
             record.settle(keep=LAG)
@@ -336,7 +336,7 @@ class Trainer:
     def _is_pause(self, number: int) -> bool:
         options = self.options
         cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
-        return any(_is_multiple(number, every) for every in cadences)
+        return any(_is_multiple(number, cadence) for cadence in cadences)
 
     def _go_back(self, record: Record) -> TrainState | None:
         """The state to go on from after a step that was not finite; None where the run stops."""
@@ -369,7 +369,7 @@ class Trainer:
     def _has_lost_patience(self, record: Record) -> bool:
         """Whether the last validations have brought nothing better; the same on every process."""
         options = self.options
-        if not options.patience or not _is_multiple(record.taken, options.eval_every):
+        if not options.patience or not _is_multiple(record.dispatched, options.eval_every):
             return False
         since = record.validations_since_best()
         if since >= options.patience:
@@ -411,15 +411,15 @@ class Trainer:
     def _validation_means(
         self, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
-        given, means = self.validation, {}
-        assert given is not None
-        sets = given if isinstance(given, Mapping) else {"": given}
+        validation, means = self.validation, {}
+        assert validation is not None
+        sets = validation if isinstance(validation, Mapping) else {"": validation}
         for name, make in sets.items():
             is_first = not record.validation and not means
-            found = self._means_of(make, is_first, state, record, stops)
-            if found is None:
+            set_means = self._means_of(make, is_first, state, record, stops)
+            if set_means is None:
                 return None
-            means |= {f"{name}/{metric}".lstrip("/"): mean for metric, mean in found.items()}
+            means |= {f"{name}/{metric}".lstrip("/"): mean for metric, mean in set_means.items()}
         best = self.options.best_metric.removeprefix("validation/")
         if best not in means and (self.options.patience or best != "loss"):
             hint = did_you_mean(best, means)
@@ -432,14 +432,14 @@ class Trainer:
         """The mean of every metric over one set; None where somebody wanted to stop meanwhile."""
         sums = MetricSums()
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
-            given = make()
-            BATCHES.check("a Trainer", "validation()", given)
-            batches = (record.sign() or batch for batch in given)
+            source = make()
+            BATCHES.check("a Trainer", "validation()", source)
+            batches = (record.sign() or batch for batch in source)
             averages = self.step.options.ema is not None
-            found = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
+            batch_sums = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
             with record.sheet.on(COMPILE) if is_first else nullcontext():
-                first = [*itertools.islice(found, 1)]
-            for metrics in delayed(itertools.chain(first, found), LAG):
+                first = [*itertools.islice(batch_sums, 1)]
+            for metrics in delayed(itertools.chain(first, batch_sums), LAG):
                 sums.add(metrics)
                 record.sign()
                 if stops.meanwhile():
@@ -467,21 +467,21 @@ class Trainer:
         self, lost: nonfinite.NonfiniteLoss, state: TrainState, record: Record
     ) -> NoReturn:
         """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
-        kept = ""
+        remark = ""
         if self._policy is not None:
-            kept = f"; the state is that of step {record.step}"
+            remark = f"; the state is that of step {record.step}"
             if self.give_back is not None:
-                self.give_back(record.taken - record.step)
+                self.give_back(record.dispatched - record.step)
             is_saved = record.step == record.first_step
             if not is_saved and not _is_multiple(record.step, self.options.save_every):
                 self._save(record.step, state, record)
         gone_back = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
-        raise NonfiniteError(f"{lost}{gone_back}{kept}. {_ADVICE}")
+        raise NonfiniteError(f"{lost}{gone_back}{remark}. {_ADVICE}")
 
     def _tell_signal(self, name: str) -> None:
         self.progress.note(f"{name}: stopping after this step (once more aborts)")
 
 
-def _is_multiple(number: int, every: int) -> bool:
-    """Whether it is time again; never where `every` is 0."""
-    return every > 0 and number % every == 0
+def _is_multiple(number: int, cadence: int) -> bool:
+    """Whether it is time again; never where `cadence` is 0."""
+    return cadence > 0 and number % cadence == 0

@@ -91,8 +91,8 @@ def kept_logits(logits: Array, sampling: Sampling) -> Array:
         probabilities = jax.nn.softmax(values, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         # Nothing is before the first, whatever rounding makes of the difference.
-        is_kept = (before < top_p).at[..., 0].set(True)
-        values = jnp.where(is_kept, values, -jnp.inf)
+        is_in_nucleus = (before < top_p).at[..., 0].set(True)
+        values = jnp.where(is_in_nucleus, values, -jnp.inf)
     nothing = jnp.full_like(scaled, -jnp.inf)
     return jnp.put_along_axis(nothing, ids, values, axis=-1, inplace=False)
 
@@ -111,8 +111,8 @@ def draw(key: Array, logits: Array, sampling: Sampling) -> Array:
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    kept = kept_logits(logits, sampling)
-    return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+    filtered = kept_logits(logits, sampling)
+    return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
 
 
 _TOLERANCE = 1e-4
@@ -220,7 +220,7 @@ def generate(
         "num_tokens": num_tokens,
         "sampling": sampling,
         "end": end,
-        "whole": _whole(leaves),
+        "replicated": _replicated(leaves),
     }
     run = functools.partial(_compiled, **options)
     if not _is_hashable(graphdef):
@@ -242,7 +242,7 @@ def _generate(
     num_tokens: int,
     sampling: Sampling,
     end: int | None,
-    whole: NamedSharding | None,
+    replicated: NamedSharding | None,
 ) -> Array:
     """Tokens `[B, T]` -> those that follow, `[B, N]`."""
 
@@ -268,11 +268,11 @@ def _generate(
     first, is_over = take(logits, 0, jnp.zeros(tokens.shape[0], bool))
     _, others = jax.lax.scan(step, (first, cache, is_over), jnp.arange(1, num_tokens))
     added = jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
-    return added if whole is None else jax.lax.with_sharding_constraint(added, whole)
+    return added if replicated is None else jax.lax.with_sharding_constraint(added, replicated)
 
 
 _compiled = jax.jit(
-    _generate, static_argnames=("graphdef", "num_tokens", "sampling", "end", "whole")
+    _generate, static_argnames=("graphdef", "num_tokens", "sampling", "end", "replicated")
 )
 
 
@@ -304,14 +304,14 @@ class Recomputing:
         self, tokens: Array, cache: tuple[Array, Array]
     ) -> tuple[Array, tuple[Array, Array]]:
         """Writes further tokens behind those so far, and runs the model on everything."""
-        kept, counts = cache
-        rows = jnp.arange(kept.shape[0])[:, None]
+        history, counts = cache
+        rows = jnp.arange(history.shape[0])[:, None]
         columns = counts[:, None] + jnp.arange(tokens.shape[1])
         # Padding stands before column 0; out of bounds nothing is written.
-        columns = jnp.where(columns < 0, kept.shape[1], columns)
-        kept = kept.at[rows, columns].set(tokens, mode="drop")
+        columns = jnp.where(columns < 0, history.shape[1], columns)
+        history = history.at[rows, columns].set(tokens, mode="drop")
         counts = counts + tokens.shape[1]
-        return self.model(kept)[rows[:, 0], counts - 1], (kept, counts)
+        return self.model(history)[rows[:, 0], counts - 1], (history, counts)
 
 
 def _aligned(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
@@ -363,17 +363,17 @@ def _check_causal(
     graphdef, leaves = nnx.split(model)
     length = tokens.shape[1] + num_tokens - 1
     behind = np.arange(length) >= (tokens.shape[1] - padding)[:, None]
-    kept = np.zeros((len(tokens), length), np.int32)
-    kept[~behind] = tokens[np.arange(tokens.shape[1]) >= padding[:, None]]
+    padded = np.zeros((len(tokens), length), np.int32)
+    padded[~behind] = tokens[np.arange(tokens.shape[1]) >= padding[:, None]]
 
     @jax.jit
     def run(leaves: PyTree, tokens: Array) -> Array:
         return _decoder(graphdef, leaves).model(tokens)  # type: ignore[attr-defined]
 
-    logits, again = (np.asarray(run(leaves, np.where(behind, x, kept))) for x in (0, 1))
-    if logits.shape[:-1] != kept.shape:
+    logits, again = (np.asarray(run(leaves, np.where(behind, x, padded))) for x in (0, 1))
+    if logits.shape[:-1] != padded.shape:
         raise UnsupportedError(
-            f"{kind} maps tokens of shape {kept.shape} to {logits.shape}, and generating needs "
+            f"{kind} maps tokens of shape {padded.shape} to {logits.shape}, and generating needs "
             "logits for every position, [B, T, V]; wrap it in a module that gives these"
         )
     seen, other = (x[~behind].astype(np.float32) for x in (logits, again))
@@ -390,7 +390,7 @@ def _check_causal(
         )
 
 
-def _whole(leaves: PyTree) -> NamedSharding | None:
+def _replicated(leaves: PyTree) -> NamedSharding | None:
     """Where the tokens go: to every device of the mesh that the parameters are on."""
     for leaf in jax.tree.leaves(leaves):
         sharding = getattr(leaf, "sharding", None)

@@ -164,8 +164,8 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
         )
     logits = logits.astype(jnp.float32)
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-    chosen = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    label_logits = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - label_logits
 
 
 def _check_batch(batch: object, *names: str) -> None:
@@ -182,10 +182,10 @@ def _check_batch(batch: object, *names: str) -> None:
 def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
     """The loss with what the model adds to its mean; and metrics, if the model has any."""
     method = getattr(model, AUXILIARY, None)
-    found = None if method is None else method()
-    if found is None:
+    auxiliary = None if method is None else method()
+    if auxiliary is None:
         return loss
-    more, metrics = found
+    more, metrics = auxiliary
     return Weighted(loss.total + more * loss.weight, loss.weight), metrics
 
 
@@ -218,8 +218,8 @@ def _predict(
 
 def _takes_segments(model: Callable[..., Array]) -> bool:
     call = type(model).__call__ if isinstance(model, nnx.Module) else model
-    taken = inspect.signature(call).parameters
-    return "segments" in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    parameters = inspect.signature(call).parameters
+    return "segments" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _counts(batch: Mapping[str, Array]) -> Array:

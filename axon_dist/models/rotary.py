@@ -100,8 +100,8 @@ def _linear(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
 
 def _llama3(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
     turns = scaling.original_length * frequency / (2 * math.pi)
-    kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
-    return (1 - kept) * frequency / scaling.factor + kept * frequency
+    fast = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return (1 - fast) * frequency / scaling.factor + fast * frequency
 
 
 def _yarn(scaling: RopeScaling, frequency: Array, theta: float) -> Array:

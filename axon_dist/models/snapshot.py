@@ -222,10 +222,10 @@ def check_snapshot(
             if rules in FORMATS:
                 raise
             continue
-        found = list(_differences(model.config, theirs, differ))
-        if found:
+        diffs = list(_differences(model.config, theirs, differ))
+        if diffs:
             raise ConfigError(
-                f"the model is not the one of {str(file)!r}: {', '.join(found)}. Its weights would "
+                f"the model is not the one of {str(file)!r}: {', '.join(diffs)}. Its weights would "
                 "be those of another function: take the sizes from there, in a config by "
                 f"model: {{hub: {file.parent}}}, in Python by hub_config({str(file.parent)!r})"
                 "; or name in differ=(...) what is to differ"
@@ -242,8 +242,8 @@ def token_ids(files: Files) -> dict[str, Any]:
         CheckpointError: when it cannot be read.
         UnsupportedError: when it is of a family without a row in `FORMATS`.
     """
-    found = {key: x for file in configs_beside(files) for key, x in _read_config(file)[1].items()}
-    return {key: found[key] for key in TOKEN_IDS if key in found}
+    entries = {key: x for file in configs_beside(files) for key, x in _read_config(file)[1].items()}
+    return {key: entries[key] for key in TOKEN_IDS if key in entries}
 
 
 def _differences(
@@ -266,17 +266,17 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
         Values by field; those of experts as `experts.count`.
     """
     names = [field.name for field in dataclasses.fields(config) if field.name not in FREE]
-    found = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
+    values = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
     if config.positions == "learned":
-        del found["rope_theta"]
+        del values["rope_theta"]
     is_usual = abs(config.score_scale * config.key_size**0.5 - 1) < 1e-9
-    found["attention_scale"] = None if is_usual else config.score_scale
+    values["attention_scale"] = None if is_usual else config.score_scale
     far = config.max_length if config.local_rope_theta is None else float("inf")
     each = tuple(0 if window >= far else window for window in config.layer_windows)
-    found["windows"] = each if any(each) else ()
+    values["windows"] = each if any(each) else ()
     experts = config.experts
     for name in _OF_EXPERTS:
         value = None if experts is None else getattr(experts, name)
         is_default = name == "width" and experts is not None and value is None
-        found[f"experts.{name}"] = config.hidden_size if is_default else value
-    return found
+        values[f"experts.{name}"] = config.hidden_size if is_default else value
+    return values

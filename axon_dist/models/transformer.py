@@ -192,14 +192,14 @@ class Transformer(nnx.Module):
         if not self.config.chunks_logits:
             return None
         layer = self.token_embedding if self.config.tied_head else self.lm_head
-        found = _plain_kernel(layer)
-        if found is None:
+        kernel = _plain_kernel(layer)
+        if kernel is None:
             return None
         x = self.final_norm(self.residual(tokens, *_places(segments)))
-        dtype = layer.dtype or jnp.promote_types(x.dtype, found.dtype)
+        dtype = layer.dtype or jnp.promote_types(x.dtype, kernel.dtype)
         return {
             "hidden": x.astype(dtype),
-            "kernel": found.astype(dtype),
+            "kernel": kernel.astype(dtype),
             "logits_dtype": self.config.logits_dtype,
         }
 
@@ -215,9 +215,9 @@ class Transformer(nnx.Module):
             return None
         blocks = [self.blocks] if self.config.scan_layers else list(self.blocks)
         rows = [block.mlp.report[...].reshape(-1, len(Findings._fields)) for block in blocks]
-        found = Findings(*jnp.concatenate(rows).T)
-        terms = experts.balance * found.balance + experts.z_loss * found.router_z
-        return jnp.sum(terms), {name: jnp.mean(x) for name, x in found._asdict().items()}
+        findings = Findings(*jnp.concatenate(rows).T)
+        terms = experts.balance * findings.balance + experts.z_loss * findings.router_z
+        return jnp.sum(terms), {name: jnp.mean(x) for name, x in findings._asdict().items()}
 
     def start_cache(self, padding: Array, length: int) -> Cache:
         """Makes an empty cache.
@@ -257,11 +257,11 @@ class Transformer(nnx.Module):
         if self.config.scan_layers:
             x, past = decode_layers(self.blocks, x, cache.past, place)
         else:
-            kept = []
+            updated = []
             for block, past in zip(self.blocks, cache.past, strict=True):
                 x, past = block.decode(x, past, place)
-                kept.append(past)
-            past = tuple(kept)
+                updated.append(past)
+            past = tuple(updated)
         return self.head(x[:, -1:])[:, 0], cache.after(past, tokens.shape[1])
 
     def embed(self, tokens: Array, positions: Array | None = None) -> Array:

@@ -55,17 +55,17 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"got {files!r:.80} for the files of weights; give a path, or a list of them"
         )
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for each in several:
         path = as_path(fetched(each), "the weights", CheckpointError)
         for name, entry in (_of_folder if path.is_dir() else _of_file)(path).items():
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(
-                    f"{name} is in {str(found[name].path)!r} and in {str(path)!r}; name files that "
-                    "belong together"
+                    f"{name} is in {str(tensors[name].path)!r} and in {str(path)!r}; name files "
+                    "that belong together"
                 )
-            found[name] = entry
-    return found
+            tensors[name] = entry
+    return tensors
 
 
 def _of_file(path: Path) -> dict[str, TensorEntry]:
@@ -147,13 +147,13 @@ def adapter_rules(rules: WeightRules) -> WeightRules:
     Args:
         rules: of the model.
     """
-    found = []
+    adapters = []
     for rule in rules.rules:
         (name, *names), (path, *paths) = rule.names, rule.paths
         is_kernel = name.endswith(r"\.weight") and path.endswith("/kernel")
         if is_kernel and not names and not paths and rule.form in _PLAIN:
             layer, beside = name.removesuffix("weight"), path.removesuffix("kernel")
-            found += [
+            adapters += [
                 WeightRule(
                     rf"{_PREFIX}{layer}lora_{theirs}\.weight",
                     f"{beside}lora/lora_{ours}",
@@ -162,7 +162,7 @@ def adapter_rules(rules: WeightRules) -> WeightRules:
                 )
                 for theirs, ours, form in _PARTS
             ]
-    return WeightRules(tuple(found))
+    return WeightRules(tuple(adapters))
 
 
 def list_adapters(folder: Path) -> dict[str, TensorEntry]:

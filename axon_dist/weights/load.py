@@ -36,9 +36,9 @@ def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
         The array.
     """
     sharding: Any = target.sharding
-    where = sharding.addressable_devices_indices_map(target.shape)
+    indices = sharding.addressable_devices_indices_map(target.shape)
     devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in where.items():
+    for device, index in indices.items():
         parts = (part.indices(n)[:2] for part, n in zip(index, target.shape, strict=True))
         devices_of.setdefault(tuple(parts), []).append(device)
     shards: list[Array] = []
@@ -205,10 +205,10 @@ class _Wanted:
         table.validate()
         check_snapshot(self.files, model, self.rules, self.differ)
         entries, files = find_tensors(self.files), self.files
-        where = f"{len(files)} files" if isinstance(files, list | tuple) else repr(str(files))
-        kept = (*self.keep, *table.own)
+        source = f"{len(files)} files" if isinstance(files, list | tuple) else repr(str(files))
+        keep = (*self.keep, *table.own)
         table = dataclasses.replace(table, rules=(*adapter_rules(table).rules, *table.rules))
-        return match_weights(entries, targets, table, where=where, cast=self.cast, keep=kept)
+        return match_weights(entries, targets, table, files=source, cast=self.cast, keep=keep)
 
 
 def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
@@ -219,17 +219,17 @@ def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
 def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:
     """What every process has found, or the error of the first that could not."""
     try:
-        found, error = read(), None
+        sources, error = read(), None
     except AxonDistError as caught:
-        found, error = {}, caught
+        sources, error = {}, caught
     if world.num_processes > 1:
         text = "" if error is None else str(error)
         kinds = [
             f"{path} {x.shape} {[str(p.entry.dtype) for p in x.pieces]}"
-            for path, x in found.items()
+            for path, x in sources.items()
         ]
         files = zlib.crc32("\n".join([text, *kinds]).encode())
         agree(world, "weights", {"files": files, "error": text})
     if error is not None:
         raise error
-    return found
+    return sources

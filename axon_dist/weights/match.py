@@ -111,10 +111,10 @@ class ParameterSource:
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Reads a slice into memory of its own; nothing else of the files stays there."""
-        whole = [slice(*part.indices(n)[:2]) for part, n in zip(index, self.shape, strict=True)]
-        out = np.empty([part.stop - part.start for part in whole], self.dtype)
+        bounds = [slice(*part.indices(n)[:2]) for part, n in zip(index, self.shape, strict=True)]
+        out = np.empty([part.stop - part.start for part in bounds], self.dtype)
         for piece in self.pieces:
-            piece.fill(out, whole)
+            piece.fill(out, bounds)
         return out
 
 
@@ -126,7 +126,7 @@ class _Problems:
     left_over: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
 
-    def check(self, where: str) -> None:
+    def check(self, files: str) -> None:
         texts = [
             f"missing in the files: {shorten(self.missing)}" if self.missing else "",
             f"left over: {shorten(self.left_over)}" if self.left_over else "",
@@ -134,7 +134,7 @@ class _Problems:
         ]
         if any(texts):
             raise CheckpointError(
-                f"the weights in {where} do not fit the model: "
+                f"the weights in {files} do not fit the model: "
                 f"{'; '.join(filter(None, texts))}. Nothing was loaded: make the model "
                 "with the sizes of these weights, or give rules that name them, with what is not "
                 "wanted in their `ignored`; keep=(...) names parameters that keep their first "
@@ -148,7 +148,7 @@ class _Target:
 
     rule: WeightRule
     paths: tuple[Path, ...]
-    found: dict[tuple[int, tuple[int, ...]], str]
+    tensors: dict[tuple[int, tuple[int, ...]], str]
     groups: Mapping[str, str]
 
 
@@ -157,7 +157,7 @@ def match_weights(
     targets: Mapping[Path, Any],
     rules: WeightRules,
     *,
-    where: str,
+    files: str,
     cast: bool = False,
     keep: Iterable[str] = (),
 ) -> dict[Path, ParameterSource]:
@@ -167,7 +167,7 @@ def match_weights(
         entries: the tensors, by name.
         targets: the parameters by path, anything with shape and dtype.
         rules: which tensor is which parameter.
-        where: the files, for messages.
+        files: the files, for messages.
         cast: whether floats of other dtypes are converted.
         keep: regular expressions of paths that may be missing.
 
@@ -179,24 +179,25 @@ def match_weights(
     """
     problems = _Problems()
     _check_copies(entries, rules, problems)
-    found: dict[Path, ParameterSource] = {}
+    sources: dict[Path, ParameterSource] = {}
     for target in _targets(entries, rules, problems):
         absent = [path for path in target.paths if path not in targets]
         if absent:
-            problems.left_over += target.found.values()
+            problems.left_over += target.tensors.values()
             continue
         shapes = {path: tuple(targets[path].shape) for path in target.paths}
-        pieces = _pieces(target, entries, shapes, problems)
-        for path, parts in pieces.items():
-            if path in found:
+        for path, parts in _pieces(target, entries, shapes, problems).items():
+            if path in sources:
                 problems.others.append(f"two rules give {path}")
-            found[path] = ParameterSource(shapes[path], np.dtype(targets[path].dtype), tuple(parts))
-            _check_dtypes(path, found[path], target, entries, cast, problems)
+            sources[path] = ParameterSource(
+                shapes[path], np.dtype(targets[path].dtype), tuple(parts)
+            )
+            _check_dtypes(path, sources[path], target, entries, cast, problems)
     for path in targets:
-        if path not in found and not any(re.fullmatch(pattern, path) for pattern in keep):
+        if path not in sources and not any(re.fullmatch(pattern, path) for pattern in keep):
             problems.missing.append(path)
-    problems.check(where)
-    return {path: found[path] for path in targets if path in found}
+    problems.check(files)
+    return {path: sources[path] for path in targets if path in sources}
 
 
 def _targets(
@@ -217,9 +218,9 @@ def _targets(
         row = tuple(int(groups.pop(group)) for group in rule.stacked)
         paths = rule.paths_of(groups)
         target = targets.setdefault((tuple(rule.names), paths), _Target(rule, paths, {}, groups))
-        if other := target.found.get((number, row)):
+        if other := target.tensors.get((number, row)):
             problems.others.append(f"both {other} and {name} are for {' + '.join(paths)}")
-        target.found[number, row] = name
+        target.tensors[number, row] = name
     return list(targets.values())
 
 
@@ -235,13 +236,13 @@ def _pieces(
     counts = [min(shape[dim : dim + 1] or (0,) for shape in shapes.values()) for dim in range(lead)]
     rows = list(itertools.product(*(range(count) for (count,) in counts)))
     wanted = [(number, row) for row in rows for number in range(len(rule.names))]
-    problems.left_over += [n for key, n in target.found.items() if key not in wanted]
-    if absent := [key for key in wanted if key not in target.found]:
+    problems.left_over += [n for key, n in target.tensors.items() if key not in wanted]
+    if absent := [key for key in wanted if key not in target.tensors]:
         problems.missing += [_name(target, number, row) for number, row in absent]
-    found: dict[Path, list[TensorPart]] = {path: [] for path in target.paths}
+    parts: dict[Path, list[TensorPart]] = {path: [] for path in target.paths}
     inner = [shape[lead:] for shape in shapes.values()]
     for row in rows:
-        names = [target.found.get((number, row)) for number in range(len(rule.names))]
+        names = [target.tensors.get((number, row)) for number in range(len(rule.names))]
         if None in names:
             continue
         formed = [_formed(name, entries[name], form, problems) for name in names if name]
@@ -253,8 +254,8 @@ def _pieces(
         cuts = _cuts(formed, inner, rule.dim)
         for (path, tensor), (start, at, size, dim) in cuts.items():
             entry = entries[str(names[tensor])]
-            found[target.paths[path]].append(TensorPart(entry, form, row, dim, start, at, size))
-    return found
+            parts[target.paths[path]].append(TensorPart(entry, form, row, dim, start, at, size))
+    return parts
 
 
 def _formed(name: str, entry: TensorEntry, form: Form, problems: _Problems) -> Shape | None:
@@ -314,7 +315,7 @@ def _check_dtypes(
         is_float = all(is_dtype(kind, jnp.floating) for kind in (dtype, source.dtype))
         if cast and is_float:
             continue
-        name = next(iter(target.found.values()))
+        name = next(iter(target.tensors.values()))
         advice = "cast=True converts" if is_float else "only floats can be converted"
         problems.others.append(f"{name} is {dtype} and {path} is {source.dtype} ({advice})")
 

@@ -81,7 +81,7 @@ def outgoing(
         ConfigError: when no rule names an array, the name is not unique, or it would be read back
             by another rule.
     """
-    found: dict[str, Outgoing] = {}
+    tensors: dict[str, Outgoing] = {}
     unnamed, done = [], set()
     for path in weights:
         if path in done or any(re.fullmatch(pattern, path) for pattern in rules.own):
@@ -97,23 +97,23 @@ def outgoing(
         done.update(paths)
         for tensor in _tensors(rule, groups, {p: weights[p] for p in paths}, dtype):
             _check_read_back(tensor, rules, groups)
-            if tensor.name in found:
+            if tensor.name in tensors:
                 raise ConfigError(f"{rule} gives the name {tensor.name!r} a second time")
-            found[tensor.name] = tensor
+            tensors[tensor.name] = tensor
     if unnamed:
         raise ConfigError(
             f"no rule says under which name to write {shorten(unnamed)}; add rules, or write "
             "native names"
         )
-    return list(found.values())
+    return list(tensors.values())
 
 
 def _tensors(
     rule: WeightRule, groups: Mapping[str, str], leaves: Mapping[Path, Any], dtype: np.dtype | None
 ) -> Iterator[Outgoing]:
     first, *others = leaves.values()
-    kept = np.dtype(first.dtype)
-    kind = dtype if dtype is not None and is_dtype(kept, jnp.floating) else kept
+    stored = np.dtype(first.dtype)
+    kind = dtype if dtype is not None and is_dtype(stored, jnp.floating) else stored
     lead = len(rule.stacked)
     rows = list(itertools.product(*map(range, first.shape[:lead])))
     shape = list(first.shape[lead:])
@@ -122,15 +122,15 @@ def _tensors(
     cuts = _cuts(rule, shape)
     for row in rows:
         for number, cut in enumerate(cuts):
-            whole = [*shape]
+            extent = [*shape]
             if cut is not None:
-                whole[rule.dim] = cut[1] - cut[0]
+                extent[rule.dim] = cut[1] - cut[0]
             counted = dict(zip(rule.stacked, map(str, row), strict=True))
             name = rule.name_of(number, {**groups, **counted})
             form = rule.as_form.inverse
-            if fault := form.fault(tuple(whole)):
+            if fault := form.fault(tuple(extent)):
                 raise ConfigError(f"{rule} cannot write {' + '.join(leaves)}: {fault}")
-            yield Outgoing(name, rule, tuple(leaves), kind, form.shape_of(tuple(whole)), row, cut)
+            yield Outgoing(name, rule, tuple(leaves), kind, form.shape_of(tuple(extent)), row, cut)
 
 
 def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
@@ -327,8 +327,8 @@ def _weights(
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a state and its step"
         )
-    kept = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
-    return model, {path: jnp.asarray(x) for path, x in leaves_with_paths(kept)}
+    arrays = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+    return model, {path: jnp.asarray(x) for path, x in leaves_with_paths(arrays)}
 
 
 def _float_dtype(name: str | None) -> np.dtype | None:
