@@ -123,7 +123,7 @@ class ConfigPlans:
 
     @property
     def best(self) -> ReadPlan:
-        """The plan to take, or the one that comes nearest to fitting."""
+        """The best plan; where none fits, the one with the least memory."""
         return self.plans[0]
 
     @property

@@ -39,7 +39,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """What a run leaves under a name in its folder: the path, asked for at a `RunDirectory`."""
+    """A file or folder of a run by its name; read on a `RunDirectory` it is the path."""
 
     name: str
 
@@ -236,14 +236,14 @@ RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json")
 
 
 def create_directory(config: RunConfig, resume: str | None = None) -> RunDirectory:
-    """Makes the folder of a new run, with its config in it, or opens that of one to go on with.
+    """Makes the folder of a new run, with its config in it, or opens that of a run to resume.
 
-    The config of a run that goes on is left as it is: what refuses to go on must change nothing.
+    The config of a resumed run is not written here: a refused resume must change nothing.
 
     Args:
         config: where `run_dir` says so, or as `runs/<name>-<time>` where it does not.
-        resume: None for a new run, whose folder must not hold one; `"auto"` to go on in the folder
-            of the config, or in the newest of that name with a checkpoint; a path to go on from
+        resume: None for a new run, whose folder must not hold one; `"auto"` to resume in the folder
+            of the config, or in the newest of that name with a checkpoint; a path to resume from
             there, in the folder of the config or in a new one.
 
     Raises:

@@ -251,7 +251,7 @@ def generate_text(
     tell: Callable[[str], None] = lambda text: None,
     trust: bool = False,
 ) -> list[Completion]:
-    """Goes on with texts as the model of a run would, beginning documents with them.
+    """Continues texts with the model of a run; each begins a document.
 
     The parameters are split as the strategy of the run, or the one named in its place, splits them;
     those of a pipeline over all devices. The texts are those of one device, in the precision of the
@@ -259,7 +259,7 @@ def generate_text(
 
     Args:
         run: the folder of a run.
-        prompts: texts to go on with, none of them empty.
+        prompts: texts to continue, none of them empty.
         num_tokens: how many tokens to add to each at most.
         temperature: 0 takes the likeliest token; see `axon_dist.models.Sampling`.
         top_k: draw among this many of the likeliest tokens; None for all.

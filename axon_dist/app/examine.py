@@ -41,8 +41,8 @@ class Examination:
         parameters: how many there are, how many are trained, and in what others are kept.
         target: the machine, or None for the devices of this one.
         attention: which attention runs, in a sentence; None for a model that is not ours.
-        outer_steps: of replicas that train on their own, the report of the outer step of each
-            fragment.
+        outer_steps: of replicas with outer steps (`diloco`, `local_sgd`), the report of the outer
+            step of each fragment.
         every: after how many steps each fragment synchronizes; 0 where there is one replica.
     """
 
@@ -67,7 +67,7 @@ class Examination:
         }
 
     def outer_step_lines(self) -> list[str]:
-        """What each outer step sends, and what that comes to a step; none where there are none."""
+        """The bytes of each outer step, and their sum per step; empty without outer steps."""
         sent = [one.collectives.by_link() for one in self.outer_steps]
         lines = [
             f"outer step of fragment {number}, every {self.every} steps: "

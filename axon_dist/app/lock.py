@@ -102,7 +102,7 @@ def _this_process() -> dict[str, str | int]:
 
 
 def _open(path: Path, key: str) -> int:
-    """Opens the file of the lock, and nothing that somebody has put in its place."""
+    """Opens the file of the lock; refuses a link or a device in its place."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:

@@ -68,7 +68,7 @@ class SavedStates:
     directory: RunDirectory
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
-        """Saves a state with all that it takes to go on from it: config and place in the data.
+        """Saves a state with what resuming needs: the config and the position in the data.
 
         Args:
             state: the state; its arrays may be donated when this returns.
@@ -88,7 +88,7 @@ class SavedStates:
             self.checkpoints.tell(f"the records of the run are not copied: {error}")
 
     def copy(self, state: TrainState, number: int) -> None:
-        """Keeps a state in memory, and its place in the data; its arrays may be donated then."""
+        """Keeps a state in memory, and its position in the data; its arrays may then be donated."""
         assert self.copies is not None
         self.copies.save(number, self.form.of(state), {"data": self.run.loader.state()})
 
@@ -210,7 +210,7 @@ def _none_in(folder: Place) -> CheckpointError:
 
 
 def check_resume(resume: str | None) -> None:
-    """Raises where a path to go on from has no checkpoint, before a folder is made for the run.
+    """Raises where a path to resume from has no checkpoint, before a folder is made for the run.
 
     Raises:
         CheckpointError: when there is none; whether one is good, and fits, is seen later.
@@ -241,7 +241,7 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
     Args:
         config: a run as YAML describes it.
         env: the environment.
-        resume: where the run goes on.
+        resume: what the run resumes from.
 
     Raises:
         ConfigError: saying what to do.

@@ -75,8 +75,8 @@ def train(
 
     Process 0 writes the folder: `config.yaml`, `metrics.jsonl`, `program.json`, which says what the
     compiled step is made of, `summary.json`, and `loss.png` where matplotlib is installed; every
-    process its part of `checkpoints/`. All of it is there too when Ctrl-C ended the run. A run that
-    was stopped anywhere and goes on ends with the bits of one that was not.
+    process its part of `checkpoints/`. All of it is written too when Ctrl-C ends the run. A run
+    that was stopped anywhere and resumed ends with the same bits as an uninterrupted one.
 
     Args:
         config: a run as YAML describes it, checked.
@@ -150,7 +150,7 @@ def train(
 
 
 def _open_port(run: Run) -> list[str]:
-    """Lets somebody trace this process while it runs, where the config says at which port."""
+    """Starts the server for traces of this process, at the port of the config."""
     profile = run.config.train.profile
     if profile is None or profile.port is None:
         return []

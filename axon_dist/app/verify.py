@@ -141,8 +141,8 @@ _POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
 """Tolerances: float32 everywhere, or a narrower compute dtype."""
 NUDGES, SPREAD, MOST_SPREAD = 2, 4.0, 1e-3
-"""How often one device is tried from parameters that rounding cannot tell apart, how many times as
-far as it then moves a row may be off, and the most that a row may be off for that reason."""
+"""How many runs of one device start from parameters nudged by rounding errors, how many times their
+largest difference a row may be off, and the most that a row may be off for that reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +262,7 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     check_memory(config, step)
     alone = _one_device(config, world, step.layout.num_microbatches)
     by_turns = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
-    # Accelerators multiply float32 in fewer bits unless they are told not to.
+    # By default accelerators multiply float32 in fewer bits.
     with jax.default_matmul_precision("highest"):
         batches = list(_batches(config, world, steps))
         seen, reference = _train(step, batches), by_turns(alone, batches)

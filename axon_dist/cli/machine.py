@@ -24,7 +24,7 @@ from axon_dist.mesh.chips import machine_of, unknown_chip
 from .values import fitted
 
 EMULATED = 4
-"""How many devices are made up where there are too few for a mesh with two axes."""
+"""How many devices are emulated where there are too few for a mesh with two axes."""
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ _EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages the library stands on."""
+    """Versions of Python and of the packages that the library needs."""
     installed = {name: _version(name) or "missing" for name in _CORE}
     return {"python": platform.python_version(), **installed}
 

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _telling() -> Iterator[Tell]:
-    """What shows how far planning is: a line that changes on a terminal, else one for each plan."""
+    """Shows the progress of planning: one changing line on a terminal, else a line per plan."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda name, clause: notice(f"{called(name)}: {clause}")
@@ -160,7 +160,7 @@ def _nearest(value: float, multiple: int) -> int:
 
 
 def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
-    """Reads the best arrangements of a config from their own steps, and compiles the best."""
+    """Ranks the plans of a config by their traced steps, and compiles the best."""
     typed = [f"--{name}" for name in _BESIDE if getattr(arguments, name) is not None]
     if typed:
         raise ConfigError(
@@ -243,7 +243,7 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
 
 
 def _print_lines(plan: ReadPlan, console: Console) -> None:
-    """Prints what a config says to run so, with the options that its strategies had."""
+    """Prints the lines of a config for a plan, with the options that its strategies had."""
     console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
     lines = {**plan.candidate.to_config(), "parallel": plain["parallel"]}
@@ -304,7 +304,7 @@ def _title(plan: ReadPlan) -> str:
 
 
 def _form(plan: ReadPlan) -> str | None:
-    """How tokens travel to experts, which the step has chosen by bytes."""
+    """How tokens are sent to experts, which the step chooses by bytes."""
     kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
     if plan.candidate.ep == 1:
         return None

@@ -43,7 +43,7 @@ from .values import check_output, fitted, notice, write_output
 
 
 class LastingConsole(Console):
-    """A console that falls silent when nobody reads it any more, as after `| head`.
+    """A console that becomes quiet when its reader is gone, as after `| head`.
 
     Rich would end the program, and with it a run of days.
     """
@@ -56,7 +56,7 @@ class LastingConsole(Console):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Goes on without the screen, which the interpreter must not find broken at exit either."""
+        """Continues without the screen, which must not fail at the interpreter's exit either."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -66,7 +66,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _keywords(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
-    """What was typed for the function of a verb, by the names of its arguments."""
+    """The keyword arguments of a verb's function, as typed."""
     return {n: x for n, x in vars(arguments).items() if n not in ("verb", "json", *but)}
 
 
@@ -81,7 +81,7 @@ def _write_json(arguments: argparse.Namespace, plain: object) -> None:
 
 
 def train_config(arguments: argparse.Namespace) -> int:
-    """Trains, and tells about it on the standard output."""
+    """Trains, and reports on the standard output."""
     config = _config(arguments)
     if arguments.dry_run:
         return _dry_run(config, arguments.resume)
@@ -170,7 +170,7 @@ def list_keys(arguments: argparse.Namespace) -> int:
 
 
 def check_samples(arguments: argparse.Namespace) -> int:
-    """Prints what was check; 1 when the data come more slowly than the step takes them."""
+    """Prints the check; 1 when data load more slowly than the step takes them."""
     config = _config(arguments)
     check = check_data(config, arguments.samples, arguments.seconds, not arguments.no_step)
     for line in data_lines(check):
@@ -179,7 +179,7 @@ def check_samples(arguments: argparse.Namespace) -> int:
 
 
 def data_lines(check: DataCheck) -> list[str]:
-    """What was check, in words."""
+    """The check in words."""
     lines = [f"data: {check.description}"]
     for number, sample in enumerate(check.samples, start=1):
         lines += [f"--- sample {number}", sample]

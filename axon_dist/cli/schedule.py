@@ -39,7 +39,7 @@ _MOST_SEARCHED = 4096
 
 
 _LONGEST = 60
-"""Lines of a picture that somebody who asks for the best table wants to see."""
+"""The most lines of the picture of a searched schedule."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(picture + "\n")
     console.print(_measures(summarize(schedule, costs)))
-    # What memory rules out is no advice to one who has said how much there is.
+    # A search has a memory limit, which the advice does not know.
     for line in () if arguments.search else split_advice(schedule, costs):
         console.print(line)
     if arguments.svg is not None:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _valid(arguments: argparse.Namespace, console: Console) -> Schedule:
-    """The schedule that is asked for; the grid of one that is wrong is drawn as output."""
+    """The schedule of the arguments; the grid of an invalid one is printed."""
     try:
         schedule = _schedule(arguments)
         validate(schedule)

@@ -54,7 +54,7 @@ explain_calls(globals())
 
 
 def __getattr__(name: str) -> object:
-    """What is built and run lives in `app`, above this room; asked for here, it is found."""
+    """Names of `app`, which is above this room, are still found here."""
     if name == "SCHEDULES":
         warnings.warn("config.SCHEDULES is called config.RATES", DeprecationWarning, stacklevel=2)
         return RATES

@@ -1,4 +1,4 @@
-"""What every key of a config is: type, default and meaning, read from the code that obeys it."""
+"""Every key of a config: type, default and meaning, read from the code that uses it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Some keys that stand together.
+    """The keys of one section.
 
     Args:
         path: of the section, such as `optimizer`; empty for the top.
@@ -139,7 +139,7 @@ def _keys(thing: Callable[..., object], path: str) -> tuple[Key, ...]:
 
 
 def _inside(hint: object, path: str) -> Iterator[Section]:
-    """The sections that a type brings along."""
+    """The sections within a type."""
     if (choice := extra(hint, OneOf)) is not None:
         for name, cls in choice.table.items():
             first, *others = _sections(
@@ -158,7 +158,7 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
 
 
 def _user_section(key: str, cls: type[Own], path: str) -> Section:
-    """A thing of the user's own: where it is found, and what the library reads beside it."""
+    """A section of user code: its path, and the keys that the library reads beside it."""
     place = Key(f"{path}.{key}", PATH, "", "where it is found.")
     return Section(path, f"{key}: {PATH}", first_sentence(cls), (place, *_keys(cls, path)))
 

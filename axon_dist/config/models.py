@@ -209,7 +209,7 @@ class Classification(Task[_Pictures]):
 
 
 def _channels(model: object) -> int:
-    """Numbers per pixel; a model of the user's own that does not say is taken to see colors."""
+    """Numbers per pixel; 3 for a user's model without `channels`."""
     return getattr(model, "channels", 3)
 
 
@@ -230,7 +230,7 @@ class OwnTask(Task[OwnData]):
         return Loader(data.samples, **options)
 
     def unit(self, data: OwnData) -> str:
-        """The loss alone knows."""
+        """Empty: only the loss knows it."""
         return ""
 
 
@@ -392,7 +392,7 @@ def kind_of(
 
 
 def _task_of(data: object, user_loss: LossFn | None) -> Task[Any]:
-    """What a model of the user's own learns: what its data are there for."""
+    """The task of a user's model, which follows from its data."""
     if not isinstance(data, OwnData):
         tasks = (kind.task for kind in MODELS.values())
         return next(task for task in tasks if isinstance(data, task.data))
@@ -405,7 +405,7 @@ def _task_of(data: object, user_loss: LossFn | None) -> Task[Any]:
 
 
 def make_model(sizes: object, seed: int) -> nnx.Module:
-    """Makes the model; a factory of it gives arrays that are born where they live.
+    """Makes the model; used as a factory, its arrays are made on their devices.
 
     Args:
         sizes: of one of the kinds, or a model of the user's own.

@@ -99,7 +99,7 @@ class Optimizer(abc.ABC):
 
         Args:
             num_steps: of the run.
-            make_model: makes the model, for an optimizer that tells its layers apart.
+            make_model: makes the model, for an optimizer that treats its layers differently.
 
         Raises:
             ConfigError: when the schedule does not fit the run, or a group has no parameter.
@@ -174,7 +174,7 @@ class Decaying(Optimizer):
 
     @property
     def mask(self) -> Callable[[PyTree], PyTree] | None:
-        """Which parameters decay, as optax is told it; None for all."""
+        """The mask of decaying parameters for optax; None for all."""
         return None if self.decay == "all" else matrices
 
 
@@ -351,4 +351,4 @@ class OwnOptimizer(Own):
         return made
 
     def rates(self, num_steps: int) -> None:
-        """Nothing is known of its learning rate."""
+        """None: its learning rate is unknown."""

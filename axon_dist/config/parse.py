@@ -41,12 +41,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_untrusted(
     path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> RunConfig:
-    """Reads a run from a file that somebody else may have written; nothing it names is imported.
+    """Reads a run from an untrusted file; functions that it names are not imported.
 
     Args:
         path: a YAML file.
         overrides: of the caller's own, which may name functions.
-        trust: whether functions that the file names are imported all the same.
+        trust: whether functions that the file names may be imported.
 
     Raises:
         ConfigError: as `load_config`, and when the file names a function and is not trusted.

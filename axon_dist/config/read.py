@@ -28,7 +28,7 @@ class Bound:
 
     Args:
         text: the condition in words, to follow "must be".
-        holds: tells whether a value meets it.
+        holds: whether a value meets it.
 
     Example:
         >>> Bound("at least 1", lambda value: value >= 1).holds(0)
@@ -43,7 +43,7 @@ HUB = "hub"
 """The key of a section whose value is a snapshot of a hub's repository."""
 
 
-# Python 3.11 takes the hash of what stands in an optional annotation, and tables have none.
+# Python 3.11 hashes what is in an optional annotation, and mappings cannot be hashed.
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
     """A section that is one of several dataclasses; a tag in it says which.
@@ -80,13 +80,13 @@ class OneOf:
         return next(iter(self.table))
 
     def name_of(self, value: object) -> str:
-        """The name under which the type of a value stands in the table."""
+        """The name of the type of a value in the table."""
         return next(name for name, cls in self.table.items() if type(value) is cls)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A value that another part of the library reads from several spellings.
+    """A value that can be written in several forms, which another part of the library reads.
 
     Args:
         read: takes plain data; raises `ValueError` or `TypeError` for what it cannot read.
@@ -124,7 +124,7 @@ Port: TypeAlias = Annotated[int, _from(1, 65535)]
 """Of TCP, on this host."""
 
 Devices: TypeAlias = Annotated[int, _from(1, 1024)]
-"""CPU devices that are made up, each with threads of its own."""
+"""Emulated CPU devices, each with its own threads."""
 
 Positive: TypeAlias = Annotated[
     float, Bound("above 0 and at most 3e38, in float32", lambda value: 1e-37 <= value <= 3e38)
@@ -156,7 +156,7 @@ def read(hint: object, value: object, path: str = "") -> Any:
             an enum (written as its member's name in small letters), or any type `Annotated` with a
             `Bound`, a `OneOf` or a `Parsed`.
         value: dicts, lists and scalars.
-        path: the dotted key the value stands under; it opens every message.
+        path: the dotted key of the value, with which every message begins.
 
     Returns:
         The value, of the type.
@@ -236,8 +236,8 @@ class Option:
 def options_of(thing: Callable[..., object]) -> dict[str, Option]:
     """What a config can say to a dataclass, or to a function that makes a strategy.
 
-    What the library gives itself is left out: the path and the options of a thing of the user's
-    own, and the model and the world of a strategy.
+    What the library provides is left out: the path and the options of user code, and the model
+    and the world of a strategy.
 
     Example:
         >>> options_of(Parsed)["form"].hint
@@ -293,7 +293,7 @@ def read_options(
 
 
 def _section_with(key: str, options: Mapping[str, Option]) -> str:
-    """A section and a key of it, for a key that stands a level too high; else nothing."""
+    """The section and key meant by a key that is written one level too high; else ""."""
     for name, option in options.items():
         hints = [option.hint, *typing.get_args(option.hint)]
         tables = [table for hint in hints if (table := extra(hint, OneOf))]
@@ -324,7 +324,7 @@ def _read_dataclass(cls: Any, data: object, path: str) -> Any:
 
 
 def _checked(make: Callable[[], _T], path: str) -> _T:
-    """Makes a value that checks itself, with the path put before what it complains about."""
+    """Makes a value that checks itself, with the path put before the message of its error."""
     try:
         made = make()
         validate = getattr(made, "validate", None)
@@ -390,7 +390,7 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
 
 
 def _read_user_code(choice: OneOf, key: str, value: Mapping[str, object], path: str) -> Own:
-    """Reads a thing of the user's own, whose options are read by nothing but itself."""
+    """Reads a section of user code, whose options only the user's function reads."""
     others = [other for other in (choice.tag, *choice.user_code) if other in value and other != key]
     if others:
         raise ConfigError(
@@ -407,7 +407,7 @@ def _read_user_code(choice: OneOf, key: str, value: Mapping[str, object], path: 
 
 
 def _pick(table: Mapping[Any, _T], name: object, path: str) -> _T:
-    # Only a text can be a name; a list is not even looked up.
+    # Only a text can be a name; a list cannot be hashed.
     if not isinstance(name, (str, int)) or name not in table:
         raise ConfigError(f"{path}: there is no {name!r:.80}.{did_you_mean(str(name), table)}")
     return table[name]
@@ -421,7 +421,7 @@ def _read_union(hint: object, value: object, path: str) -> Any:
     possible = [option for option in options if option is not types.NoneType]
     has_keys = isinstance(value, Mapping)
     fitting = [option for option in possible if _has_keys(option) == has_keys]
-    # What is wrong with a section says the one of them that knows its keys.
+    # The type that has the keys of a section reports what is wrong with it.
     fitting.sort(key=lambda option: isinstance(value, Mapping) and not _knows(option, value))
     errors = []
     for option in fitting or possible:

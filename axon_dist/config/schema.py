@@ -77,7 +77,7 @@ def strategy_options(value: object) -> StrategyOptions:
     """Reads `ddp`, `[full_shard, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
 
     Raises:
-        ValueError: for anything else, none, or a strategy that stands twice.
+        ValueError: for anything else, none, or a strategy that is named twice.
 
     Example:
         >>> dict(strategy_options("ddp"))
@@ -186,7 +186,7 @@ class RunConfig:
         run_dir: the folder for what the run writes, also at `gs://` or `s3://`; None makes
             `runs/<name>-<time>`.
         mesh: axes and sizes, outer to inner; one size may be -1.
-        devices: which devices the mesh is laid over.
+        devices: which devices the mesh is made of.
         model: the sizes of the model, under the `kind` it is of; or `{factory: module:name, ...}`.
         data: what the model is trained on, under the `kind` it is of; or a factory.
         loss: in place of that of the model's kind, `{function: module:name, ...}` or a factory.
@@ -198,7 +198,7 @@ class RunConfig:
             the strategies.
         remat: what the backward pass recomputes; `auto` as little as the memory of a device allows,
             which is asked of the compiled step; None leaves it to the strategies.
-        unroll: up to how many blocks are written out rather than run by a loop; None is 4, and 1
+        unroll: up to how many blocks are unrolled rather than run by a loop; None is 4, and 1
             where they are recomputed, loop themselves, or microbatches are added up. It changes no
             number.
         weights: files with the first weights; None draws them.

@@ -43,7 +43,7 @@ class DevicesConfig:
     """Which devices a run takes.
 
     Args:
-        emulate: make up this many CPU devices; None takes the devices that there are.
+        emulate: this many CPU devices are emulated; None takes the real devices.
     """
 
     emulate: Devices | None = None
@@ -88,7 +88,7 @@ class BestConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long a run trains, on how much at a time, and how often it says so.
+    """How long a run trains, on how much at a time, and how often it reports.
 
     Args:
         steps: optimizer steps.

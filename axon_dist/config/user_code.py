@@ -1,4 +1,4 @@
-"""Things of the user's own: functions by dotted path, called with the keys that stand beside it."""
+"""User code: functions by dotted path, called with the keys beside it in the config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATH = "package.module:name"
 class Own:
     """A section that says `{factory: package.module:name, key: value}`.
 
-    It stands for `package.module.name(key=value, **given)`, called when the run is built. The
+    It means `package.module.name(key=value, **provided)`, called when the run is built. The
     module is found as `python -m` finds it, from the current folder first.
 
     Args:
@@ -35,21 +35,21 @@ class Own:
     """
 
     key: ClassVar[str] = "factory"
-    """Under which the path stands."""
+    """The key that holds the path."""
     section: ClassVar[str] = ""
     """What the section is called."""
     provided: ClassVar[tuple[str, ...]] = ()
-    """What the library gives it besides, by keyword."""
+    """Further keyword arguments, which the library provides."""
     offered: ClassVar[tuple[str, ...]] = ()
-    """What it is given where it takes it."""
+    """Keyword arguments that the library provides where the function takes them."""
     by_position: ClassVar[tuple[str, ...]] = ()
-    """What it is called with in front, in words."""
+    """The positional arguments of later calls, in words."""
 
     path: str
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def validate(self) -> None:
-        """Imports it and checks that it takes what it will be given; calls nothing.
+        """Imports it and checks that it takes its arguments; calls nothing.
 
         Raises:
             ConfigError: when it cannot be found, or takes other arguments.
@@ -71,12 +71,12 @@ class Own:
         return f"{self.section}.{self.key}".lstrip(".")
 
     def returned(self, made: object, what: str) -> ConfigError:
-        """The error of a function that returned something else than what it must."""
+        """The error of a function that returned a value of the wrong type."""
         kind = type(made).__name__
         return ConfigError(f"{self.full_key}: {self.path} returns a {kind}, which must be {what}")
 
     def call(self, **arguments: object) -> Any:
-        """Calls it with the options and what is given."""
+        """Calls it with the options and further keyword arguments."""
         function = self.find()
         params = parameters_of(function)
         offered = {name for name in self.offered if params is not None and name not in params}
@@ -181,7 +181,7 @@ def _import(name: str, key: str) -> Any:
                 "looks; correct the path, or start in the folder that holds it"
             ) from error
         raise ConfigError(_says_failed(name, key, error)) from error
-    except (Exception, SystemExit) as error:  # a module of the user's own may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(_says_failed(name, key, error)) from error
 
 
@@ -202,7 +202,7 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
     """What a function or class takes, or None where that cannot be known."""
     try:
-        # A class of modules says (*args, **kwargs) of itself, whatever its own method takes.
+        # The signature of an nnx class is (*args, **kwargs), whatever its __init__ takes.
         if inspect.isclass(function):
             _, *rest = inspect.signature(function.__init__).parameters.items()
             return dict(rest)

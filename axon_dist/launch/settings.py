@@ -1,4 +1,4 @@
-"""What the user of a process has set that changes its program or its numbers, as plain text.
+"""The settings of a process that change its program or its numbers, as plain text.
 
 All processes of a run compile one program each, which must be the same one: where two differ, a
 collective hangs, or gloo and NCCL abort without a word about the cause.
@@ -70,7 +70,7 @@ def read_settings(env: Mapping[str, str], jax_flags: Mapping[str, object]) -> di
 
 
 def compare_settings(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the settings that two processes do not have alike.
+    """The names of the settings in which two processes differ.
 
     Example:
         >>> compare_settings({"a": "1", "b": "2"}, {"a": "1", "c": "3"})
@@ -80,7 +80,7 @@ def compare_settings(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[
 
 
 def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tuple[int, int]) -> str:
-    """Says which settings two processes do not have alike, empty where there are none.
+    """Says in which settings two processes differ; empty where in none.
 
     Args:
         one: the settings of the first.
@@ -93,7 +93,7 @@ def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tupl
     """
 
     def state(settings: Mapping[str, str], name: str, process: int) -> str:
-        # Another process may say anything: its values reach a terminal as ASCII, and not whole.
+        # Another process may send anything: its values are printed as ASCII, and cut.
         value = f"{settings[name]!a:.300}" if name in settings else "not set"
         return f"{value} in process {process}"
 
@@ -106,7 +106,7 @@ def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tupl
 
 
 def _split_flags(text: str) -> dict[str, str]:
-    """Flags and values; the last one of a name holds, and XLA reads a file named in their place."""
+    """Flags and values; the last of a name counts, and a lone path names a file of flags."""
     if text.strip() and not text.strip().startswith("-"):
         path = Path(text.strip())
         is_there = kind_at(path) == "a file" and os.access(path, os.R_OK)
@@ -124,7 +124,7 @@ def _said(value: object) -> str:
 
 
 def _shortened(value: str) -> str:
-    """A long value as its beginning and a checksum: the line that a process may say is bounded."""
+    """A long value as its beginning and a checksum: the line that a process sends is bounded."""
     if len(value) <= _LONGEST:
         return value
     digest = hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]

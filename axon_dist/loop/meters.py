@@ -29,7 +29,7 @@ from ..step import TrainStep
 _T = TypeVar("_T")
 
 LAG = 2
-"""So many results stay on the devices, so that neither they nor the host wait for each other."""
+"""How many results stay on the devices, so that neither they nor the host wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +112,12 @@ def model_flops_utilization(
 ) -> float:
     """The share of the peak that the model's own arithmetic reaches: an estimate, not a reading.
 
-    `(6 N + A) tokens / (t peak)`: a token costs every parameter that it meets a multiply-add
+    `(6 N + A) tokens / (t peak)`: a token costs each active parameter a multiply-add
     forward and two backward (arXiv:2001.08361, arXiv:2204.02311). Recomputation is not counted, and
     embedding tables are, though looking up a row computes nothing.
 
     Args:
-        num_params: N, the parameters that a token meets: of a mixture, those of its own experts.
+        num_params: N, the active parameters of a token: in a mixture, those of its experts.
         tokens_per_second: through all devices.
         peak_flops: FLOP/s of one device at best, for the dtype in use.
         num_devices: how many devices share the work.
@@ -141,8 +141,8 @@ def utilization_of(
 
     Args:
         step: whose model and devices are meant. Modules say by `idle_share` which share of their
-            parameters a token does not meet, and models by `attention_flops(length)` what it costs
-            beside them, as `Experts` and `Transformer` do.
+            parameters is inactive for a token, and models by `attention_flops(length)` what a token
+            costs beside them, as `Experts` and `Transformer` do.
         peak_flops: FLOP/s of one device at best.
         length: tokens of a sequence; None leaves attention out.
     """
@@ -150,7 +150,7 @@ def utilization_of(
         return None
     model = step.parts.abstract
     # A frozen parameter has no gradient of its own: a third less to compute.
-    count = _used_params(model, step.parts.params) + 2 / 3 * _used_params(model, step.parts.frozen)
+    count = _num_active(model, step.parts.params) + 2 / 3 * _num_active(model, step.parts.frozen)
     attention = getattr(model, "attention_flops", None)
     return functools.partial(
         model_flops_utilization,
@@ -161,8 +161,8 @@ def utilization_of(
     )
 
 
-def _used_params(model: nnx.Module, params: PyTree) -> float:
-    """How many of some parameters a token meets."""
+def _num_active(model: nnx.Module, params: PyTree) -> float:
+    """How many of some parameters are active for a token."""
     idle = {
         "/".join(map(str, (*keys, name))): share
         for keys, module in nnx.iter_graph(model)

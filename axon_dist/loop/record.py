@@ -1,4 +1,4 @@
-"""What is known of a run so far: metrics, their history, where the seconds go, and the result."""
+"""The record of a run: metrics, their history, where the seconds go, and the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TimeSheet:
     """Adds up seconds by what they were spent on.
 
     Args:
-        clock: tells the seconds; a test may put its own.
+        clock: returns the seconds; a test may pass its own.
 
     Example:
         >>> ticks = iter([0.0, 1.0, 4.0, 10.0])
@@ -71,7 +71,7 @@ class TimeSheet:
         """Every second since the beginning, each in one kind.
 
         Args:
-            train_seconds: from step to step, all told; what is not data or lost in it is `step`.
+            train_seconds: the sum from step to step; what is not `data` or `lost` of it is `step`.
         """
         named = (INITIALIZE, COMPILE, DATA, VALIDATE, SAVE, LOST)
         seconds = {kind: self[kind] for kind in named}
@@ -90,7 +90,7 @@ _SKIPPED = f"{TRAIN}/skipped_steps"
 
 
 class Record:
-    """Takes metrics as device scalars, fetches them when told to, averages and passes them on.
+    """Takes metrics as device scalars, fetches them later, averages them and writes them.
 
     The clock runs from `start_clock` to `stop_clock`, and stands while something is done `aside`,
     so that compiling, validating and saving are not counted as training.
@@ -104,7 +104,7 @@ class Record:
         utilization: from items per second to the share of the hardware's peak, if that is known.
         skips: whether steps that were not finite are counted and left out; else the first of them
             is `lost`, and nothing after it is taken.
-        tell: takes the number of steps taken whenever something got done.
+        tell: called with the number of steps taken, as a sign of life for the watchdog.
         history: the records that writers took before the first step of this run, `step` beside
             their metrics: what the curves begin with.
         facts: from the number of steps taken, and of those that changed the state, to what more
@@ -184,7 +184,7 @@ class Record:
         self._pending.append((self.dispatched, metrics))
 
     def sign(self) -> None:
-        """Tells that the run goes on."""
+        """Gives a sign of life to the watchdog."""
         self._tell(self.dispatched)
 
     def settle(self, keep: int = 0) -> None:
@@ -250,7 +250,7 @@ class Record:
         ]
 
     def go_back(self, step: int) -> None:
-        """Forgets what came after a step, because the run goes on from there."""
+        """Drops the records after a step, from which the run continues."""
         self._pending.clear()
         self._window.clear()
         if self._recent:

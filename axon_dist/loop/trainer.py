@@ -1,4 +1,4 @@
-"""`Trainer`: takes the steps of a run, validates, tells, and stops cleanly."""
+"""`Trainer`: takes the steps of a run, validates, reports, and stops cleanly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""
 
 _END_SECONDS = 30.0
-"""So much later than the others a process may come to the end of its data."""
+"""How much later than the others a process may reach the end of its data."""
 _END = object()
 """What follows the last batch; no data can hold it."""
 NONFINITE = "nonfinite"
@@ -71,12 +71,12 @@ class Trainer:
     loads and places the next batch, so that neither waits for the other, and bounds how far the
     host runs ahead.
 
-    SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with everything kept; a
-    validation under way is left without a result.
+    SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with everything saved; a
+    validation that has begun ends without a result.
 
-    A loss or gradient that is not finite does what the step was built for, its `nonfinite`. A step
-    built for nothing has changed its state by the time it is noticed: the run ends with an error,
-    and that state is not saved.
+    A loss or gradient that is not finite is handled by the `nonfinite` of the step. A step built
+    without it has changed its state by the time it is noticed: the run ends with an error, and
+    that state is not saved.
 
     Args:
         step: from `build_train_step`.
@@ -96,13 +96,13 @@ class Trainer:
             returns. It gets the last state too, however the run ends but by an error; where that
             is a step that was not finite, the state before, if it is still there. All that
             `batches` has handed out by then went into the state.
-        copy: `copy(state, number)` keeps a state where it can be had back sooner than what `save`
-            writes; must be done with the arrays when it returns.
+        copy: `copy(state, number)` keeps a state where it can be restored sooner than what
+            `save` writes; must be done with the arrays when it returns.
         give_back: takes how many of the last batches went into no state after all; called before
             the last state of a run that stops because a step was not finite is saved.
         go_back: returns the newest good state that was saved, or None if there is none; has to be
             there where the step's `nonfinite` is `"rollback"`.
-        history: what the writers took in earlier legs of the run, up to the state that it goes on
+        history: what the writers took in earlier legs of the run, up to the state that it resumes
             from: the curves of the result begin with it.
         facts: from the number of steps taken, and of those that changed the state, to what else a
             record should say, such as the learning rate; computed on the host.
@@ -166,7 +166,7 @@ class Trainer:
         """Trains until the last step, the end of the data, or a reason to stop.
 
         Args:
-            state: where to go on; None starts from `step.init()`. Its arrays are used up.
+            state: to continue from; None starts from `step.init()`. Its arrays are donated.
 
         Returns:
             The result, with the last state.
@@ -304,7 +304,7 @@ class Trainer:
         stops: Stops,
         profile: StepProfile,
     ) -> tuple[TrainState, str | None]:
-        """Takes all steps but the first; the last state, and why, unless somebody asked to stop."""
+        """Takes all steps but the first; the last state, and why it ended, None after a request."""
         while True:
             if self._is_pause(record.dispatched):
                 # What is validated, saved or the result must be known to be finite.
@@ -339,7 +339,7 @@ class Trainer:
         return any(_is_multiple(number, cadence) for cadence in cadences)
 
     def _go_back(self, record: Record) -> TrainState | None:
-        """The state to go on from after a step that was not finite; None where the run stops."""
+        """The state to continue from after a step that was not finite; None where the run stops."""
         limit = self.options.max_rollbacks
         if self._policy is not Nonfinite.ROLLBACK or record.rollbacks == limit:
             return None
@@ -396,7 +396,7 @@ class Trainer:
                 self.save(state, number, scores.get(number))
 
     def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
-        """Validates; false where somebody wanted to stop meanwhile, and there is no result."""
+        """Validates; false where the run is to stop meanwhile, and there is no result."""
         record.stop_clock()
         compiled = record.sheet[COMPILE]
         with record.sheet.on(VALIDATE):
@@ -429,7 +429,7 @@ class Trainer:
     def _means_of(
         self, make: ValidationSet, is_first: bool, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
-        """The mean of every metric over one set; None where somebody wanted to stop meanwhile."""
+        """The mean of every metric over one set; None where the run is to stop meanwhile."""
         sums = MetricSums()
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
             source = make()

@@ -131,7 +131,7 @@ def capped(scores: Array, softcap: float | None) -> Array:
 
 
 def in_window(distance: Array, window: Array | int) -> Array:
-    """Whether a key is near enough: so many positions before its query, less than the window."""
+    """Whether a key is within the window: `distance` positions before its query."""
     return (distance < window) | (jnp.asarray(window) == 0)
 
 

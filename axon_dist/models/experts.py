@@ -23,11 +23,11 @@ class Balance(nnx.Variable):
 
 
 class ExpertReport(nnx.Variable):
-    """What a layer of experts has found in its last training pass: a row of `Findings`."""
+    """What a layer of experts reports of its last training pass: a row of `Findings`."""
 
 
 class Findings(NamedTuple):
-    """What layers of experts tell the loss.
+    """What layers of experts report to the loss.
 
     Args:
         balance: the balance term, unweighed.
@@ -46,8 +46,8 @@ class Experts(nnx.Module):
     """`sum over chosen e of g_e expert_e(x)`, plus the shared expert, of every token by itself.
 
     The experts are stacked: `up` and `gate` are `[E, D, F]`, `down` is `[E, F, D]`. All tokens of
-    all samples go through `mix_experts`, a function of arrays, and all that is found out about all
-    samples together through `sum_samples`; a strategy may replace both.
+    all samples go through `mix_experts`, a function of arrays, and all sums over
+    samples through `sum_samples`; a strategy may replace both.
 
     Args:
         config: sizes and numerics, `config.experts` among them.
@@ -82,7 +82,7 @@ class Experts(nnx.Module):
         self.experts: ExpertConfig = experts
         self.activation: str = config.activation
         self.dtype = config.dtype and jnp.dtype(config.dtype)
-        # Set by `eval()`: what is only looked at neither moves the bias nor reports.
+        # Set by `eval()`: evaluation neither moves the bias nor reports.
         self.deterministic: bool = False
 
     @property
@@ -92,7 +92,7 @@ class Experts(nnx.Module):
 
     @property
     def idle_share(self) -> dict[str, float]:
-        """The share of each stacked kernel that a token does not meet: `1 - k / E`."""
+        """The share of each stacked kernel that is inactive for a token: `1 - k / E`."""
         share = 1 - self.experts.per_token / self.experts.count
         return {name: share for name in self.hidden_dims if hasattr(self, name)}
 
@@ -164,11 +164,11 @@ class Experts(nnx.Module):
         return gates, expert_ids
 
     def _learn(self, logits: Array, scores: Array, expert_ids: Array, dropped: Array) -> None:
-        """Leaves what the loss asks for, and moves the bias."""
+        """Stores the report for the loss, and moves the bias."""
         experts, count = self.experts, self.experts.count
         is_routed = jnp.any(expert_ids[..., None] == jnp.arange(count), axis=-2)
-        # Counted in whole numbers: a sum of fractions depends on who adds up what, and its
-        # difference from the mean may change its sign.
+        # Integers: a sum of fractions depends on the order of addition, and its difference
+        # from the mean may change its sign.
         counts = jnp.sum(is_routed, axis=1, dtype=jnp.int32)
         each = expert_ids.shape[1] * experts.per_token
         total, samples = self.sum_samples(counts)
@@ -177,7 +177,7 @@ class Experts(nnx.Module):
         is_of_batch = experts.balance_per == "batch"
         of_sample = jnp.sum(counts / each * probability, axis=-1, keepdims=True)
         router_z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=1, keepdims=True)
-        # Together: ranks that have some of the samples each have to ask the others.
+        # One sum for both: where ranks have different samples, it is a collective.
         asked = [probability if is_of_batch else of_sample, router_z]
         total, samples = self.sum_samples(jnp.concatenate(asked, axis=-1))
         mean, mean_z = (total / samples)[:-1], (total / samples)[-1]

@@ -1,4 +1,4 @@
-"""`Family`: what hubs say of a family of decoders, read as a `TransformerConfig` and written again.
+"""`Family`: the configs and weights of a family on hubs, to and from a `TransformerConfig`.
 
 Rotary pairs are (i, i + K/2) there as here, so that queries and keys need no permutation.
 """
@@ -31,7 +31,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
         "tanh": "tanh",
     }
 )
-"""What hubs call the activations that there are here; the first of two names is written."""
+"""The names of activations on hubs -> those here; the first of two names is written."""
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -152,8 +152,8 @@ class Family:
         architecture: the class of its models there.
         parts: fields of `TransformerConfig` that are fixed in this family, over those of `_PARTS`.
         keys: fields of a `TransformerConfig` -> keys of `config.json`, beside the sizes.
-        defaults: values of keys that a config may leave out, None for no value; a key that stands
-            here is one that the family has.
+        defaults: values of keys that a config may leave out, None for no value; an optional
+            key listed here is one that the family has.
         only: keys of which a `Transformer` supports these values alone; others are refused.
         windows: `"all"` layers have one, or `"listed"` ones have; empty where none has.
         activation: the key of the activation.
@@ -280,7 +280,7 @@ class Family:
             **self._window_keys(config),
             **self._expert_keys(config),
             **(self.written(config) if self.written else {}),
-            # What no model here knows; a default there may lie beyond the vocabulary.
+            # No model here has these; a default there may be beyond the vocabulary.
             **dict.fromkeys(TOKEN_IDS),
             "torch_dtype": config.param_dtype,
         }

@@ -120,7 +120,7 @@ _TOLERANCE = 1e-4
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A model that keeps what it has seen, as `Transformer` does."""
+    """A model with a cache of earlier tokens, as `Transformer` is."""
 
     def start_cache(self, padding: Array, length: int) -> PyTree:
         """Makes an empty cache for rows with some positions of padding in front, int32 `[B]`."""
@@ -171,14 +171,14 @@ def generate(
     seed: int = 0,
     end: int | None = None,
 ) -> Generated:
-    """Goes on with prompts, token by token, as this loop does:
+    """Continues prompts token by token, as this loop does:
 
         for _ in range(num_tokens):
             prompt = prompt + [draw(model(prompt)[-1])]
 
     All of it is one compiled program: the prompts go through the model at once, and every token
     after that, in a `lax.scan`, alone, beside a cache of what came before. Parameters that are
-    split over a mesh stay where they are, and the tokens are those of one device. Dropout rests.
+    split over a mesh stay where they are, and the tokens are those of one device. Dropout is off.
 
     A model without `start_cache` and `decode` is run over the whole of its sequence for each
     token; it has to map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is tried first.
@@ -191,7 +191,7 @@ def generate(
         top_k: draw among this many of the likeliest tokens; None for all.
         top_p: draw among the fewest that together have at least this probability; None for all.
         seed: of the draws; each row has its own.
-        end: the token behind which nothing follows; None goes on to the last.
+        end: the token that ends a row; None generates `num_tokens` for all.
 
     Returns:
         The tokens that were added.
@@ -224,7 +224,7 @@ def generate(
     }
     run = functools.partial(_compiled, **options)
     if not _is_hashable(graphdef):
-        # Compiled anew at every call, for nothing can be looked up by what has no hash.
+        # Compiled at every call: without a hash it cannot be a key of the cache.
         run = jax.jit(functools.partial(_generate, **options))
     added = np.asarray(run(leaves, tokens, padding, jax.random.key(seed)))
     is_end = np.zeros_like(added, bool) if end is None else added == end
@@ -262,7 +262,7 @@ def _generate(
         token, is_over = take(logits, number, is_over)
         return (token, cache, is_over), token
 
-    # The last token is drawn and never seen.
+    # The last token is drawn, and never an input.
     room = tokens.shape[1] + num_tokens - 1
     logits, cache = decode(tokens, _decoder(graphdef, leaves).start_cache(padding, room))
     first, is_over = take(logits, 0, jnp.zeros(tokens.shape[0], bool))
@@ -277,7 +277,7 @@ _compiled = jax.jit(
 
 
 def _decoder(graphdef: nnx.GraphDef, leaves: PyTree) -> Decoder:
-    """The model at rest, put together where it is called: in a loop it must not be changed."""
+    """The model in eval mode, merged where it is called: inside a loop it must not change."""
     model = nnx.merge(graphdef, leaves, copy=True)
     model.eval()
     return model if isinstance(model, Decoder) else Recomputing(model)
@@ -307,7 +307,7 @@ class Recomputing:
         history, counts = cache
         rows = jnp.arange(history.shape[0])[:, None]
         columns = counts[:, None] + jnp.arange(tokens.shape[1])
-        # Padding stands before column 0; out of bounds nothing is written.
+        # Padding is before column 0; out of bounds nothing is written.
         columns = jnp.where(columns < 0, history.shape[1], columns)
         history = history.at[rows, columns].set(tokens, mode="drop")
         counts = counts + tokens.shape[1]
@@ -358,7 +358,7 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
 def _check_causal(
     model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_tokens: int
 ) -> None:
-    """Runs a model without a cache twice, other tokens behind the prompts."""
+    """Raises unless a model without a cache is causal: runs it with two texts after the prompts."""
     kind = type(model).__name__
     graphdef, leaves = nnx.split(model)
     length = tokens.shape[1] + num_tokens - 1
@@ -391,7 +391,7 @@ def _check_causal(
 
 
 def _replicated(leaves: PyTree) -> NamedSharding | None:
-    """Where the tokens go: to every device of the mesh that the parameters are on."""
+    """The sharding of the tokens: replicated over the mesh of the parameters; None without one."""
     for leaf in jax.tree.leaves(leaves):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):

@@ -1,4 +1,4 @@
-"""Rotary positions: by which angle a pair of features turns, and how that is stretched.
+"""Rotary positions: the angles by which pairs of features turn, and their scaling.
 
 Source: Su et al., RoFormer, arXiv:2104.09864; Chen et al., arXiv:2306.15595 (linear); Peng et al.,
 YaRN, arXiv:2309.00071; Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.4 (llama3).

@@ -1,4 +1,4 @@
-"""Snapshots of a hub: where one lies here, and whether a model is the one that it is of.
+"""Snapshots of a hub: their local folders, and whether a model is the one that they describe.
 
 Names and shapes of tensors say nothing of the base of rotary positions, of the number of heads, of
 what is added inside norms: weights that fit may still belong to another function.
@@ -48,7 +48,7 @@ _WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", CONFIG_FILE, ADAPTER_CONFIG)
 
 
 def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
-    """Where a repository of a hub, or what is in a bucket, lies here, fetched if need be.
+    """The local path of a hub's repository, or of a bucket's folder, downloaded where needed.
 
     Args:
         path: a path, which is returned as it is; `hf://`, which needs huggingface_hub, in whose
@@ -99,7 +99,7 @@ def configs_beside(files: Files) -> list[Path]:
 
 
 def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
-    """The sizes of a `Transformer` that takes up the weights of a hub's repository.
+    """The sizes of a `Transformer` for the weights of a hub's repository.
 
     Args:
         path: a local snapshot with a `config.json`, or that file; or `hf://org/name`.
@@ -142,7 +142,7 @@ def format_name(path: str | Path) -> str:
 
 
 def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
-    """The format of a snapshot, its config, and where that lies."""
+    """The format of a snapshot, its config, and the path of that."""
     path = as_path(fetched(path, (CONFIG_FILE,)), "the config of a model", CheckpointError)
     file = path / CONFIG_FILE if path.is_dir() else path
     what = f"{str(file)!r} as the config of a model"
@@ -184,7 +184,7 @@ def check_snapshot(
     rules: WeightRules | str | None = None,
     differ: str | Iterable[str] = (),
 ) -> None:
-    """Compares a `Transformer` with the `config.json` that lies beside weights, where one does.
+    """Compares a `Transformer` with the `config.json` beside weights, where there is one.
 
     Args:
         files: as of `load_weights`.

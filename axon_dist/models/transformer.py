@@ -34,7 +34,7 @@ from .transformer_config import TransformerConfig
 class Block(nnx.Module):
     """One layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`.
 
-    The norms stand before, after or around both, as the config says.
+    The norms are before, after or around both, as the config says.
 
     Args:
         config: sizes and numerics.
@@ -65,7 +65,7 @@ class Block(nnx.Module):
         return self._rest(x, mixed)
 
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-        """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
+        """Maps further positions `[B, T, D]`, seeing the cached ones; extends the cache."""
         mixed, past = self.attention.decode(self._normed("attention_norm", x), past, place)
         return self._rest(x, mixed), past
 
@@ -128,7 +128,7 @@ class Transformer(nnx.Module):
         Args:
             tokens: integer `[B, T]`, T at most `config.max_length`.
             segments: integers `[B, T]` that say which tokens are of one document, where several
-                stand in a row one after another: tokens see their own document alone, and
+                follow each other in a row: tokens see their own document alone, and
                 positions begin anew in each. None for one document in each row.
 
         Returns:
@@ -158,8 +158,8 @@ class Transformer(nnx.Module):
     ) -> Array:
         """The residual stream behind the last block.
 
-        Where tokens lie in a row says nothing here but which of them attention sees: it is
-        `positions` that says where they stand.
+        The order of tokens in a row decides only which of them attention sees: their positions are
+        those of `positions`.
 
         Args:
             tokens: integers `[B, T]`.
@@ -352,16 +352,16 @@ def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
 
 
 def decode_layers(stacked: Block, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-    """As `scan_layers`, for the `decode` of layers that rest.
+    """As `scan_layers`, for the `decode` of layers in eval mode.
 
     Args:
         stacked: a block, its leaves with a leading dim L.
         x: further positions `[B, T, D]`.
-        past: what is kept, its arrays with a leading dim L.
+        past: the cache, its arrays with a leading dim L.
         place: which positions they are.
 
     Returns:
-        The output of the last layer, and what is kept now.
+        The output of the last layer, and the new cache.
     """
     graph, leaves = nnx.split(stacked)
 
@@ -377,7 +377,7 @@ def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
         weight, method, plain = layer.embedding, type(layer).attend, nnx.Embed.attend
     else:
         weight, method, plain = layer.kernel, type(layer).__call__, nnx.Linear.__call__
-    # A weight that says how it is to be read, as one that its layer gathers, is left to its layer.
+    # A weight with a hook for its reads, such as one that its layer gathers, is read by its layer.
     if inspect.unwrap(method) is not inspect.unwrap(plain) or any(
         callable(value) for value in weight.get_metadata().values()
     ):

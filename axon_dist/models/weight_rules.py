@@ -28,7 +28,7 @@ class Form:
 
     Args:
         text: both sides; empty leaves arrays of any shape as they are.
-        sizes: of the dims that no shape tells.
+        sizes: of the dims that cannot be inferred from shapes.
 
     Raises:
         ConfigError: when the text cannot be read, or its sides have other names.
@@ -189,7 +189,7 @@ class WeightRule:
             or an optional text such as `(?:model\.)?`, which is written.
         paths: of parameters, such as `"blocks/{layer}/mlp/up/kernel"`, with those groups.
         form: the dims of a tensor -> those of the parameter, such as `"out in -> in out"`.
-        sizes: of the dims in `form` that no shape tells.
+        sizes: of the dims in `form` that cannot be inferred from shapes.
         dim: the dim of the parameter along which tensors are joined, or the one along which a
             tensor, its dims as those of the parameter, is split.
         stack: a group that no path has, its values count dim 0 of the parameter; or several, which

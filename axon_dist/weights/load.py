@@ -28,9 +28,9 @@ def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
     """Reads a parameter shard by shard, each put on its devices before the next is read.
 
     Args:
-        source: where its values lie.
+        source: where its values are in the files.
         target: its shape and dtype, and the sharding to put it on; those shards alone are read
-            that lie on devices of this process, and each of them once.
+            that are on devices of this process, and each of them once.
 
     Returns:
         The array.
@@ -85,8 +85,8 @@ def load_weights(
     r"""Fills the first state of a training step, or a plain model, from safetensors files.
 
     Equals a model made on one device, its arrays replaced by those of the files, and split as the
-    strategy says; but shard by shard: host memory never holds more than the shard that is on its
-    way to its devices and a piece of the file. Names and shapes are compared first, and whatever
+    strategy says; but shard by shard: host memory never holds more than one shard
+    and a piece of the file. Names and shapes are compared first, and whatever
     does not fit is refused before an array is made.
 
     Args:
@@ -152,7 +152,7 @@ def load_weights(
         both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
         absent = {path for path, _ in both} - set(arrays)
         make = source.make
-        # What is not asked for is not computed.
+        # XLA does not compute the arrays that are left out.
         drawn = jax.jit(lambda: _only(make(), absent))() if absent else {}
         arrays |= drawn
         first = parts.weights, parts.buffers
@@ -186,7 +186,7 @@ def check_weights(
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """What is read, and how; arguments as of `load_weights`."""
+    """What is read, and how; the arguments are those of `load_weights`."""
 
     files: Files
     rules: WeightRules | str | None
@@ -195,12 +195,12 @@ class _Wanted:
     differ: str | Iterable[str]
 
     def of_step(self, step: TrainStep) -> dict[Path, ParameterSource]:
-        """Where the arrays of a step lie, agreed on by all processes."""
+        """The sources of the arrays of a step; all processes must have the same."""
         targets, model = step.weight_targets, step.parts.abstract
         return _agreed(step.world, lambda: self.find(model, targets))
 
     def find(self, model: nnx.Module, targets: Mapping[Path, Any]) -> dict[Path, ParameterSource]:
-        """Where some arrays of a model lie."""
+        """The sources of some arrays of a model."""
         table = rules_for(self.rules, model)
         table.validate()
         check_snapshot(self.files, model, self.rules, self.differ)
@@ -217,7 +217,7 @@ def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
 
 
 def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:
-    """What every process has found, or the error of the first that could not."""
+    """The sources that every process has read, or the error of one that could not."""
     try:
         sources, error = read(), None
     except AxonDistError as caught:

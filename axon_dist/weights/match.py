@@ -1,4 +1,4 @@
-"""Which tensors make up which parameters: found from names and shapes alone, or refused."""
+"""Which tensors make up which parameters, by names and shapes alone; anything else is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TensorPart:
         self._copy(out, inner)
 
     def _copy(self, out: np.ndarray, index: list[slice]) -> None:
-        """Copies chunk by chunk, each mapped for itself: a map keeps all that it touched."""
+        """Copies in chunks, each by its own mapping: a mapping keeps all pages that it touched."""
         if not index:
             out[...] = self.form.take(self.entry.open(), ())
             return
@@ -110,7 +110,7 @@ class ParameterSource:
     pieces: tuple[TensorPart, ...]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Reads a slice into memory of its own; nothing else of the files stays there."""
+        """Reads a slice into new memory; nothing else of the files stays there."""
         bounds = [slice(*part.indices(n)[:2]) for part, n in zip(index, self.shape, strict=True)]
         out = np.empty([part.stop - part.start for part in bounds], self.dtype)
         for piece in self.pieces:
@@ -161,13 +161,13 @@ def match_weights(
     cast: bool = False,
     keep: Iterable[str] = (),
 ) -> dict[Path, ParameterSource]:
-    """Finds for every parameter where its values lie; reads nothing but `copies` of the rules.
+    """Finds the source of every parameter; reads no values but those of `copies` of the rules.
 
     Args:
         entries: the tensors, by name.
         targets: the parameters by path, anything with shape and dtype.
         rules: which tensor is which parameter.
-        files: the files, for messages.
+        files: for messages.
         cast: whether floats of other dtypes are converted.
         keep: regular expressions of paths that may be missing.
 
@@ -230,7 +230,7 @@ def _pieces(
     shapes: Mapping[Path, Shape],
     problems: _Problems,
 ) -> dict[Path, list[TensorPart]]:
-    """The pieces of the parameters of a target, all its tensors being there."""
+    """The parts of the parameters of a target; missing tensors are noted as problems."""
     rule, form = target.rule, target.rule.as_form
     lead = len(rule.stacked)
     counts = [min(shape[dim : dim + 1] or (0,) for shape in shapes.values()) for dim in range(lead)]
@@ -280,7 +280,7 @@ def _add_up(tensors: list[Shape], params: list[Shape], dim: int) -> bool:
 def _cuts(
     tensors: list[Any], params: list[Shape], dim: int
 ) -> dict[tuple[int, int], tuple[int, int, int, int | None]]:
-    """By parameter and tensor, of which one side is alone: start, at, size and dim of the piece."""
+    """By parameter and tensor, one of either: start, at, size and dim of the part."""
     if len(tensors) == len(params) == 1:
         return {(0, 0): (0, 0, 0, None)}
     sizes = [shape[dim] for shape in (params if len(tensors) == 1 else tensors)]
@@ -321,7 +321,7 @@ def _check_dtypes(
 
 
 def _name(target: _Target, number: int, row: tuple[int, ...]) -> str:
-    """How the tensor would be called that is not there."""
+    """The name of a missing tensor."""
     rule = target.rule
     groups = {**target.groups, **dict(zip(rule.stacked, map(str, row), strict=True))}
     return rule.name_of(number, groups)

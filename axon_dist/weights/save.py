@@ -70,7 +70,7 @@ class Outgoing:
 def outgoing(
     weights: Mapping[Path, Any], rules: WeightRules, dtype: np.dtype | None = None
 ) -> list[Outgoing]:
-    """What is written of the arrays of a model: each of them once.
+    """The tensors that are written for the arrays of a model; each array once.
 
     Args:
         weights: anything with shape and dtype, by path.
@@ -148,7 +148,7 @@ def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
 
 
 def _check_read_back(tensor: Outgoing, rules: WeightRules, groups: Mapping[str, str]) -> None:
-    """Whether the first rule that fits the name is the one that wrote it."""
+    """Raises unless the first rule that fits the name is the one that wrote it."""
     reader, hit = next(
         ((r, hit) for r in rules.rules if (hit := r.match(tensor.name))), (None, None)
     )
@@ -182,7 +182,7 @@ def save_weights(
         path: a file that ends in `.safetensors`, or a folder, in which it is `model.safetensors`;
             it appears under its name when it is complete. In a hub's format a `config.json` is
             written beside it.
-        rules: as for `load_weights`, turned round: which array is which tensor.
+        rules: as for `load_weights`, in reverse: which array is which tensor.
         step: the step whose state is given.
         dtype: of floats, such as `"bfloat16"`; None writes those of the model.
         max_file: in bytes; what is more goes into several files
@@ -191,7 +191,7 @@ def save_weights(
         keys: of a hub's `config.json` that no model knows, such as `{"eos_token_id": 2}`.
 
     Raises:
-        ConfigError: when the rules do not name an array or cannot be turned round, or another
+        ConfigError: when the rules do not name an array or cannot be reversed, or another
             `config.json` or other weights are there that would be mixed with these.
         CheckpointError: when the files cannot be written.
         UnsupportedError: when the model is not of the family of a format.
@@ -231,10 +231,10 @@ def save_adapters(
     Args:
         model: from `axon_dist.lora`; or the state of a step of one, given with it.
         path: a folder.
-        rules: the format of the model that they stand beside, or rules of its kernels.
+        rules: the format of the model that they adapt, or rules of its kernels.
         step: the step whose state is given.
         dtype: of floats, such as `"bfloat16"`; None writes those of the adapters.
-        base: where that model lies, such as `"org/name"`, for peft; None says nothing.
+        base: the path or name of that model, such as `"org/name"`, for peft; None writes null.
 
     Raises:
         ConfigError: when the model has no adapters, or the format no names for them, or other files
@@ -262,7 +262,7 @@ class _Export:
     """Files of weights in a folder, beside a config.
 
     Args:
-        folder: where they lie.
+        folder: that they are written to.
         stem: what the names of the files begin with.
         files: their tensors by name, by the name of a file.
         config: what is written beside them, if anything.
@@ -285,7 +285,7 @@ class _Export:
         on_main(self._finish)
 
     def _check_free(self) -> None:
-        """Whether nothing is there that would be mixed with what is written."""
+        """Raises where other files in the folder would be mixed with these."""
         folder, stem, there = self.folder, self.stem, self.folder / self.config_name
         known = {*self.files, *([stem + ENDING + INDEX] if len(self.files) > 1 else [])}
         alike = {*folder.glob(f"{stem}{ENDING}*"), *folder.glob(f"{stem}-?????-of-?????{ENDING}")}
@@ -315,7 +315,7 @@ class _Export:
 def _weights(
     model: nnx.Module | TrainState, step: TrainStep | None
 ) -> tuple[nnx.Module, dict[Path, Array]]:
-    """A model to look at, and its arrays by path."""
+    """The model, whose arrays may be shapes, and its arrays by path."""
     if isinstance(model, TrainState):
         if step is None:
             raise ConfigError(
