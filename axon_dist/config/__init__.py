@@ -48,7 +48,7 @@ from .sections import TokenData as TokenData
 from .sections import Trackio as Trackio
 from .sections import TrainConfig as TrainConfig
 from .sections import Wandb as Wandb
-from .user_code import Own as Own
+from .user_code import UserCode as UserCode
 
 explain_calls(globals())
 

@@ -18,7 +18,7 @@ from axon_dist.parallel import STRATEGIES
 
 from .read import HUB, Bound, OneOf, Option, Parsed, extra, options_of, write
 from .schema import RunConfig
-from .user_code import PATH, Own
+from .user_code import PATH, UserCode
 
 _WORDS = {
     int: "integer",
@@ -157,7 +157,7 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
         yield from _sections(hint, path)
 
 
-def _user_section(key: str, cls: type[Own], path: str) -> Section:
+def _user_section(key: str, cls: type[UserCode], path: str) -> Section:
     """A section of user code: its path, and the keys that the library reads beside it."""
     place = Key(f"{path}.{key}", PATH, "", "where it is found.")
     return Section(path, f"{key}: {PATH}", first_sentence(cls), (place, *_keys(cls, path)))

@@ -24,7 +24,7 @@ from axon_dist.optim import by_path, hidden_matrices, matrices, muon
 
 from .rates import RATES, Cosine, RateSchedule
 from .read import Fraction, Natural, NonNegative, OneOf, Positive
-from .user_code import Own
+from .user_code import UserCode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ OPTIMIZERS: MappingProxyType[str, type[Optimizer]] = MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnOptimizer(Own):
+class OwnOptimizer(UserCode):
     """An optimizer of the user's own: `optimizer: {factory: package.module:make, ...}`.
 
     The factory is called with the keys beside it, and with `num_steps`, the length of the run,
@@ -341,8 +341,8 @@ class OwnOptimizer(Own):
             ConfigError: when it returns something else.
 
         Example:
-            >>> own = OwnOptimizer(path="optax:sgd", options={"learning_rate": 0.5})
-            >>> float(own.build(10).update({"w": 1.0}, own.build(10).init({"w": 1.0}))[0]["w"])
+            >>> sgd = OwnOptimizer(path="optax:sgd", options={"learning_rate": 0.5})
+            >>> float(sgd.build(10).update({"w": 1.0}, sgd.build(10).init({"w": 1.0}))[0]["w"])
             -0.5
         """
         made = self.call(num_steps=num_steps)

@@ -19,7 +19,7 @@ import numpy as np
 
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 
-from .user_code import PATH, Own
+from .user_code import PATH, UserCode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class OneOf:
     presets: Mapping[str, Mapping[str, Mapping[str, object]]] = dataclasses.field(
         default_factory=dict
     )
-    user_code: Mapping[str, type[Own]] = dataclasses.field(default_factory=dict)
+    user_code: Mapping[str, type[UserCode]] = dataclasses.field(default_factory=dict)
     hubs: Mapping[str, Callable[[Any], Mapping[str, object]]] = dataclasses.field(
         default_factory=dict
     )
@@ -200,7 +200,7 @@ def write(value: object, hint: object = None) -> Any:
         >>> write((1, 2))
         [1, 2]
     """
-    if isinstance(value, Own):
+    if isinstance(value, UserCode):
         ours = {name: getattr(value, name) for name in options_of(type(value))}
         return {value.key: value.path, **ours, **value.options}
     if (choice := extra(hint, OneOf)) is not None:
@@ -248,7 +248,7 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
         made = {f.name: f.default_factory for f in dataclasses.fields(thing)}
         defaults = {f.name: f.default for f in dataclasses.fields(thing)}
         defaults |= {name: make() for name, make in made.items() if make is not MISSING}
-        excluded = ("path", "options") if issubclass(typing.cast(type, thing), Own) else ()
+        excluded = ("path", "options") if issubclass(typing.cast(type, thing), UserCode) else ()
     else:
         parameters = inspect.signature(thing).parameters.values()
         defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
@@ -389,7 +389,7 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
     return _read_dataclass(variant, data, path)
 
 
-def _read_user_code(choice: OneOf, key: str, value: Mapping[str, object], path: str) -> Own:
+def _read_user_code(choice: OneOf, key: str, value: Mapping[str, object], path: str) -> UserCode:
     """Reads a section of user code, whose options only the user's function reads."""
     others = [other for other in (choice.tag, *choice.user_code) if other in value and other != key]
     if others:

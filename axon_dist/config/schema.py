@@ -24,8 +24,8 @@ from .models import (
     LOSSES,
     MODELS,
     ModelKind,
-    OwnLoss,
     OwnModel,
+    UserLoss,
     kind_of,
     sizes_of_hub,
     with_hub_weights,
@@ -247,7 +247,7 @@ class RunConfig:
         ),
     ] = MODELS["transformer"].sizes()
     data: Annotated[Any, OneOf(DATA, tag="kind", user_code={"factory": OwnData})] = TextData()
-    loss: Annotated[OwnLoss, OneOf({}, user_code=LOSSES)] | None = None
+    loss: Annotated[UserLoss, OneOf({}, user_code=LOSSES)] | None = None
     validation: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     optimizer: Annotated[
         Optimizer | OwnOptimizer, OneOf(OPTIMIZERS, user_code={"factory": OwnOptimizer})

@@ -35,7 +35,7 @@ from axon_dist.optim import Spikes
 from axon_dist.step import Nonfinite
 
 from .read import Ahead, Count, Devices, Fraction, Natural, NonNegative, OneOf, Port, Positive
-from .user_code import Own
+from .user_code import UserCode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -433,7 +433,7 @@ class SyntheticImageData(LoadOptions, SyntheticImages):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnData(LoadOptions, Own):
+class OwnData(LoadOptions, UserCode):
     """Samples of the user's own: `data: {factory: package.module:make, ...}`.
 
     The factory returns two sequences of samples, for training and for validation, each with a

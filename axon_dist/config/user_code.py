@@ -18,7 +18,7 @@ PATH = "package.module:name"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Own:
+class UserCode:
     """A section that says `{factory: package.module:name, key: value}`.
 
     It means `package.module.name(key=value, **provided)`, called when the run is built. The
@@ -29,8 +29,8 @@ class Own:
         options: the keyword arguments that the config gives it.
 
     Example:
-        >>> own = Own(path="collections:Counter", options={"axes": 3})
-        >>> own.call()
+        >>> code = UserCode(path="collections:Counter", options={"axes": 3})
+        >>> code.call()
         Counter({'axes': 3})
     """
 

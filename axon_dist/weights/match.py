@@ -181,8 +181,7 @@ def match_weights(
     _check_copies(entries, rules, problems)
     sources: dict[Path, ParameterSource] = {}
     for target in _targets(entries, rules, problems):
-        absent = [path for path in target.paths if path not in targets]
-        if absent:
+        if any(path not in targets for path in target.paths):
             problems.left_over += target.tensors.values()
             continue
         shapes = {path: tuple(targets[path].shape) for path in target.paths}
