@@ -196,8 +196,8 @@ def tune(
         spread = min(samples), max(samples)
         rows[name] = dataclasses.replace(rows[name], seconds=median, spread=spread)
     if not times:
-        said = "; ".join(f"{row.name}: {row.failure}" for row in rows.values())
-        raise ConfigError(f"no variant of the step runs here ({said}); use a smaller batch")
+        errors = "; ".join(f"{row.name}: {row.failure}" for row in rows.values())
+        raise ConfigError(f"no variant of the step runs here ({errors}); use a smaller batch")
     order = sorted(rows.values(), key=lambda row: (row.seconds is None, row.seconds or 0.0))
     per_sample = config.kind.task.items_per_sample(config.data)
     items = config.train.global_batch * per_sample

@@ -273,8 +273,8 @@ def _memory(one: Recorded) -> str | None:
     words = {name: byte_size(size) for name, size in sizes.items()}
     chip, capacity = one.program.get("chip"), one.program.get("chip_bytes")
     of = f" of {byte_size(float(capacity))} of a {chip}" if chip and capacity else ""
-    said = f"{byte_size(sum(sizes.values()))} per device at the peak of a step{of}"
-    return f"<p>{escape(said)}</p>{bars(sizes, words)}"
+    total = f"{byte_size(sum(sizes.values()))} per device at the peak of a step{of}"
+    return f"<p>{escape(total)}</p>{bars(sizes, words)}"
 
 
 @_of_each
@@ -335,9 +335,9 @@ def _mesh(runs: Runs) -> str | None:
     if not shape or not devices:
         return None
     axes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
-    said = f"<p>{escape(axes)}; the last axis runs along a row</p>"
+    caption = f"<p>{escape(axes)}; the last axis runs along a row</p>"
     if len(devices) > MOST_DEVICES:
-        return said + _say(f"{len(devices)} devices are too many to draw")
+        return caption + _say(f"{len(devices)} devices are too many to draw")
     columns = int(list(shape.values())[-1])
     cells = "".join(
         f'<div class="b{int(d["process"]) % 8}" title="device {escape(str(d["id"]))}, process '
@@ -348,7 +348,7 @@ def _mesh(runs: Runs) -> str | None:
     grid = f'<div class="mesh" style="{tracks}">{cells}</div>'
     processes = len({d["process"] for d in devices})
     owners = f"a color for each of {processes} processes" if processes > 1 else "of one process"
-    return f"{said}{grid}<p>ranks, {owners}</p>"
+    return f"{caption}{grid}<p>ranks, {owners}</p>"
 
 
 def _versions(runs: Runs) -> str | None:

@@ -274,8 +274,8 @@ def _reason(plan: ReadPlan) -> str:
         "the update": time.update,
         "transfers that nothing hides": time.exposed,
     }
-    said = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
-    return f"{called(plan.candidate.name)}: {need}; a step is {said}"
+    shares = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
+    return f"{called(plan.candidate.name)}: {need}; a step is {shares}"
 
 
 def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:

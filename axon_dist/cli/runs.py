@@ -238,8 +238,8 @@ def verify_config(arguments: argparse.Namespace) -> int:
     except MeshError as error:
         if not arguments.here:
             raise
-        said = str(error).partition(", or emulate other devices")[0]
-        raise MeshError(f"{said}, or leave out --here, which emulates none") from error
+        sentence = str(error).partition(", or emulate other devices")[0]
+        raise MeshError(f"{sentence}, or leave out --here, which emulates none") from error
     table = Table(
         title=f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
     )

@@ -201,8 +201,8 @@ def write(value: object, hint: object = None) -> Any:
         [1, 2]
     """
     if isinstance(value, UserCode):
-        ours = {name: getattr(value, name) for name in options_of(type(value))}
-        return {value.key: value.path, **ours, **value.options}
+        library_keys = {name: getattr(value, name) for name in options_of(type(value))}
+        return {value.key: value.path, **library_keys, **value.options}
     if (choice := extra(hint, OneOf)) is not None:
         return {choice.tag: choice.name_of(value), **write(value)}
     if (parsed := extra(hint, Parsed)) is not None:

@@ -145,10 +145,10 @@ def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
                 "version everywhere"
             )
     pair = (main.process, late.process)
-    if said := difference_text(main.settings, late.settings, pair):
+    if differences := difference_text(main.settings, late.settings, pair):
         return (
-            f"{main} and {late} would compute different things: {said}; set the same everywhere, "
-            "in the environment or by jax.config.update before World.init()"
+            f"{main} and {late} would compute different things: {differences}; set the same "
+            "everywhere, in the environment or by jax.config.update before World.init()"
         )
     return None
 
@@ -185,14 +185,14 @@ class _Connection:
         connection: non-blocking.
         deadline: when it must have said who it is.
         nonce: what its proof must cover.
-        said: what came so far.
+        received: the bytes of the message so far.
         drawn: the number that the caller has drawn.
     """
 
     connection: socket.socket
     deadline: float
     nonce: str
-    said: bytearray = dataclasses.field(default_factory=bytearray)
+    received: bytearray = dataclasses.field(default_factory=bytearray)
     drawn: str = ""
 
 
@@ -254,12 +254,12 @@ class _Listener:
         """Reads from a caller; returns its description once it is complete, else None."""
         try:
             chunk = caller.connection.recv(_HELLO_BYTES)
-            caller.said += chunk
+            caller.received += chunk
             if b"\n" not in chunk:
-                if not chunk or len(caller.said) > _HELLO_BYTES:
+                if not chunk or len(caller.received) > _HELLO_BYTES:
                     raise ConnectionError("it hung up, or says too much")
                 return None
-            message = json.loads(caller.said)
+            message = json.loads(caller.received)
             fields, nonce = message["peer"], str(message["nonce"])
             proof = _proof(self.token, "peer", caller.nonce, nonce, fields)
             if not hmac.compare_digest(proof.encode(), str(message["proof"]).encode()):
@@ -306,13 +306,13 @@ def listen(address: str) -> socket.socket:
 def _answer(
     waiting: Sequence[_Connection], mistake: str | None, present: Sequence[Peer], token: str
 ) -> None:
-    said = {"mistake": mistake, "present": [dataclasses.asdict(peer) for peer in present]}
+    answer = {"mistake": mistake, "present": [dataclasses.asdict(peer) for peer in present]}
     for caller in waiting:
         caller.connection.settimeout(_HELLO_SECONDS)
         with contextlib.suppress(OSError):
             _send(
                 caller.connection,
-                {"said": said, "proof": _proof(token, "answer", caller.drawn, said)},
+                {"said": answer, "proof": _proof(token, "answer", caller.drawn, answer)},
             )
 
 
@@ -362,9 +362,9 @@ def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
     return answer["said"]
 
 
-def _proof(token: str, *said: Any) -> str:
+def _proof(token: str, *parts: Any) -> str:
     """The HMAC of a message, which only those who know the token can compute."""
-    text = json.dumps(said, sort_keys=True).encode()
+    text = json.dumps(parts, sort_keys=True).encode()
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 

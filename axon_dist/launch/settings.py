@@ -97,12 +97,12 @@ def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tupl
         value = f"{settings[name]!a:.300}" if name in settings else "not set"
         return f"{value} in process {process}"
 
-    said = [
+    texts = [
         f"{ascii(name)[1:-1]:.120} is {state(one, name, pair[0])} and {state(other, name, pair[1])}"
         for name in compare_settings(one, other)
     ]
-    more = [f"{len(said) - _SHOWN} more differ"] if len(said) > _SHOWN else []
-    return ", ".join(said[:_SHOWN] + more)
+    more = [f"{len(texts) - _SHOWN} more differ"] if len(texts) > _SHOWN else []
+    return ", ".join(texts[:_SHOWN] + more)
 
 
 def _split_flags(text: str) -> dict[str, str]:
