@@ -293,7 +293,7 @@ def keep_programs(tell: Callable[[str], None]) -> None:
 
 
 class ProgramStore:
-    """Compiled programs as files, in a folder that nobody else writes to.
+    """Compiled programs as files, in a folder that only this user may write to.
 
     A file is there whole or not at all, whenever its process is killed; one that has changed since
     is removed.

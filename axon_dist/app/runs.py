@@ -416,7 +416,7 @@ def compiling_ahead(
 
 
 def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None]) -> None:
-    """Compiles for the most processes that could go on without one of these."""
+    """Compiles for the most processes on which the run could continue without one of these."""
     reasons = []
     for fewer in range(world.num_processes - 1, 0, -1):
         try:

@@ -69,7 +69,7 @@ def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
 
 
 def _emulated(target: str) -> tuple[Hardware, int]:
-    """Devices that the CPU makes up have no rates: those of another chip rank the plans."""
+    """Emulated devices, which have no rates: plans are ranked by those of another chip."""
     count = parse_target(target).num_devices
     row = hardware(_DEFAULT_HARDWARE)
     share = host_memory() // count

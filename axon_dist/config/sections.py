@@ -429,7 +429,7 @@ class ImageRecordsData(LoadOptions, ImageRecords):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticImageData(LoadOptions, SyntheticImages):
-    """Which images a run makes up."""
+    """Which images a run generates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -419,7 +419,7 @@ class _Attempt:
         return now >= self._last
 
     def _end_late(self, stopped: set[int]) -> Child | None:
-        """Ends the ranks that are overdue; the first that did not stop by itself has failed."""
+        """Ends the ranks that are overdue; the first that did not stop on request has failed."""
         late = [child for child in self.children if child.code is None]
         names = ", ".join(str(child.rank) for child in late)
         self.tell(f"ranks {names} had to end and did not; ending them (log: {late[0].log})")

@@ -115,7 +115,7 @@ class StopConsensus:
         self._asked: collections.deque[Array] = collections.deque()
 
     def __call__(self, wanted: bool) -> bool:
-        """Asks for this step, and tells whether to stop now.
+        """Asks for this step, and returns whether to stop now.
 
         Args:
             wanted: whether this process wants to stop.

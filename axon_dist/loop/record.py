@@ -342,7 +342,7 @@ class Record:
         return bool(skipped)
 
     def status(self) -> Status:
-        """Where the run stands."""
+        """The status of the run after its last fetched step."""
         speed, item = self._speed(), self.options.item
         seconds = speed.get("time/step_seconds")
         left = self.options.num_steps - self.step
