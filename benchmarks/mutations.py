@@ -255,7 +255,7 @@ MUTATIONS = (
     ),
     # Starting processes.
     row(
-        "launch/environment.py", "str(port + is_taken)", "str(port)",
+        "launch/environment.py", "str(port + is_in_use)", "str(port)",
         "launch/test_environment.py::test_the_port_of_torchruns_own_store_is_left_to_it",
     ),
     row(
