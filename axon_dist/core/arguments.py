@@ -213,15 +213,15 @@ _LAYERS = ("flax.nnx.nn", "flax.linen")
 
 
 def _explain(
-    error: Exception, function: Callable[..., Any], who: str, given: Sequence[object]
+    error: Exception, function: Callable[..., Any], who: str, arguments: Sequence[object]
 ) -> None:
-    """Raises `ConfigError` where no code of the user's, but what was given makes a function fail.
+    """Raises `ConfigError` where a function's arguments, and no code of the user's, make it fail.
 
     Args:
-        error: what Python or JAX says.
+        error: of Python or JAX.
         function: that failed.
         who: its name in messages.
-        given: its arguments.
+        arguments: what it was called with.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
@@ -239,15 +239,15 @@ def _explain(
     if isinstance(error, NameError) and "unbound axis name" in text:
         raise ConfigError(f"{who} {_UNBOUND.format(text)}") from error
     ours = [f for f in frames if str(f.f_globals.get("__name__")).startswith("axon_dist.")]
-    own, named = inspect.unwrap(function), ", ".join(map(_brief, given))
+    unwrapped, named = inspect.unwrap(function), ", ".join(map(_brief, arguments))
     # Elsewhere what fails further down may be a mistake of this package.
-    is_own = ours[-1].f_code.co_qualname.startswith(own.__qualname__)
-    is_own = is_own or own.__module__.split(".")[1] in _COMPUTING
-    if is_own and isinstance(error, _OF_VALUES) and not isinstance(error, FloatingPointError):
+    is_misuse = ours[-1].f_code.co_qualname.startswith(unwrapped.__qualname__)
+    is_misuse = is_misuse or unwrapped.__module__.split(".")[1] in _COMPUTING
+    if is_misuse and isinstance(error, _OF_VALUES) and not isinstance(error, FloatingPointError):
         raise ConfigError(
             f"{who} can make nothing of {named}: {text}; give what its docstring says"
         ) from error
-    if is_own and (isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED")):
+    if is_misuse and (isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED")):
         raise OutOfMemoryError(
             f"{who} got {named}, and there is no memory for it ({text}); give smaller numbers"
         ) from error

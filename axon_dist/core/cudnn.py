@@ -75,8 +75,8 @@ def _forward(query: Array, key: Array, value: Array, bias: Array | None, causal:
     return out, (query, key, value, bias, log_weight, out)
 
 
-def _backward(causal: bool, kept: tuple, cotangent: Array):
-    query, key, value, bias, log_weight, out = kept
+def _backward(causal: bool, residuals: tuple, cotangent: Array):
+    query, key, value, bias, log_weight, out = residuals
     gradients = cudnn_attention_gradients(
         query, key, value, bias, causal, log_weight, out, cotangent
     )
@@ -106,12 +106,12 @@ def cudnn_attention_forward(
     Returns:
         `[B, T, H, K]`, and float32 `[B, H, T]` where they are kept.
     """
-    found = kernels._dot_product_attention_fwd_p_wrapper.bind(
+    outputs = kernels._dot_product_attention_fwd_p_wrapper.bind(
         *_cudnn_operands(query, key, value, bias),
         **_cudnn_parameters(query, bias, causal),
         is_training=keeps_weights,
     )
-    return tuple(found[: 1 + keeps_weights])
+    return tuple(outputs[: 1 + keeps_weights])
 
 
 def _cudnn_operands(

@@ -271,9 +271,9 @@ class Requirement(Generic[T]):
         """
 
         def check(subject: T) -> None:
-            found = when(subject)
-            if found is not None:
-                raise error(sentence.format(**found))
+            values = when(subject)
+            if values is not None:
+                raise error(sentence.format(**values))
 
         return cls(name, check)
 

@@ -39,12 +39,12 @@ _KINDS = (
 )
 
 
-def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> Path:
+def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> Path:
     """A path that can be one on this machine, `~` and `~user` resolved; nothing is looked up.
 
     Args:
         text: a text or a path.
-        where: the key, option or argument that names it; it opens the message.
+        label: the key, option or argument that names it; it opens the message.
         error: the kind of error.
 
     Raises:
@@ -57,30 +57,30 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
         'nobody-here' whose home that could be; write the path out
     """
     if not isinstance(text, (str, os.PathLike)):
-        raise error(f"{where}: got {text!r:.80}, a {type(text).__name__}, which must be a path")
+        raise error(f"{label}: got {text!r:.80}, a {type(text).__name__}, which must be a path")
     shown = repr(str(text))[:80]
     try:
         name = os.fsencode(text)
     except UnicodeEncodeError as cause:
-        raise error(f"{where}: got {shown}, which no file name can hold; correct it") from cause
+        raise error(f"{label}: got {shown}, which no file name can hold; correct it") from cause
     if _SCHEME.match(str(text)):
         # As a path it would be a folder of this machine, which is lost with it.
         raise error(
-            f"{where}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data, "
+            f"{label}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data, "
             "weights and model.hub may be at gs:// and s3://, all else is a file of this machine: "
             "mount the store as a folder (gcsfuse, mountpoint-s3) and name that, or copy to it and "
             "from it"
         )
     if not name:
-        raise error(f"{where}: got an empty path; name a file or folder, or leave it out")
+        raise error(f"{label}: got an empty path; name a file or folder, or leave it out")
     if any(letter < 32 or letter == 127 for letter in name):
         raise error(
-            f"{where}: got {shown}, a path with a line break or another control character; take "
+            f"{label}: got {shown}, a path with a line break or another control character; take "
             "that out"
         )
     if len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME:
         raise error(
-            f"{where}: got {shown}..., of {len(name)} bytes; a path has at most {_LONGEST_PATH}, "
+            f"{label}: got {shown}..., of {len(name)} bytes; a path has at most {_LONGEST_PATH}, "
             f"and each name in it at most {_LONGEST_NAME}"
         )
     try:
@@ -88,7 +88,7 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
     except RuntimeError as cause:
         user = Path(text).parts[0][1:]
         raise error(
-            f"{where}: got {shown}, and there is no user {user!r} whose home that could be; write "
+            f"{label}: got {shown}, and there is no user {user!r} whose home that could be; write "
             "the path out"
         ) from cause
 
@@ -132,9 +132,9 @@ def read_bytes(
     kind = kind_at(path)
     if kind not in (None, "a file"):
         raise error(f"cannot read {what}: it is {kind} and no file; name a file")
-    told = reworded(f"cannot read {what}", "name another file", error)
+    rewording = reworded(f"cannot read {what}", "name another file", error)
     # Something else may have taken the name meanwhile, and must not be waited for either.
-    with told, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    with rewording, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         contents = file.read(most + 1) if size <= most else b""
     if size > most or len(contents) > most:
@@ -222,10 +222,10 @@ class Address:
         if self.scheme == "gs":
             return {"driver": "gcs", "bucket": self.bucket, "gcs_request_retries": _RETRIES}
         env = os.environ.get
-        where = {"endpoint": env("AWS_ENDPOINT_URL"), "aws_region": env("AWS_REGION")}
+        environment = {"endpoint": env("AWS_ENDPOINT_URL"), "aws_region": env("AWS_REGION")}
         spec = {"driver": "s3", "bucket": self.bucket, "use_conditional_write": True}
-        said = {key: value for key, value in where.items() if value}
-        return {**spec, **said, "s3_request_retries": _RETRIES}
+        options = {key: value for key, value in environment.items() if value}
+        return {**spec, **options, "s3_request_retries": _RETRIES}
 
     def read(self) -> bytes | None:
         """The contents of the object, or None where there is none."""
@@ -233,8 +233,8 @@ class Address:
 
     def found(self) -> tuple[bytes | None, bytes]:
         """The contents of the object, or None where there is none, and its version."""
-        found = self._done(self._store.read(self.key))
-        return found.value if found.state == "value" else None, found.stamp.generation
+        result = self._done(self._store.read(self.key))
+        return result.value if result.state == "value" else None, result.stamp.generation
 
     def version(self) -> bytes:
         """What stands for the object as it is now, or for there being none."""
@@ -275,7 +275,7 @@ class Address:
             StoreError: when there is none, it cannot be read, or the disk refuses.
         """
         version = self.version()
-        path = _kept(f"{self} {version!r}") / self.name
+        path = _cache_path(f"{self} {version!r}") / self.name
         if path.is_file():
             return path
         what = f"{self} cannot be copied to {str(path)!r}"
@@ -283,10 +283,10 @@ class Address:
         with reworded(what, advice, StoreError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                for found in self._blocks():
-                    if found.stamp.generation != version:
+                for block in self._blocks():
+                    if block.stamp.generation != version:
                         raise StoreError(f"{self} was replaced or removed meanwhile; try again")
-                    file.write(found.value)
+                    file.write(block.value)
             os.replace(file.name, path)
         return path
 
@@ -339,12 +339,12 @@ Place = Path | Address
 """A folder or file of this machine, or one in a bucket."""
 
 
-def as_place(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> Place:
+def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> Place:
     """A path of this machine, as `as_path`, or an address in a bucket; nothing is looked up.
 
     Args:
         text: a text, a path or an address.
-        where: the key, option or argument that names it; it opens the message.
+        label: the key, option or argument that names it; it opens the message.
         error: the kind of error.
 
     Raises:
@@ -358,13 +358,13 @@ def as_place(text: Any, where: str, error: type[AxonDistError] = ConfigError) ->
         return text
     match = _ADDRESS.fullmatch(str(text)) if isinstance(text, (str, Path)) else None
     if match is None:
-        return as_path(text, where, error)
+        return as_path(text, label, error)
     key = (match[3] or "").rstrip("/")
     parts = key.split("/") if key else []
     is_named = key.isprintable() and len(key.encode(errors="surrogateescape")) <= _KEY
     if not is_named or any(part in ("", ".", "..") for part in parts):
         raise error(
-            f"{where}: got {str(text)!r:.80}, and the name of an object has no empty part, no . or "
+            f"{label}: got {str(text)!r:.80}, and the name of an object has no empty part, no . or "
             f".., no control character, and at most {_KEY} bytes; correct it"
         )
     return Address(match[1], match[2], key)
@@ -390,7 +390,7 @@ def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
     if not names:
         raise StoreError(f"there is nothing of that kind at {folder}; correct the address")
     copies = all_fetched(folder / name for name in names)
-    path = _kept(f"{folder} {list(zip(names, copies, strict=True))}")
+    path = _cache_path(f"{folder} {list(zip(names, copies, strict=True))}")
     for name, copy in zip(names, copies, strict=True):
         link = path / name
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -399,7 +399,7 @@ def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
     return path
 
 
-def _kept(what: str) -> Path:
+def _cache_path(what: str) -> Path:
     """Where copies of objects lie; all of it may be removed at any time."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "axon_dist" / hashlib.sha256(what.encode()).hexdigest()[:32]

@@ -28,7 +28,7 @@ class Cut:
     """A dim made of parts: `size = parts * inner`, or the factors of a reshape.
 
     Args:
-        whole: node of the dim.
+        dim: node of the dim.
         piece: node of the part or factor.
         parts: how many equal blocks lie side by side before the piece's own order; 1 for the
             major factor.
@@ -37,7 +37,7 @@ class Cut:
             several query heads share.
     """
 
-    whole: int
+    dim: int
     piece: int
     parts: int
     by_reshape: bool
@@ -114,10 +114,10 @@ class Flow:
 
     def reasons(self) -> dict[int, str]:
         """Why each spoiled segment is."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for node, why in self.spoiled.items():
-            found.setdefault(self.find(node), why)
-        return found
+            reasons.setdefault(self.find(node), why)
+        return reasons
 
 
 @dataclasses.dataclass
@@ -197,9 +197,9 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
         return False
     (shape,) = results
 
-    def repeats(given):
-        return len(given) == len(shape) and all(
-            size in (full, 1) for size, full in zip(given, shape, strict=True)
+    def repeats(sizes):
+        return len(sizes) == len(shape) and all(
+            size in (full, 1) for size, full in zip(sizes, shape, strict=True)
         )
 
     return all(not shape_of(v) or repeats(shape_of(v)) for v in equation.invars)
@@ -218,8 +218,8 @@ def _follow_equation(
                 flow.spoil(node, f"goes through {name}")
         return results
     # What is looked up is no batch of what says where.
-    given = operands[:1] if name == "gather" else operands
-    step = _Step(flow, equation, known, list(given), results)
+    sources = operands[:1] if name == "gather" else operands
+    step = _Step(flow, equation, known, list(sources), results)
     step.repeat()
     for factor, role in enumerate(known.roles):
         step.follow_factor(factor, role)
@@ -265,13 +265,13 @@ class _Step:
         elif role is Role.PART:
             self._take_part(ins[0], outs)
         elif role is Role.JOINED:
-            self._lie_beside(ins, outs[0])
+            self._align(ins, outs[0])
 
     def repeat(self) -> None:
         """Notes the dims that a broadcast makes."""
-        kept = self.equation.params.get("broadcast_dimensions", ())
+        dims = self.equation.params.get("broadcast_dimensions", ())
         if self.name == "broadcast_in_dim":
-            new = [node for dim, node in enumerate(self.results[0].dims) if dim not in kept]
+            new = [node for dim, node in enumerate(self.results[0].dims) if dim not in dims]
             self.flow.repeated.update(new)
 
     def multiply(self) -> None:
@@ -323,8 +323,8 @@ class _Step:
             self.equation.params["slice_sizes"],
         )
         rows, table = numbers.collapsed_slice_dims, self.operands[0].dims
-        taken = [sizes[d] == self.flow.sizes[node] for d, node in enumerate(table) if d not in rows]
-        return all(taken) and rows == numbers.start_index_map
+        fits = [sizes[d] == self.flow.sizes[node] for d, node in enumerate(table) if d not in rows]
+        return all(fits) and rows == numbers.start_index_map
 
     def _nodes(
         self, factor: int, side: Sequence[Sequence[tuple[int, ...]]], values: Sequence[FlowValue]
@@ -382,7 +382,7 @@ class _Step:
         if not outs:
             self.flow.spoil(source, f"is indexed by {self.name}")
 
-    def _lie_beside(self, ins: Dims, out: int) -> None:
+    def _align(self, ins: Dims, out: int) -> None:
         for node in ins:
             if self.flow.sizes[node] == self.flow.sizes[out]:
                 self.flow.join(out, node)

@@ -137,8 +137,8 @@ class Factors:
     def result_dim(self, operand: int, dim: int) -> int | None:
         """The dim of the first result that has the major factor of a dim of an operand."""
         numbers = self.operands[operand][dim]
-        found = self.dims(numbers[0], self.results) if numbers else []
-        return next((at for number, at in found if number == 0), None)
+        places = self.dims(numbers[0], self.results) if numbers else []
+        return next((at for number, at in places if number == 0), None)
 
 
 class _Draft:
@@ -295,7 +295,7 @@ def _stack(draft: _Draft) -> None:
         draft.add(Role.PASSES, ins, [(0, dim + (dim >= axis))])
 
 
-def _whole(draft: _Draft, dims: Iterable[int]) -> None:
+def _need_all(draft: _Draft, dims: Iterable[int]) -> None:
     """Some dims, counted from the front, are needed whole; the others pass, in all arrays."""
     spanned = {*dims}
     rank = max(map(len, (*draft.inputs, *draft.outputs)))
@@ -319,13 +319,13 @@ _DIM = frozenset({"axis", "dimension", "operand_axis", "reduction_dimension"})
 
 def _along(draft: _Draft) -> None:
     (name,) = _DIM & draft.params.keys()
-    _whole(draft, [draft.params[name] % len(draft.inputs[0])])
+    _need_all(draft, [draft.params[name] % len(draft.inputs[0])])
 
 
 def _trailing(draft: _Draft) -> None:
     rank = len(draft.inputs[0])
     count = len(draft.params["fft_lengths"]) if draft.name == "fft" else TRAILING[draft.name]
-    _whole(draft, range(rank - count, max(map(len, (*draft.inputs, *draft.outputs)))))
+    _need_all(draft, range(rank - count, max(map(len, (*draft.inputs, *draft.outputs)))))
 
 
 def _stay(draft: _Draft, role: Role, has_role: Sequence[bool], count: int = 1) -> None:
@@ -399,8 +399,8 @@ def _take(draft: _Draft) -> None:
         draft.add(Role.REDUCED, [(1, len(rows))])
     for dim in numbers.collapsed_slice_dims:
         draft.add(Role.INDEXED, [(0, dim)])
-    kept = _windows_of(len(table), numbers.collapsed_slice_dims, numbers.operand_batching_dims)
-    for dim, out in zip(kept, numbers.offset_dims, strict=True):
+    dims = _windows_of(len(table), numbers.collapsed_slice_dims, numbers.operand_batching_dims)
+    for dim, out in zip(dims, numbers.offset_dims, strict=True):
         if sizes[dim] == table[dim]:
             draft.add(Role.PASSES, [(0, dim)], [(0, out)])
         else:
@@ -423,8 +423,8 @@ def _scatter(draft: _Draft) -> None:
             draft.add(Role.SUMMED if is_sum else Role.REDUCED, [(1, dim), (2, row)])
     if len(rows) < len(indices):
         draft.add(Role.REDUCED, [(1, len(rows))])
-    kept = _windows_of(len(table), numbers.inserted_window_dims, numbers.operand_batching_dims)
-    windows = dict(zip(kept, numbers.update_window_dims, strict=True))
+    dims = _windows_of(len(table), numbers.inserted_window_dims, numbers.operand_batching_dims)
+    windows = dict(zip(dims, numbers.update_window_dims, strict=True))
     for dim, size in enumerate(table):
         if dim in numbers.operand_batching_dims:
             continue
@@ -478,7 +478,7 @@ FACTORS: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
         "transpose": lambda d: d.move(
             (old, new) for new, old in enumerate(d.params["permutation"])
         ),
-        "rev": lambda d: _whole(d, d.params["dimensions"]),
+        "rev": lambda d: _need_all(d, d.params["dimensions"]),
         **dict.fromkeys(("slice", "split", "dynamic_slice"), _Draft.keep),
         "pad": _pad,
         "dynamic_update_slice": _update,

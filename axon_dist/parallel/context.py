@@ -111,9 +111,9 @@ class ContextLayers(AdaptLayers):
             DivisibilityError: when heads do not divide.
         """
         attention = SplitAttention(self.mode, self.axis, layout)
-        found = [m for _, m in nnx.iter_modules(model) if _is_whole(m) or mixes(m)]
-        for module in found:
-            if not _is_whole(module):
+        layers = [m for _, m in nnx.iter_modules(model) if _is_multi_head(m) or mixes(m)]
+        for module in layers:
+            if not _is_multi_head(module):
                 check_attend(module)
             if isinstance(heads := getattr(module, "num_heads", None), int):
                 attention.check_heads(heads)
@@ -123,7 +123,7 @@ class ContextLayers(AdaptLayers):
                     "and values knows neither; take context_parallel('ulysses'), whose ranks see "
                     "whole sequences"
                 )
-        if not found:
+        if not layers:
             classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
             raise UnsupportedError(
                 "context parallelism found no attention to replace among the classes "
@@ -144,7 +144,7 @@ class ContextLayers(AdaptLayers):
             wrap_calls(module, {"residual": DistributedOnce(attention)})
 
 
-def _is_whole(module: nnx.Module) -> bool:
+def _is_multi_head(module: nnx.Module) -> bool:
     """Whether a module is attention with its projections, whose inner function is replaced."""
     return isinstance(module, nnx.MultiHeadAttention)
 
@@ -195,10 +195,10 @@ class SplitAttention:
                 return ring_attention(query, key, value, self.axis, causal, *segments, **how)
             names = ("query", "key", "value", "segments")
 
-            def whole(*x):
+            def attend_all(*x):
                 return attend(module, **dict(zip(names, x, strict=False)))
 
-            return ulysses_attention(query, key, value, self.axis, whole, *segments)
+            return ulysses_attention(query, key, value, self.axis, attend_all, *segments)
 
         more = () if segments is None else (segments,)
         specs = (spec,) * 3 + (PartitionSpec(*spec[:2]),) * len(more)
@@ -306,7 +306,7 @@ class DistributedOnce:
 
         A token draws by its place in the row, which has to be the place that it has on one device.
         """
-        inner = [one for _, one in nnx.iter_modules(module) if _is_whole(one) or mixes(one)]
+        inner = [one for _, one in nnx.iter_modules(module) if _is_multi_head(one) or mixes(one)]
         draws = any(isinstance(x, nnx.RngState) for _, x in nnx.iter_graph(module))
         causal = all(mixes(one) and getattr(one, "causal", True) for one in inner)
         return inner if causal and not draws else []

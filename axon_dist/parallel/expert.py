@@ -149,8 +149,8 @@ class ByExperts(Policy):
 
     def dim_of(self, path: Path, shape: Shape) -> int | None:
         """The dim of the experts of a parameter; None where it has none."""
-        found = next((dim for pattern, dim in self.experts if re.search(pattern, path)), None)
-        return None if found is None or -found > len(shape) else len(shape) + found
+        from_end = next((dim for pattern, dim in self.experts if re.search(pattern, path)), None)
+        return None if from_end is None or -from_end > len(shape) else len(shape) + from_end
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -233,10 +233,10 @@ def map_experts(
     _wrap(model, has_experts, MIX, SplitExperts(layout, axis, form, capacity))
 
 
-def _wrap(model: nnx.Module, chosen: Callable[[object], bool], method: str, run: Around) -> None:
+def _wrap(model: nnx.Module, matches: Callable[[object], bool], method: str, run: Around) -> None:
     """Has something run in place of a method of some modules."""
     for _, module in list(nnx.iter_modules(model)):
-        if chosen(module):
+        if matches(module):
             wrap_calls(module, {method: run})
 
 
@@ -330,7 +330,7 @@ class SplitExperts:
         module: HasExperts,
         tokens: Array,
         gates: Array,
-        chosen: Array,
+        expert_ids: Array,
         kernels: dict[str, Array],
     ) -> tuple[Array, Array]:
         """As `Experts.mix_experts`."""
@@ -347,11 +347,11 @@ class SplitExperts:
             for name, kernel in kernels.items()
         }
 
-        def local(tokens: Array, gates: Array, chosen: Array, kernels: PyTree) -> PyTree:
+        def local(tokens: Array, gates: Array, expert_ids: Array, kernels: PyTree) -> PyTree:
             def rows(x):
                 return x.reshape(-1, x.shape[-1])
 
-            choice = Choice(rows(chosen), rows(gates))
+            choice = Choice(rows(expert_ids), rows(gates))
             mixed, dropped = self._mix(module.feed, rows(tokens), choice, kernels, split)
             if features:
                 mixed = all_sum(mixed, features)
@@ -359,11 +359,11 @@ class SplitExperts:
             return mixed.reshape(tokens.shape), dropped
 
         run = self.layout.mapped(local, (spec, spec, spec, places), (spec, PartitionSpec()))
-        mixed, dropped = run(tokens, gates, chosen, kernels)
+        mixed, dropped = run(tokens, gates, expert_ids, kernels)
         if self.capacity is None:
             # Known to be none, which no rank has to ask the others about.
             return mixed, jnp.zeros((), jnp.float32)
-        return mixed, dropped / (chosen.size * num_ranks(a for a in split if a in manual))
+        return mixed, dropped / (expert_ids.size * num_ranks(a for a in split if a in manual))
 
     def _mix(
         self, feed: Function, tokens: Array, choice: Choice, kernels: PyTree, split: Axes
@@ -373,25 +373,25 @@ class SplitExperts:
         if axis is None:
             return self._here(feed, tokens, choice, kernels, 0, 1)
         size = jax.lax.axis_size(axis)
-        own = jax.tree.leaves(kernels)[0].shape[0]
-        first = jax.lax.axis_index(axis) * own
+        local = jax.tree.leaves(kernels)[0].shape[0]
+        first = jax.lax.axis_index(axis) * local
         if axis not in split:
             # Too few samples to split: all ranks have the same tokens.
             mixed, dropped = self._here(feed, tokens, choice, kernels, first, size)
             return all_sum(mixed, axis), all_sum(dropped, axis)
         # Slots for all experts may be fewer than the tokens of all ranks.
-        slots = own * size * self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
+        slots = local * size * self._slots(tokens.shape[0], choice.experts.shape[1], local * size)
         sends_slots = self.form is ExpertForm.ALL_TO_ALL
         if self.form is ExpertForm.AUTO:
             sends_slots = slots < size * tokens.shape[0]
         if sends_slots:
             return self._exchange(feed, tokens, choice, kernels, size)
 
-        def every(x):
+        def gather(x):
             return gathered(x, axis, 0)
 
-        everyone = Choice(every(choice.experts), every(choice.gates))
-        mixed, dropped = self._here(feed, every(tokens), everyone, kernels, first, size)
+        everyone = Choice(gather(choice.experts), gather(choice.gates))
+        mixed, dropped = self._here(feed, gather(tokens), everyone, kernels, first, size)
         return sum_scatter(mixed, axis, 0), dropped
 
     def _slots(self, tokens: int, per_token: int, experts: int) -> int:
@@ -409,14 +409,14 @@ class SplitExperts:
         size: int,
     ) -> tuple[Array, Array]:
         """What the experts of this rank, one of `size`, make of tokens."""
-        own = jax.tree.leaves(kernels)[0].shape[0]
+        local = jax.tree.leaves(kernels)[0].shape[0]
         none = (choice.gates[0, 0] * 0).astype("float32")
         if self.capacity is None and not self._lacks_groups:
             return in_order(feed, tokens, choice, kernels, first), none
         if self.capacity is None:
-            return in_fitting_slots(feed, tokens, choice, kernels, own * size, first), none
-        slots = self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
-        return in_slots(feed, tokens, choice, kernels, own, slots, first)
+            return in_fitting_slots(feed, tokens, choice, kernels, local * size, first), none
+        slots = self._slots(tokens.shape[0], choice.experts.shape[1], local * size)
+        return in_slots(feed, tokens, choice, kernels, local, slots, first)
 
     @property
     def _lacks_groups(self) -> bool:

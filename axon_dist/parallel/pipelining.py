@@ -96,22 +96,22 @@ def pipelined(
     if backward not in (valid := [*BACKWARD, *POLICIES]):
         raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
     keeps = backward != "recompute"
-    plan = PipelinePlan(table, axis, _names(classes), _whole(boundaries), costs, keeps)
+    plan = PipelinePlan(table, axis, _names(classes), _integers(boundaries), costs, keeps)
     remat = ActivationCheckpointing(policy=backward) if backward in POLICIES else None
     return Strategy("pipeline", pipeline=plan, remat=remat)
 
 
 def _names(classes: Any) -> tuple[str, ...]:
-    given = tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
-    if not all(isinstance(each, (str, type)) for each in given):
+    entries = tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
+    if not all(isinstance(each, (str, type)) for each in entries):
         raise ConfigError(
             f"got classes={classes!r}; it must be the name of a block class, the class itself, or "
             'a tuple of these, such as classes=("Block",)'
         )
-    return tuple(each if isinstance(each, str) else each.__name__ for each in given)
+    return tuple(each if isinstance(each, str) else each.__name__ for each in entries)
 
 
-def _whole(boundaries: Any) -> tuple[int, ...] | None:
+def _integers(boundaries: Any) -> tuple[int, ...] | None:
     if boundaries is None:
         return None
     try:
@@ -245,7 +245,7 @@ class Pipeline:
             2
         """
         ordered = _in_order(modules)
-        table = _given(schedule)
+        table = _read_table(schedule)
         pipe = cls(
             StageChain(ordered),
             _num_ranks(len(ordered), schedule if table is None else table, chunks),
@@ -327,7 +327,7 @@ def read_schedule(
         ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
         ConfigError: for a table of other sizes than asked for, or a file that is not there.
     """
-    table = _given(schedule)
+    table = _read_table(schedule)
     if table is None:
         table = build_schedule(str(schedule), num_stages, num_microbatches, chunks)
     got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
@@ -341,7 +341,7 @@ def read_schedule(
     return table
 
 
-def _given(schedule: str | Schedule) -> Schedule | None:
+def _read_table(schedule: str | Schedule) -> Schedule | None:
     """A table that somebody brings, as it is or in a CSV file; None for a name."""
     if isinstance(schedule, Schedule):
         return schedule

@@ -127,15 +127,15 @@ class SlowPlan:
             >>> [sorted(part) for part in plan.parts({"a": 4, "b": 4, "c": 8})]
             [['a', 'b'], ['c']]
         """
-        found: list[set[Path]] = [set() for _ in range(self.fragments)]
+        groups: list[set[Path]] = [set() for _ in range(self.fragments)]
         total, before = sum(sizes.values()), 0
         for path, size in sizes.items():
             # By the middle of each: what is large does not drag its neighbours along.
-            found[min((2 * before + size) * self.fragments // (2 * total), len(found) - 1)].add(
+            groups[min((2 * before + size) * self.fragments // (2 * total), len(groups) - 1)].add(
                 path
             )
             before += size
-        return tuple(map(frozenset, found))
+        return tuple(map(frozenset, groups))
 
     def wire_bytes(self, sizes: Mapping[Path, int], ranks: int) -> int:
         """Bytes that one device sends over the axis in H steps, all fragments together.
@@ -256,9 +256,9 @@ class SizeBasedAutoWrapPolicy:
         }
         wrapped: list[tuple] = []
         for keys in modules:
-            held = sum(size for leaf, size in sizes.items() if leaf[: len(keys)] == keys)
+            count = sum(size for leaf, size in sizes.items() if leaf[: len(keys)] == keys)
             has_unit = any(inner[: len(keys)] == keys for inner in wrapped)
-            if keys and not has_unit and held >= self.min_params:
+            if keys and not has_unit and count >= self.min_params:
                 wrapped.append(keys)
         return frozenset("/".join(map(str, keys)) for keys in wrapped)
 

@@ -109,8 +109,8 @@ def _tensor(
             f"no plan is called {plan!r}.{did_you_mean(plan, (AUTO, *PRESETS))} Or give patterns, "
             "such as {up$: column, down$: row}"
         )
-    chosen = suggest_plan(model) if plan == AUTO else plan
-    return tensor_parallel(chosen, sequence=sequence, rings=rings)
+    resolved = suggest_plan(model) if plan == AUTO else plan
+    return tensor_parallel(resolved, sequence=sequence, rings=rings)
 
 
 def _pipeline(

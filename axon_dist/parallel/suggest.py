@@ -150,15 +150,15 @@ def _trace(
     def call(params: PyTree, rest: PyTree, arrays: Array) -> PyTree:
         merged = nnx.merge(graphdef, params, rest, copy=True)
         # Flags stay what they are.
-        found = iter(arrays)
-        given = [next(found) if hasattr(leaf, "shape") else leaf for leaf in leaves]
-        inputs, keywords = form.unflatten(given)
-        inputs = (*found, *inputs)  # What is tried where no array was given.
+        remaining = iter(arrays)
+        filled = [next(remaining) if hasattr(leaf, "shape") else leaf for leaf in leaves]
+        inputs, keywords = form.unflatten(filled)
+        inputs = (*remaining, *inputs)  # What is tried where no array was given.
         for _, module in list(nnx.iter_modules(merged)):
             if mixes(module):
                 wrap_calls(module, {"attend": _plain_attention})
             if has_experts(module):
-                wrap_calls(module, {MIX: _every_expert})
+                wrap_calls(module, {MIX: _dense_experts})
         return merged(*inputs, **keywords)
 
     closed, arrays = _make_jaxpr(call, params, rest, arrays)
@@ -189,12 +189,12 @@ def _plain_attention(
     return softmax_attention(query, key, value, causal=True)
 
 
-def _every_expert(
-    mix: Function, module: HasExperts, tokens: Array, gates: Array, chosen: Array, kernels: PyTree
+def _dense_experts(
+    mix: Function, module: HasExperts, tokens: Array, gates: Array, experts: Array, kernels: PyTree
 ) -> tuple[Array, Array]:
     """Stands for experts that tokens are sorted by: every token goes to all of them."""
     count = jax.tree.leaves(kernels)[0].shape[0]
-    weights = jnp.sum(jax.nn.one_hot(chosen, count) * gates[..., None], axis=-2)
+    weights = jnp.sum(jax.nn.one_hot(experts, count) * gates[..., None], axis=-2)
     rows = jnp.broadcast_to(tokens, (count, *tokens.shape))
 
     def product(rows, kernel):
@@ -265,9 +265,9 @@ class _Placement:
         }
         scores = {p.path for p in products if not p.batched and len(self.nodes[p.path]) < 3}
         for path, dims in self.nodes.items():
-            found = [d for d, node in enumerate(dims[:-1]) if self._segment(node) in stacks]
-            if found and path not in scores:
-                yield f"^{re.escape(path)}$", found[0] - len(dims)
+            expert_dims = [d for d, node in enumerate(dims[:-1]) if self._segment(node) in stacks]
+            if expert_dims and path not in scores:
+                yield f"^{re.escape(path)}$", expert_dims[0] - len(dims)
 
     def _groups(self) -> dict[int, int]:
         """Joins segments with their usable parts: the major factor, or else the next one."""
@@ -278,15 +278,15 @@ class _Placement:
                 segment = parent[segment]
             return segment
 
-        taken: set[int] = set()
+        used: set[int] = set()
         for cut in self.flow.cuts:
-            whole, piece = self.flow.find(cut.whole), self.flow.find(cut.piece)
-            if piece in self.reasons or whole in self.reasons or cut.whole in taken:
+            dim, piece = self.flow.find(cut.dim), self.flow.find(cut.piece)
+            if piece in self.reasons or dim in self.reasons or cut.dim in used:
                 continue
             # Split by its major factor, a dim stays in order; the next one would interleave it.
             if cut.parts == 1:
-                taken.add(cut.whole)
-            parent[find(piece)] = find(whole)
+                used.add(cut.dim)
+            parent[find(piece)] = find(dim)
         return {segment: find(segment) for segment in list(parent)}
 
     def _segment(self, node: int) -> int:
@@ -374,7 +374,7 @@ class _Placement:
     def _set(self, path: Path, node: int, mode: ParallelMode, why: str, most: int = 1) -> None:
         dims = self.nodes[path]
         position = next(
-            i for i, own in enumerate(dims) if self._segment(own) == self._segment(node)
+            i for i, other in enumerate(dims) if self._segment(other) == self._segment(node)
         )
         units = self._units(node)
         cut = self._blocks(node)
@@ -399,7 +399,7 @@ class _Placement:
         used = [
             cut
             for cut in self.flow.cuts
-            if self._segment(cut.whole) == segment
+            if self._segment(cut.dim) == segment
             and self._of(cut.piece) == self._of(node)
             and not cut.repeats
         ]
@@ -413,7 +413,7 @@ class _Placement:
         used = [
             cut
             for cut in self.flow.cuts
-            if self._segment(cut.whole) == segment
+            if self._segment(cut.dim) == segment
             and self._of(cut.piece) == self._of(node)
             and self._segment(cut.piece) not in self.reasons
         ]
@@ -429,8 +429,8 @@ class _Placement:
                 yield Unplaced(path, "no product with activations was found")
                 continue
             whys = [self._why_not(node) for node in (*used[path].free, *used[path].contracted)]
-            kept = [why for why in whys if why] or ["no later kernel sums over its outputs"]
-            yield Unplaced(path, "; ".join(dict.fromkeys(f"a dim {why}" for why in kept)))
+            reasons = [why for why in whys if why] or ["no later kernel sums over its outputs"]
+            yield Unplaced(path, "; ".join(dict.fromkeys(f"a dim {why}" for why in reasons)))
 
 
 def _layer(path: Path) -> tuple[Path, str]:
@@ -453,8 +453,8 @@ def _as_layers(rules: dict[Path, Rule]) -> Iterator[Rule]:
         pattern = _pattern(_layer(path)[0])
         if pattern in clashing:
             joined[f"^{re.escape(_layer(path)[0])}$"] = rule
-    kept = {pattern: rule for pattern, rule in joined.items() if pattern not in clashing}
-    yield from (dataclasses.replace(kept[pattern], pattern=pattern) for pattern in sorted(kept))
+    agreed = {pattern: rule for pattern, rule in joined.items() if pattern not in clashing}
+    yield from (dataclasses.replace(agreed[pattern], pattern=pattern) for pattern in sorted(agreed))
 
 
 def _pattern(layer: Path) -> str:

@@ -161,8 +161,8 @@ class TensorLayers(AdaptLayers):
                 pins = LinenPins(self, layout, path, tuple(sorted(shapes)))
                 wrap_calls(module, {"__call__": pins})
             elif rule := self.policy.plan.rule_of(path):
-                own = {name: _shape(v) for name, v in vars(module).items() if is_param(v)}
-                pin = self.pin(rule, path, own, layout)
+                params = {name: _shape(v) for name, v in vars(module).items() if is_param(v)}
+                pin = self.pin(rule, path, params, layout)
                 wrap_calls(module, pin.calls(module))
 
     def pin(self, rule: Rule, path: Path, shapes: Mapping[str, Shape], layout: Layout) -> Pin:
@@ -207,8 +207,8 @@ def check_sums(strategy: Strategy, model: nnx.Module) -> None:
 def sends_pieces(layers: AdaptLayers) -> bool:
     """Whether all that moves within the units of a model are pieces that go round a ring."""
     rules = layers.policy.plan.rules if isinstance(layers, TensorLayers) else ()
-    whole = any(rule.mode is ParallelMode.REPLICATE for rule in rules)
-    return isinstance(layers, TensorLayers) and layers.rings and not whole
+    replicates = any(rule.mode is ParallelMode.REPLICATE for rule in rules)
+    return isinstance(layers, TensorLayers) and layers.rings and not replicates
 
 
 def ring_products(strategy: Strategy, layout: Layout) -> tuple[RingProducts, ...]:
@@ -218,8 +218,8 @@ def ring_products(strategy: Strategy, layout: Layout) -> tuple[RingProducts, ...
         strategy: the whole strategy of a step.
         layout: where its activations lie.
     """
-    found = (layers for layers in strategy.layers if isinstance(layers, TensorLayers))
-    return tuple(RingProducts(layout, each.policy.axis) for each in found if each.rings)
+    tensor_layers = (layers for layers in strategy.layers if isinstance(layers, TensorLayers))
+    return tuple(RingProducts(layout, each.policy.axis) for each in tensor_layers if each.rings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Pin:
     def __call__(self, call: Function, module: Module, *args: object, **kwargs: object) -> Array:
         """Runs a call between its pins, by the mode."""
         if self.rule.mode is ParallelMode.REPLICATE:
-            return jax.tree.map(self._whole, call(module, *args, **kwargs))
+            return jax.tree.map(self._constrained, call(module, *args, **kwargs))
         if self.rule.mode is ParallelMode.SEQUENCE:
             # Every position is computed by itself, so positions may be split.
             return self._residual(call(module, *args, **kwargs))
@@ -268,7 +268,7 @@ class Pin:
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """Whole features in, split features out."""
-        x, parts = self._whole(self._ring(COLUMNS, x)), self.rule.parts
+        x, parts = self._constrained(self._ring(COLUMNS, x)), self.rule.parts
         features = (self.axis,) if self.is_split else ()
         dim = self.rule.dim or -1
 
@@ -280,8 +280,8 @@ class Pin:
         blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
         if not self.rule.stacked:
             return jnp.concatenate(blocks, dim)
-        whole = (*blocks[0].shape[:dim], parts * blocks[0].shape[dim], *blocks[0].shape[dim:][1:])
-        return jnp.stack(blocks, dim - 1).reshape(whole)
+        shape = (*blocks[0].shape[:dim], parts * blocks[0].shape[dim], *blocks[0].shape[dim:][1:])
+        return jnp.stack(blocks, dim - 1).reshape(shape)
 
     def around_rows(
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
@@ -300,19 +300,19 @@ class Pin:
         Written with `shard_map`, for left to itself the compiler may move the table, or the
         gradients of all positions, instead of one sum of rows.
         """
-        is_plain = all(given is None for given in (*args, *kwargs.values()))
-        found = _lookup(call, module) if self.is_split and is_plain else None
-        if found is None:
+        is_plain = all(argument is None for argument in (*args, *kwargs.values()))
+        lookup = _lookup(call, module) if self.is_split and is_plain else None
+        if lookup is None:
             return self._residual(call(module, tokens, *args, **kwargs))
-        table, look_up = found
+        table, look_up = lookup
         rows = self.layout.spec((*tokens.shape, 1), sequence=self._positions)
 
         def local(table: Array, tokens: Array) -> Array:
             size = jax.tree.leaves(table)[0].shape[0]
-            found = own_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
+            vectors = own_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
             if self.sequence:
-                return sum_scatter(found, self.axis, 1)
-            return all_sum(found, self.axis)
+                return sum_scatter(vectors, self.axis, 1)
+            return all_sum(vectors, self.axis)
 
         ids = self.layout.spec((*tokens.shape, 1))
         mapped = self.layout.mapped(
@@ -333,7 +333,7 @@ class Pin:
         rings = self.rings and self.is_split and self.rule.mode is not ParallelMode.VOCAB
         return into(kind, x) if rings else x
 
-    def _whole(self, x: Array) -> Array:
+    def _constrained(self, x: Array) -> Array:
         return self.layout.constrain(x) if _is_float(x) else x
 
     def _residual(self, x: Array) -> Array:

@@ -149,9 +149,9 @@ class DistributedDataParallel(_Wrapper):
         """
         if stacked is not None:
             return broadcast(stacked, self.group)
-        whole = NamedSharding(self.group.mesh, PartitionSpec())
+        replicated = NamedSharding(self.group.mesh, PartitionSpec())
         values = from_main(nnx.state(self.module))
-        state = jax.tree.map(lambda x: jax.device_put(x, whole), values)
+        state = jax.tree.map(lambda x: jax.device_put(x, replicated), values)
         nnx.update(self.module, state)
         return nnx.to_pure_dict(state)
 
@@ -232,8 +232,8 @@ class FullyShardedDataParallel(_Wrapper):
 
     def gather_parameters(self, params: PyTree) -> PyTree:
         """Makes every array whole on every device; `reshard_parameters` is its exact inverse."""
-        whole = NamedSharding(self.group.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.device_put(x, whole), params)
+        replicated = NamedSharding(self.group.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.device_put(x, replicated), params)
 
     def reshard_parameters(self, params: ArrayTree) -> PyTree:
         """Splits arrays as the strategy keeps them; what was updated while whole stays updated."""
@@ -439,13 +439,13 @@ def estimate(
         strategy = with_masters(strategy, frozenset(), stored)
     state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grad_dtype or x.dtype), params)
-    held = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
-    trees = ((strategy.params, params), (held, grads), (strategy.opt_state, state))
+    grad_policy = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
+    trees = ((strategy.params, params), (grad_policy, grads), (strategy.opt_state, state))
     # Counts and other scalars of the optimizer are whole everywhere and weigh nothing.
-    whole = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
-    own, of_grads, moments = (_held(policy, params, tree, mesh) for policy, tree in trees)
+    sizes = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
+    of_params, of_grads, moments = (_bytes_on(policy, params, tree, mesh) for policy, tree in trees)
     total, name = num_params(params), strategy.name
-    return FSDPMemoryStats(total, own, of_grads, moments, mesh.size, name, sum(whole))
+    return FSDPMemoryStats(total, of_params, of_grads, moments, mesh.size, name, sum(sizes))
 
 
 def measure(
@@ -463,14 +463,14 @@ def measure(
         The bytes, host memory not counted.
     """
     trees = (params, grads, opt_state)
-    own, of_grads, moments = map(bytes_per_device, trees)
-    whole = num_bytes(trees)
+    of_params, of_grads, moments = map(bytes_per_device, trees)
+    total_bytes = num_bytes(trees)
     devices = jax.tree.leaves(params)[0].sharding.device_set
     total, name = num_params(params), strategy.name
-    return FSDPMemoryStats(total, own, of_grads, moments, len(devices), name, whole)
+    return FSDPMemoryStats(total, of_params, of_grads, moments, len(devices), name, total_bytes)
 
 
-def _held(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
+def _bytes_on(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
     """The bytes of a tree on one device."""
     rows = explain_optimizer(policy, params, tree, mesh).rows
     return sum(row.bytes_per_device for row in rows if row.shape)

@@ -229,7 +229,7 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
 
 def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]]:
     """The lives that an action tells of: of what it reads, and of what it leaves for later."""
-    action, where = user.action, schedule.where
+    action, places = user.action, schedule.where
     if action.phase in (*TOGETHER, Phase.W):
         return
     stage, now = action.stage, _moment(user)
@@ -237,19 +237,19 @@ def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]
     made = now
     if action.phase is not Phase.F or stage > 0:
         # What another stage has made; the batch is read by the action itself.
-        source = where[dependencies(action, schedule.num_stages, where)[-1]]
+        source = places[dependencies(action, schedule.num_stages, places)[-1]]
         is_here = source.device == user.device
         made = _moment(source) if is_here else (source.tick, _ARRIVAL)
     is_last = stage + 1 == schedule.num_stages
     home = schedule.stages_of(user.device)[0] if is_last else stage
-    part = where.get(Action(home, Phase.V, action.microbatch))
-    lookup = where.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
+    part = places.get(Action(home, Phase.V, action.microbatch))
+    lookup = places.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
 
     def life(start: Moment, end: Moment) -> _Life:
         return _Life(start, end, user.device, (stage, action.microbatch))
 
     if action.phase is Phase.F:
-        end = where.get(action._replace(phase=Phase.W)) or where[action._replace(phase=Phase.B)]
+        end = places.get(action._replace(phase=Phase.W)) or places[action._replace(phase=Phase.B)]
         yield "inputs", life(made, _moment(end))
         yield "stash", life(now, _moment(end))
         if stage > 0:
@@ -257,18 +257,18 @@ def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]
         if is_last and part is not None:
             yield "outputs", life(now, _moment(part))
         if lookup is not None:
-            back = where.get(action._replace(phase=Phase.I), end)
+            back = places.get(action._replace(phase=Phase.I), end)
             yield "lookups", life(_moment(lookup), now)
             yield "kept_lookups", life(_moment(lookup), _moment(back))
         return
     if lookup is not None:
-        yield "scatters", life(now, _moment(where[action._replace(phase=Phase.G)]))
+        yield "scatters", life(now, _moment(places[action._replace(phase=Phase.G)]))
     if not is_last:
         yield "gradients", life(made, now)
     elif part is not None:
         yield "gradients", life(_moment(part), now)
     if action.phase is Phase.I:
-        yield "held", life(now, _moment(where[action._replace(phase=Phase.W)]))
+        yield "held", life(now, _moment(places[action._replace(phase=Phase.W)]))
 
 
 def _moment(placed: PlacedAction) -> Moment:

@@ -190,8 +190,8 @@ class InPlaceOf(Wrapped):
         weight = path.rpartition("/")[0]
         if weight not in self.shapes:
             return self.policy.decide(path, shape, mesh, taken)
-        found = self.policy.decide(weight, self.shapes[weight], mesh, taken)
-        return dataclasses.replace(found, spec=spread(found.spec, shape))
+        decision = self.policy.decide(weight, self.shapes[weight], mesh, taken)
+        return dataclasses.replace(decision, spec=spread(decision.spec, shape))
 
 
 def spread(spec: PartitionSpec, shape: Shape) -> PartitionSpec:
@@ -302,17 +302,17 @@ class Explanation:
             ClaimError: naming the bytes, and the leaves that are held by more devices.
         """
         leaves = leaves_with_paths(tree)
-        found = [shard_bytes(leaf) for _, leaf in leaves]
+        sizes = [shard_bytes(leaf) for _, leaf in leaves]
         wrong = [
-            f"{row.path} {row.shape} holds {held:,} bytes as {_spec_of(leaf)} instead of "
+            f"{row.path} {row.shape} holds {size:,} bytes as {_spec_of(leaf)} instead of "
             f"{row.bytes_per_device:,} as {row.spec}"
-            for row, (_, leaf), held in zip(self.rows, leaves, found, strict=True)
-            if held > row.bytes_per_device
+            for row, (_, leaf), size in zip(self.rows, leaves, sizes, strict=True)
+            if size > row.bytes_per_device
         ]
         if wrong:
             more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ClaimError(
-                f"{self.title}: a device holds {sum(found):,} bytes, and {self.bytes_per_device:,} "
+                f"{self.title}: a device holds {sum(sizes):,} bytes, and {self.bytes_per_device:,} "
                 f"of {self.bytes:,} are claimed; lay the arrays out by the strategy's shardings:"
                 + "".join(f"\n  {line}" for line in wrong[:5])
                 + more

@@ -130,13 +130,13 @@ def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
         return frozenset()
     sizes = samples // ranks, samples * spec.num_microbatches
     try:
-        part, whole = (spec.separator.program(shapes, size) for size in sizes)
+        part, full = (spec.separator.program(shapes, size) for size in sizes)
     except AxonDistError:
         raise
     except Exception:  # Whatever the user's loss does with more samples.
         return frozenset()
     num_samples = len(jax.tree.leaves(shapes))
-    once = results_of_no_sample(part, whole, num_samples, len(paths))
+    once = results_of_no_sample(part, full, num_samples, len(paths))
     return frozenset(paths[number] for number in once) - spec.parts.counts
 
 
@@ -195,8 +195,8 @@ def accumulate(
     if last is not None:
         batch, final = (jax.tree.map(lambda leaf, at=at: leaf[at], batch) for at in (slice(-1), -1))
 
-    def body(carry: tuple[Sums, PyTree], given: tuple) -> tuple[tuple[Sums, PyTree], None]:
-        (sums, buffers), (microbatch, number) = carry, given
+    def body(carry: tuple[Sums, PyTree], inputs: tuple) -> tuple[tuple[Sums, PyTree], None]:
+        (sums, buffers), (microbatch, number) = carry, inputs
         # XLA:GPU moves a gather a turn ahead with all that leads up to it, such as of the rows of a
         # table's gradient with both passes, and computes that twice: unless it comes of what the
         # loop carries. So a microbatch begins where the sums of those before are there.

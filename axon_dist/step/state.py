@@ -90,10 +90,10 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
         ConfigError: naming the first array that is missing, left over, of another shape or dtype,
             or on another layout of devices.
     """
-    wanted, given = dict(leaves_with_paths(shapes)), dict(leaves_with_paths(state))
-    where = dict(leaves_with_paths(places))
-    for path in [*wanted, *(path for path in given if path not in wanted)]:
-        problem = _problem(given.get(path), wanted.get(path), where.get(path))
+    wanted, leaves = dict(leaves_with_paths(shapes)), dict(leaves_with_paths(state))
+    layouts = dict(leaves_with_paths(places))
+    for path in [*wanted, *(path for path in leaves if path not in wanted)]:
+        problem = _problem(leaves.get(path), wanted.get(path), layouts.get(path))
         if problem is not None:
             raise ConfigError(
                 f"this state is not one of this step: {path} {problem}; give the state that this "
@@ -102,21 +102,21 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
             )
 
 
-def _problem(given: Any, wanted: Any, where: Any) -> str | None:
+def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
     """What is wrong with one array of a state, if anything."""
-    if given is None or wanted is None:
-        return "is missing" if given is None else "is more than it has"
-    if not hasattr(given, "shape") or not hasattr(given, "__array__"):
-        return f"is a {type(given).__name__} and no array"
-    if given.shape != wanted.shape or given.dtype != wanted.dtype:
-        return f"is {given.dtype}{list(given.shape)} and must be {wanted.dtype}{list(wanted.shape)}"
-    if (problem := problem_of(given)) is not None:
+    if leaf is None or wanted is None:
+        return "is missing" if leaf is None else "is more than it has"
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "__array__"):
+        return f"is a {type(leaf).__name__} and no array"
+    if leaf.shape != wanted.shape or leaf.dtype != wanted.dtype:
+        return f"is {leaf.dtype}{list(leaf.shape)} and must be {wanted.dtype}{list(wanted.shape)}"
+    if (problem := problem_of(leaf)) is not None:
         return problem
-    if not isinstance(given, jax.Array) or isinstance(given, Tracer) or not given.committed:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return None
-    place = where.with_memory_kind(given.sharding.memory_kind)
-    if not given.sharding.is_equivalent_to(place, given.ndim):
-        return f"lies as {given.sharding} and must lie as {where}"
+    place = sharding.with_memory_kind(leaf.sharding.memory_kind)
+    if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+        return f"lies as {leaf.sharding} and must lie as {sharding}"
     return None
 
 
