@@ -1,4 +1,4 @@
-"""What a public function is given, compared with its annotations.
+"""The arguments of a public function, compared with its annotations.
 
 An annotation says what an argument can be where it names plain values, arrays, classes, or
 containers of these; a kind says more, such as that a number is at least 1. Plain Python: the kinds
@@ -137,7 +137,7 @@ def _comparison(
 def explain_calls(room: dict[str, Any]) -> None:
     """Has public functions and methods of a room that fail say which argument is of a wrong kind.
 
-    A function refuses what it knows best itself. Where Python, numpy or JAX fails in it, its
+    Errors of this library pass. Where Python, numpy or JAX fails in a function, its
     arguments are compared with their annotations, and the first that does not fit is the error.
 
     Args:
@@ -225,7 +225,7 @@ def _explain(
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
-    # A layer of Flax fails over what the user's model is, and says so itself.
+    # An error within a layer of Flax is about the user's model, and its message says so.
     of_layers = (str(f.f_globals.get("__name__")) for f in frames if f.f_code.co_name == "__call__")
     others = rooms - _LIBRARIES - sys.stdlib_module_names
     if others or any(name.startswith(_LAYERS) for name in of_layers):
@@ -296,11 +296,11 @@ def _hints(thing: Any, has_failed: bool = False) -> dict[str, Any]:
 
 
 def kind_of(hint: Any) -> ArgumentKind | None:
-    """What an annotation allows; None where it names more than is known here.
+    """The kind of an annotation; None where it names other types.
 
     Args:
         hint: of plain values, containers, functions, arrays, and of classes of this package, JAX
-            and Flax; an enum's members have names of their own, and are looked up by these.
+            and Flax; enums are left to `NamedChoice`, which looks members up by name.
 
     Example:
         >>> kind_of(tuple[float, ...] | None).advice, kind_of(str | enum.Enum)
@@ -393,7 +393,7 @@ SIZE = ArgumentKind("a whole number, at least 0", lambda x: is_whole(x) and x >=
 COUNT = ArgumentKind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
 NUMBER = ArgumentKind("a finite number", is_number)
 REAL = ArgumentKind("a number", lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool))
-"""A number, of which somebody else says what it must be."""
+"""A number, finite or not; the caller checks its range."""
 TEXT = ArgumentKind("a text", lambda x: isinstance(x, str))
 TEXTS = dataclasses.replace(TEXT.several(), advice="a list of texts")
 FUNCTION = ArgumentKind("a function", callable)
@@ -405,7 +405,7 @@ ARRAY = ArgumentKind("an array of numbers", _is_array)
 NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.several().holds(x))
 _ANYTHING = ArgumentKind("what the docstring says", lambda _: True)
 _KNOWN = "axon_dist.", "flax.", "jax", "optax."
-"""Where classes come from whose instances nothing else stands in for."""
+"""Modules whose classes are checked by `isinstance`: no other class replaces them."""
 _PLAIN: MappingProxyType[type, ArgumentKind] = MappingProxyType(
     {
         int: WHOLE,

@@ -1,8 +1,8 @@
-"""cuDNN's fused attention, traced for the machine that is compiled for.
+"""cuDNN's fused attention, traced for the target machine.
 
 Whether it runs follows from dtypes, shapes and the target's chip. JAX's own call asks the process
-that traces whether cuDNN is installed and which GPU it has, so that a step for a machine that is
-not here would be another one wherever no CUDA is installed.
+that traces whether cuDNN is installed and which GPU it has, so that a step for
+another machine would be traced differently where no CUDA is installed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _cudnn_parameters(query: Array, bias: Array | None, causal: bool) -> dict[st
     more = {"score_mod": None} if "score_mod" in names else {}
     return {
         "scale": query.shape[-1] ** -0.5,
-        "seed": 42,  # of a dropout that there is none of
+        "seed": 42,  # dropout is off
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),
         "mask_type": kernels.MaskType.CAUSAL if causal else kernels.MaskType.NO_MASK,

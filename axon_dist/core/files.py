@@ -1,9 +1,8 @@
 """Files that somebody names: paths of this machine, and objects in buckets at `gs://` and `s3://`.
 
-What lies at a path is said in one sentence, bounded, and never waited for. tensorstore speaks to
-both kinds of bucket: it finds the credentials, takes a request again that was throttled, cut short
-or not answered, and has what stands for a version of an object, a generation of GCS or an ETag of
-S3.
+Reads are bounded in size and never block, and errors are one sentence. tensorstore reads and writes
+both kinds of bucket: it finds the credentials, retries a request that was throttled, cut short or
+not answered, and returns the version of an object, a generation of GCS or an ETag of S3.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 from .errors import AxonDistError, ConfigError, StoreError, reworded
 
 MOST_TEXT = 2**24
-"""A file that people write, such as a config, or that says what others hold, is no larger."""
+"""The largest size of a config, an index or another text, in bytes."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 # Path("gs://bucket") has one slash left.
@@ -94,9 +93,9 @@ def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> 
 
 
 def kind_at(path: Path) -> str | None:
-    """What lies at a path, in words: `a file`, `a folder`, `a pipe`...; None for nothing.
+    """The kind of file at a path, in words: `a file`, `a folder`, `a pipe`...; None for nothing.
 
-    A link that leads nowhere, or into a folder that may not be entered, is nothing.
+    A broken link, or one into a folder that may not be entered, is nothing.
 
     Example:
         >>> kind_at(Path("/dev/null")), kind_at(Path("/no/such"))
@@ -112,7 +111,7 @@ def kind_at(path: Path) -> str | None:
 def read_bytes(
     path: Path, what: str, error: type[AxonDistError] = ConfigError, most: int = MOST_TEXT
 ) -> bytes:
-    """The contents of a file; of nothing else, so that no pipe or device is waited for.
+    """The contents of a file; of nothing else, so that no pipe or device blocks it.
 
     Args:
         path: of the file.
@@ -133,7 +132,7 @@ def read_bytes(
     if kind not in (None, "a file"):
         raise error(f"cannot read {what}: it is {kind} and no file; name a file")
     rewording = reworded(f"cannot read {what}", "name another file", error)
-    # Something else may have taken the name meanwhile, and must not be waited for either.
+    # A pipe may have been put there meanwhile, which must not block either.
     with rewording, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         contents = file.read(most + 1) if size <= most else b""
@@ -185,7 +184,7 @@ _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "30s"}
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Address:
-    """Of an object, and of the folder of those whose names go on with a slash after its own.
+    """The address of an object, and of the folder of the objects named `object/...`.
 
     Args:
         scheme: `gs` or `s3`.
@@ -237,7 +236,7 @@ class Address:
         return result.value if result.state == "value" else None, result.stamp.generation
 
     def version(self) -> bytes:
-        """What stands for the object as it is now, or for there being none."""
+        """The version of the object as it is now, also where there is none."""
         return self._done(self._store.read(self.key, byte_range=slice(0, 0))).stamp.generation
 
     def write(self, contents: bytes, version: bytes | None = None) -> bytes | None:
@@ -245,11 +244,11 @@ class Address:
 
         Args:
             contents: of it.
-            version: what must be there for it, as `version` returns it; None for anything.
+            version: which it must have before, as `version` returns it; None for any.
 
         Returns:
-            The version it has now; None where another one was there. A request that was not
-            answered is made again, and may then have found what it wrote itself.
+            The version it has now; None where it had another one. A request that was not
+            answered is retried, and may then find what it wrote itself.
         """
         made = self._done(self._store.write(self.key, contents, if_equal=version))
         return made.generation or None
@@ -263,7 +262,7 @@ class Address:
         return sorted(name.decode() for name in listed)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes objects of the folder; those that are not there are gone already."""
+        """Removes objects of the folder; those that do not exist are ignored."""
         doomed = [(self / name).key for name in names]
         for future in [self._store.write(key, None) for key in doomed]:
             self._done(future)
@@ -272,7 +271,7 @@ class Address:
         """A copy of the object on this machine, made unless this version of it was copied before.
 
         Raises:
-            StoreError: when there is none, it cannot be read, or the disk refuses.
+            StoreError: when there is none, it cannot be read, or the disk cannot be written.
         """
         version = self.version()
         path = _cache_path(f"{self} {version!r}") / self.name
@@ -317,7 +316,7 @@ class Address:
             raise self.refused(error) from error
 
     def refused(self, error: Exception) -> StoreError:
-        """What tensorstore says of the bucket, and what to do."""
+        """The error of tensorstore about the bucket, with what to do."""
         reason = (str(error).partition(" [")[0].strip() or repr(error)).splitlines()[0]
         return StoreError(
             f"{self}: {reason}; check the name, that these credentials may read and write it, and "
@@ -326,7 +325,7 @@ class Address:
 
 
 def _tensorstore() -> Any:
-    # A quarter of a second, which a run on a disk does not need here.
+    # Importing it takes a quarter of a second, which a run without buckets does not need.
     return importlib.import_module("tensorstore")
 
 
@@ -400,6 +399,6 @@ def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
 
 
 def _cache_path(what: str) -> Path:
-    """Where copies of objects lie; all of it may be removed at any time."""
+    """The folder of copies of objects; it may be removed at any time."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "axon_dist" / hashlib.sha256(what.encode()).hexdigest()[:32]

@@ -24,7 +24,7 @@ def read_yaml(path: str | Path) -> JsonDict:
     with `x-` are there for that alone, and left out.
 
     Raises:
-        ConfigError: when the file cannot be read, is no YAML, holds something else, or says
+        ConfigError: when the file cannot be read, is no YAML, holds something else, or has
             a key twice.
     """
     what = f"the config {str(path)!r}"
@@ -53,7 +53,7 @@ def apply_override(data: Mapping[str, object], override: str) -> JsonDict:
         override: `key.path=value`.
 
     Raises:
-        ConfigError: when there is no `=`, the value is no YAML, or the path leads through a value.
+        ConfigError: when there is no `=`, the value is no YAML, or an outer key has a value.
 
     Example:
         >>> apply_override({"train": {"steps": 10}}, "train.steps=20")
@@ -98,15 +98,15 @@ _OF_1_1 = re.compile(r"[-+]?0[0-7_]+|.*:.*|yes|no|on|off", re.IGNORECASE)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand only once; PyYAML would take the last one silently.
+    """YAML in which a key may occur only once; PyYAML would use the last one silently.
 
-    What `<<` brings along gives way to the keys of the section itself.
+    Keys of a section override those that `<<` merges into it.
     """
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Reads a value and all within it; to look so deep for thousands would take minutes."""
+        """Reads a value and all within it; parsing thousands of levels would take minutes."""
         if self._depth > _DEEPEST:
             problem = f"values within values, more than {_DEEPEST} deep"
             raise ComposerError(None, None, problem, self.get_mark())
@@ -130,7 +130,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Puts what `<<` brings in front of the keys of a section; reading it begins with this."""
-        # A section that others merge comes here again, its own `<<` written out already.
+        # Called again for a section that others merge, with its `<<` expanded already.
         if not hasattr(node, "is_checked"):
             node.is_checked = True  # type: ignore[attr-defined]
             self._check_keys([key for key, _ in node.value if key.tag != _MERGE])
@@ -143,7 +143,7 @@ class _StrictLoader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 problem = f"the key {key!r:.80} is no text"
             elif key in seen:
-                problem = f"the key {key!r:.80} stands twice"
+                problem = f"the key {key!r:.80} occurs twice"
             else:
                 seen.add(key)
                 continue
@@ -171,8 +171,8 @@ def _parse(text: str, what: str) -> Any:
     except ConfigError:
         raise
     except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
-        # PyYAML lets through what Python says of dates that are none, of endless numbers, and of
-        # a tag such as !!bool before what is none.
+        # PyYAML does not catch the errors of Python about invalid dates, infinite numbers, and a
+        # tag such as !!bool on another value.
         raise ConfigError(f"{what} has a value that cannot be read: {error}") from error
 
 

@@ -1,8 +1,8 @@
 """What a program computes where some of its inputs are zero: which results then are one number.
 
 An array is followed as the one number that all its elements are, or as unknown. A product with
-zeros is zero whatever the other factor is, as long as that is finite; so a program of which the
-weights are set to zero says which of its results count nothing that has no weight.
+zeros is zero whatever the other factor is, as long as that is finite; so setting the weights of a
+program to zero shows which of its results count only what has a weight.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _of_array(value: Any) -> Alike:
     first = array.flat[0]
     if not (array == first).all():
         return UNKNOWN
-    # An infinity that the program says itself, as masks do, meets samples of any weight.
+    # An infinite constant, as of masks, is there for samples of any weight.
     return Alike(float(first))
 
 
@@ -156,7 +156,7 @@ def _logical(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
 def _quotient(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
     above, below = operands
     if below.is_zero:
-        # Of a total without weights: nobody reads the quotient where nothing weighs anything.
+        # Of a total without weights: the quotient is not used where all weights are zero.
         is_total = above.is_zero and not shape_of(equation.outvars[0])
         return ZERO if is_total else INFINITE
     if above.is_zero:

@@ -1,6 +1,6 @@
 """Which dims of a traced model are one and the same: how its kernels feed each other.
 
-Every dim of every array of a jaxpr belongs to a *segment*: the dims that must lie alike for a
+Every dim of every array of a jaxpr belongs to a *segment*: the dims that must be split alike for a
 program to need no communication. Elementwise operations join the dims of their operands, products
 join the dims they contract, and so on. A reshape that cuts a dim in factors links its segment to
 those of the factors. What an operation cannot do on a part of a dim spoils the segment, with the
@@ -30,9 +30,9 @@ class Cut:
     Args:
         dim: node of the dim.
         piece: node of the part or factor.
-        parts: how many equal blocks lie side by side before the piece's own order; 1 for the
+        parts: how many equal blocks are side by side before the piece's own order; 1 for the
             major factor.
-        by_reshape: whether a reshape tells the blocks apart, rather than slices.
+        by_reshape: whether a reshape separates the blocks, rather than slices.
         repeats: whether the dim is its piece with every element repeated, such as key heads that
             several query heads share.
     """
@@ -102,8 +102,8 @@ class Flow:
         return node
 
     def join(self, one: int, other: int) -> None:
-        """Two dims are the same; dims of size 1 say nothing."""
-        # A broadcast dim meets every size, and would make one segment of all that it meets.
+        """Two dims are the same; dims of size 1 are ignored."""
+        # A broadcast dim goes with any size, and would join all of those into one segment.
         if self.sizes[one] == self.sizes[other] != 1:
             self._parent[self.find(other)] = self.find(one)
 
@@ -139,7 +139,7 @@ def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[FlowValue]) -> list[FlowVa
     """Follows a jaxpr equation by equation.
 
     Args:
-        flow: receives what is found.
+        flow: collects the segments.
         jaxpr: an open jaxpr.
         values: what is known about its inputs.
 
@@ -217,7 +217,7 @@ def _follow_equation(
             for node in value.dims:
                 flow.spoil(node, f"goes through {name}")
         return results
-    # What is looked up is no batch of what says where.
+    # The indices of a gather share no batch dim with its result.
     sources = operands[:1] if name == "gather" else operands
     step = _Step(flow, equation, known, list(sources), results)
     step.repeat()
@@ -233,7 +233,7 @@ def _follow_equation(
 
 @dataclasses.dataclass
 class _Step:
-    """One equation that runs no program of its own."""
+    """One equation that runs no inner program."""
 
     flow: Flow
     equation: JaxprEqn
@@ -246,7 +246,7 @@ class _Step:
         return self.equation.primitive.name
 
     def follow_factor(self, factor: int, role: Role) -> None:
-        """Joins what lies alike, notes what is cut, and spoils what cannot be split."""
+        """Joins dims that are split alike, notes cuts, and spoils dims that cannot be split."""
         ins = self._nodes(factor, self.factors.operands, self.operands)
         outs = self._nodes(factor, self.factors.results, self.results)
         if role is Role.PASSES and not self._cut(factor, ins, outs):
@@ -350,7 +350,7 @@ class _Step:
             if not numbers:
                 continue
             at = numbers.index(factor)
-            # Of three and more factors the last ones cannot be split, and need no cut of their own.
+            # Of three and more factors the last ones cannot be split, and need no `Cut`.
             if at < _CUT:
                 parts = 1 if at == 0 else self.flow.sizes[self._piece(numbers[0])]
                 repeats = at == 0 and self._piece(numbers[1]) in self.flow.repeated

@@ -64,7 +64,7 @@ def liveness_program(
         closed: a closed jaxpr over global arrays.
         splits: the layout of each input.
         sizes: the sizes of the mesh axes.
-        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, which branches are taken for.
+        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, whose branches are read.
         num_state: how many of the first results are a state, with the layouts of the first inputs,
             whatever the program says.
 
@@ -156,7 +156,7 @@ class _Reader:
     def _sent_to(
         self, value: Sharded, splits: Splits, atom: Atom, axes: Axes, kind: str = "all-gather"
     ) -> Sharded:
-        """The value as it lies once a collective over axes has moved it."""
+        """The value in another layout, after a collective over axes."""
         made = self.input(atom, splits)
         sent = Sent(kind, tuple(sorted(axes)), self.sizes[made.buffer])
         return self._after(value, made, "sharding_constraint", "other", (sent,))
@@ -178,7 +178,7 @@ class _Reader:
         return value
 
     def placed(self, value: Sharded, splits: Splits, atom: Atom) -> Sharded:
-        """The value where it has to lie in the end; what is split and shall not be is gathered."""
+        """The value in its final layout; axes that split it no longer are gathered."""
         lost = union(value.splits) - union(splits)
         if not lost or value.buffer < 0:
             return value
@@ -189,8 +189,8 @@ class _Reader:
         if shard and self._sends_rows(one, shard):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
-        # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
-        # And of a sum that has to be whole none makes a scatter over some of its axes.
+        # XLA:CPU has no reduce-scatter, and slices the all-reduced sum. And no platform scatters
+        # a sum over some of its axes that has to be replicated.
         if shard and (self.platform == "cpu" or (rest and one.is_replicated)):
             shard, rest = NONE, one.axes
         if shard and rest and one.node.kind != "product":
@@ -199,7 +199,7 @@ class _Reader:
         self._send_sum(one, shard, rest, one.num_bytes)
 
     def _sends_rows(self, one: Sum, over: Axes) -> bool:
-        """Lets a rank gather what all scatter, and add what belongs to its own part of the table.
+        """Gathers the updates of all ranks, of which each adds those of its shard of the table.
 
         XLA's partitioner does so where the rows of all ranks, as of a step's tokens, are fewer
         bytes than the table; nothing is left to be added up over these axes then.
@@ -215,11 +215,11 @@ class _Reader:
         return True
 
     def finish(self) -> None:
-        """Adds up what is summed over all axes at once, if the compiler does not take them apart.
+        """Adds sums over several axes up in one all-reduce, where the compiler does not split it.
 
-        XLA takes an all-reduce of which a rank keeps a shard apart into a scatter and an all-reduce
-        of the shards only where the program has all-reduces over the same ranks as the latter
-        already (AllReduceSplitter); a product has them, for its sums are one axis after another.
+        XLA splits an all-reduce of which a rank keeps a shard into a scatter and an all-reduce of
+        the shards only where the program has all-reduces over the same ranks as the latter already
+        (AllReduceSplitter); a product has them, for it is summed over one axis after another.
         """
         sent = [one for node in self.nodes for one in node.sent if one.kind == "all-reduce"]
         summed = {NONE, *(frozenset(one.axes) for one in sent)}
@@ -260,7 +260,7 @@ class _Reader:
     def _operation(self, equation: JaxprEqn, inputs: Sequence[Sharded]) -> list[Sharded]:
         name, operands = equation.primitive.name, list(inputs)
         if name in ADDS:
-            # Where the other summand lies split over the ranks, each needs its share of the sum.
+            # Where the other summand is split over the ranks, each needs its shard of the sum.
             split = union(axes for one in operands if not one.partial for axes in one.splits)
             for one in operands:
                 if any(part.axes & split for part in one.partial):
@@ -330,15 +330,15 @@ class _Reader:
         return [Sent(kind, axes, sum(sizes))] if axes and self.ways(frozenset(axes)) > 1 else []
 
     def constrained(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """The value as a constraint has it lie."""
+        """The value in the layout of a sharding constraint."""
         (operand,), atom = operands, equation.outvars[0]
         ((splits, _),) = placed(equation, [operand.splits])
         axes, summed = union(splits), union(one.axes for one in operand.partial)
         if not summed & axes:
-            # What has to be whole behind a loop is added up there, and scattered once.
+            # What has to be replicated behind a loop is added up there, and scattered once.
             for one in operand.partial:
                 one.is_replicated = True
-                # XLA:CPU adds up in every turn what a loop adds to; the others behind the loop
+                # XLA:CPU adds up in every iteration what a loop adds to; others behind the loop
                 # (WhileLoopAllReduceCodeMotion).
                 one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
@@ -359,7 +359,7 @@ class _Reader:
         return [self.wholes[key]]
 
     def mapped(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """A program of ranks, in `shard_map`."""
+        """The program within a `shard_map`."""
         params = equation.params
         manual: Axes = params.get("newly_manual_axes", params.get("manual_axes", NONE))
         inputs = []
@@ -380,10 +380,10 @@ class _Reader:
         return outputs
 
     def _resplit(self, value: Sharded, splits: Splits, lost: Axes, atom: Atom) -> Sharded:
-        """Gathers a value before a program of ranks that is given it less split, or cuts it.
+        """Gathers or cuts a value as the `in_specs` of a `shard_map` say.
 
-        XLA gathers dim by dim, the last one first; and a cast to fewer bytes it does before the
-        last gather alone, so the others send what is cast.
+        XLA gathers dim by dim, the last one first; a cast to fewer bytes it does before the last
+        gather alone, so the others send the values before the cast.
         """
         dims = [dim for dim in reversed(range(len(splits))) if value.splits[dim] & lost]
         if not dims:
@@ -442,7 +442,7 @@ class _Reader:
         return LivenessProgram(self.nodes, self.sizes, reads, writes)
 
     def loop(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """A loop: what it carries lies as it does when another turn changes nothing."""
+        """A loop: the layout of its carry is the one that another iteration does not change."""
         loop = inners(equation)[-1]
         operands = [self.resolved(one) for one in operands]
         shared, carried, rows = ([x.splits for x in part] for part in loop.parts(operands))
@@ -455,7 +455,7 @@ class _Reader:
             if settled == carried:
                 break
             carried = settled
-        # What a loop begins with lies as what it hands on, where it is one number repeated.
+        # The first carry has the layout of the others, where it is one number repeated.
         repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
         begins = loop.parts(equation.invars)[1], loop.parts(operands)[1], carried
         for atom, value, splits in zip(*begins, strict=True):
@@ -500,4 +500,4 @@ _SPECIAL: MappingProxyType[str, Callable[[_Reader, JaxprEqn, Sequence[Sharded]],
         }
     )
 )
-"""What is no operation on arrays that lie somewhere, by the name of the primitive."""
+"""Primitives that are no operations on arrays with a layout, by name."""

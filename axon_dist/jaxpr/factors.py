@@ -2,9 +2,9 @@
 
 An equation has *factors*, as in the op-sharding rules of Shardy: `dot_general` of `[i, k]` and
 `[k, j]` has three. Each dim of an operand or a result is made of factors, the major one first; a
-dim that a reshape cuts in two has two. What a factor does, its `Role`, is said once per equation:
+dim that a reshape cuts in two has two. Each equation has a `Role` for each of its factors:
 whether elements stay at their place along it, are summed over, are needed all together, and so on.
-Who follows dims, to place arrays, to join them or to find what counts samples, reads it from here.
+All analyses of dims use it: of layouts, of dims that are split alike, and of what counts samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EACH = frozenset((
 ))  # fmt: skip
 """Operations whose every element depends on the elements at the same place, and parameters alone.
 
-These are cheap: the backward pass may compute them again. Others stand in `ELEMENTWISE`."""
+These are cheap: the backward pass may compute them again. Others are in `ELEMENTWISE`."""
 
 ELEMENTWISE = EACH | frozenset((
     "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",
@@ -55,7 +55,7 @@ MOVES = frozenset((
     "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice",
     "split", "squeeze", "transpose",
 ))  # fmt: skip
-"""Operations that put numbers elsewhere, and compute nothing."""
+"""Operations that move numbers, and compute nothing."""
 
 RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "reshape", "squeeze"))
 """Those of `MOVES` that may keep the entries of an array in their order."""
@@ -70,14 +70,14 @@ KEEPS = frozenset((
 class Role(enum.Enum):
     """What an equation does along a factor.
 
-    PASSES: what stands at one place of results depends on that place of operands alone.
+    PASSES: an element of results depends on the elements of operands at its place alone.
     SUMMED: results are sums over it.
     REDUCED: results are made of all of it in another way, such as the largest.
     ALONG: results have it, and each place may depend on all of it, as in a sort.
     WINDOW: results have it in another size, and each place depends on places around it.
     PART: results have a part of it, or it is a part of theirs.
-    JOINED: operands lie in it one behind another, or one is written into a part of another.
-    INDEXED: a computed index says which places of it are read or written.
+    JOINED: operands are concatenated along it, or one is written into a part of another.
+    INDEXED: a computed index selects the places of it that are read or written.
     NEW: results alone have it.
     """
 
@@ -142,7 +142,7 @@ class Factors:
 
 
 class _Draft:
-    """The factors of an equation, while its rule says them one by one."""
+    """The factors of an equation, while its rule adds them one by one."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class _Draft:
 
 
 def factors(equation: JaxprEqn) -> Factors | None:
-    """The factors of an equation that runs no program of its own; None where it is not known."""
+    """The factors of an equation that runs no inner program; None where they are unknown."""
     inputs, outputs = map(shape_of, equation.invars), map(shape_of, equation.outvars)
     return factors_of(equation.primitive.name, equation.params, [*inputs], [*outputs])
 
@@ -296,7 +296,7 @@ def _stack(draft: _Draft) -> None:
 
 
 def _need_all(draft: _Draft, dims: Iterable[int]) -> None:
-    """Some dims, counted from the front, are needed whole; the others pass, in all arrays."""
+    """Some dims, counted from the front, are needed in full; the others pass, in all arrays."""
     spanned = {*dims}
     rank = max(map(len, (*draft.inputs, *draft.outputs)))
     for dim in range(rank):
@@ -438,14 +438,14 @@ def _scatter(draft: _Draft) -> None:
 
 REDUCTIONS = frozenset({f"reduce_{kind}" for kind in ("max", "min", "prod", "and", "or", "xor")})
 REDUCTIONS |= {"argmax", "argmin", "reduce"}
-"""What makes one of many in another way than by adding them."""
+"""Reductions other than sums."""
 
 ALONG_ONE = frozenset({f"cum{kind}" for kind in ("sum", "prod", "max", "min", "logsumexp")})
 ALONG_ONE |= {"sort", "top_k", "approx_top_k"}
-"""What goes along one dim, which a parameter of `_DIM` says, and keeps the others; else unknown."""
+"""Operations along one dim, which a parameter of `_DIM` names; the other dims pass."""
 
 WINDOWS = frozenset({f"reduce_window{kind}" for kind in ("", "_sum", "_max", "_min")})
-"""What looks at the places around each."""
+"""Operations on the neighbourhood of each element."""
 
 TRAILING: MappingProxyType[str, int] = MappingProxyType(
     {

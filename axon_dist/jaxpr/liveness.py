@@ -100,20 +100,20 @@ class Written:
 
 
 def overwritten(node: Node) -> tuple[int, ...]:
-    """What a node writes over: what an update is made in, and what a loop hands on."""
+    """The buffers that a node overwrites: the operand of an update, the carry of a loop."""
     return node.reads[:1] if node.name in IN_PLACE else carried(node)
 
 
 def carried(node: Node) -> tuple[int, ...]:
-    """What a loop is given to hand on from turn to turn."""
+    """The buffers that a loop carries, as its first iteration reads them."""
     return node.reads[node.num_consts : node.num_consts + node.num_carry]
 
 
 Chain: TypeAlias = frozenset[int]
-"""Buffers that follow each other in the same place."""
+"""Buffers that use the same memory one after the other."""
 
 Shared: TypeAlias = Mapping[int, tuple[int, tuple[Chain, ...]]]
-"""The place of a result -> that of what is given, and in each body the buffers between."""
+"""The number of a result -> that of an operand, and in each body the buffers between."""
 
 
 def overwrites(program: LivenessProgram) -> list[Mapping[int, Chain]]:
@@ -126,7 +126,7 @@ def overwrites(program: LivenessProgram) -> list[Mapping[int, Chain]]:
         program: of an iteration of a loop, or of a branch.
 
     Returns:
-        For each output the places of such inputs, and the buffers on the way from there.
+        For each output the numbers of such inputs, and the buffers between.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -159,13 +159,14 @@ def overwrites(program: LivenessProgram) -> list[Mapping[int, Chain]]:
 
 
 def shared(node: Node) -> Shared:
-    """Which results of a loop or a conditional lie where what it is given lay.
+    """Which results of a loop or a conditional reuse the memory of an operand.
 
     Args:
         node: with bodies.
 
     Returns:
-        For each place of a result that of what it is given, and in each body the buffers between.
+        For the number of each such result that of its operand, and in each body the buffers
+        between.
     """
     reused: dict[int, tuple[int, tuple[Chain, ...]]] = {}
     if not node.bodies:
@@ -197,7 +198,7 @@ def _under(node: Node, buffer: int, sizes: Sequence[int]) -> list[int]:
 
 
 MOVES = frozenset({"transpose", "rev", "concatenate", "pad"})
-"""Elementwise operations whose elements lie elsewhere than those that they are made of."""
+"""Elementwise operations whose elements move to other places."""
 
 
 def peak_of(program: LivenessProgram, in_place: Collection[int] = ()) -> int:
@@ -229,7 +230,7 @@ class _Allocation:
         self.written = Written(program)
 
     def peak(self) -> int:
-        """Goes through the nodes in their order."""
+        """The most bytes over all nodes, in their order."""
         last = self._last_uses()
         ends: dict[int, list[int]] = defaultdict(list)
         for buffer, number in last.items():
@@ -249,13 +250,13 @@ class _Allocation:
         return 0 if buffer in self.free else self.program.sizes[buffer]
 
     def _inner(self, node: Node, inside: Shared) -> Iterable[int]:
-        """The bytes of each body beside what is given to it and what it gives back in its place."""
+        """The bytes of each body beside its inputs, and the outputs that overwrite them."""
         for number, body in enumerate(node.bodies):
             free = (b for _, chains in inside.values() for b in chains[number])
             yield _Allocation(body, free).peak() + node.ahead
 
     def _reused(self, node: Node, dying: list[int], inside: Shared) -> int:
-        """Bytes of results that take the place of what is read for the last time."""
+        """Bytes of results that overwrite what is read for the last time."""
         if node.num_carry:
             handed = zip(carried(node), node.writes[: node.num_carry], strict=True)
             return sum(
@@ -290,7 +291,7 @@ class _Allocation:
 
 
 CHAIN = frozenset({"product", "loop"})
-"""The kinds of nodes that others wait for."""
+"""The kinds of nodes on the critical path."""
 
 
 def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0) -> LivenessProgram:
@@ -298,9 +299,9 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
 
     Args:
         program: of a step, or of an iteration of a loop.
-        num_consts: of a turn, how many inputs are the same in all turns.
-        num_carry: how many of the next inputs are handed on from turn to turn; what only adds to
-            one does not make the next turn wait.
+        num_consts: of an iteration, how many inputs are the same in all.
+        num_carry: how many of the next inputs are carried; what only adds to one does not delay
+            the next iteration.
 
     Returns:
         A program of the same nodes.
@@ -317,7 +318,7 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
         (['dot_general', 'dot_general', 'tanh', 'dot_general'], ['dot_general', 'dot_general'])
     """
     before, after = program.inputs[num_consts:], program.outputs[:num_carry]
-    waited = {
+    needed = {
         made
         for start, made in zip(before, after, strict=False)
         if made >= 0 and not is_added_to(start, made, program.nodes)
@@ -325,17 +326,17 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
     ends: set[int] = set()
     for number in reversed(range(len(program.nodes))):
         node = program.nodes[number]
-        leads = not waited.isdisjoint(node.writes)
+        leads = not needed.isdisjoint(node.writes)
         if node.kind == "product" and not leads:
             ends.add(number)
         if leads or node.kind in CHAIN:
-            waited.update(node.reads)
+            needed.update(node.reads)
     late: set[int] = set()
     first, last = [], []
     for number, node in enumerate(program.nodes):
         if node.name == "scan":
-            turns = tuple(postponed(b, node.num_consts, node.num_carry) for b in node.bodies)
-            node = dataclasses.replace(node, bodies=turns, ahead=_ahead(node, *turns))
+            bodies = tuple(postponed(b, node.num_consts, node.num_carry) for b in node.bodies)
+            node = dataclasses.replace(node, bodies=bodies, ahead=_ahead(node, *bodies))
         is_late = number in ends or not late.isdisjoint(node.reads)
         if is_late:
             late.update(node.writes)
@@ -344,9 +345,9 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
 
 
 def _filled(nodes: list[Node]) -> list[Node]:
-    """The nodes with reductions that need nothing of a loop before it, whose transfers they hide.
+    """Moves reductions that do not depend on a loop before it, where they hide its transfers.
 
-    The positions of a max-pool are such: they are needed behind the blocks that follow it.
+    The positions of a max-pool are such: they are needed after the blocks that follow it.
     """
     ordered: list[Node] = []
     since: set[int] = set()
@@ -364,13 +365,13 @@ def _filled(nodes: list[Node]) -> list[Node]:
     return ordered
 
 
-def _ahead(loop: Node, turn: LivenessProgram) -> int:
-    """Bytes that a turn gathers for the next, of what does not depend on the turn itself."""
+def _ahead(loop: Node, body: LivenessProgram) -> int:
+    """Bytes that an iteration gathers for the next, of what does not depend on its carry."""
     if loop.trips == 1:
         return 0
-    dependent = set(turn.inputs[loop.num_consts : loop.num_consts + loop.num_carry])
+    dependent = set(body.inputs[loop.num_consts : loop.num_consts + loop.num_carry])
     total = 0
-    for node in turn.nodes:
+    for node in body.nodes:
         if node.kind == "barrier" or not dependent.isdisjoint(node.reads):
             dependent.update(node.writes)
         else:

@@ -226,8 +226,8 @@ class LivenessProgram:
     Args:
         nodes: in the order of the program.
         sizes: bytes of each buffer.
-        inputs: buffers that are there before.
-        outputs: buffers that are there after.
+        inputs: buffers that exist before.
+        outputs: buffers that exist after.
         is_rare: whether it is a branch that hardly ever runs.
     """
 
@@ -261,7 +261,7 @@ def is_rare(branch: ClosedJaxpr) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """The kind of the node of a primitive that runs no program of its own."""
+    """The kind of the node of a primitive that runs no inner program."""
     if name in PRODUCTS or name.startswith(ATTENTION):
         return "product"
     if name in OTHERS or name in COLLECTIVES:
@@ -343,7 +343,7 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
     partial = [tuple(part for part in one.partial if not part.is_done) for one in operands]
     is_part = [bool(sums) for sums in partial]
     if name in SCATTERS and len(partial) > 2 and is_part[2]:
-        # Into what every rank has the same of; the sum may as well be taken of the whole.
+        # Added to a replicated array; the sum over ranks may as well follow the scatter.
         return () if is_part[0] or is_part[1] else partial[2]
     if name in ADDS:
         # What a loop adds to what it carries is added up behind the loop; what is added to a sum,
@@ -357,7 +357,7 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
 
 
 def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
-    """Sums that are added: of products one collective adds up all, of others each its own."""
+    """Sums that are added: of products one collective adds up all, of others one each."""
     if any(one.node.name in SCATTERS for one in sums):
         for one in sums:
             one.is_base = one.node.kind == "product"

@@ -2,8 +2,8 @@
 
 Inside `shard_map` a key is the same on every rank, so `bernoulli(key, shape=(rows, ...))` would
 give every rank the same mask. Folding the rank into the key would make the masks depend on the
-mesh. Instead the keys are given a PRNG implementation that knows which rows of the global draw
-belong to the rank, so that dropout has the same bits on one device and on many.
+mesh. Instead the keys are given a PRNG implementation that draws the rows of the global draw
+that belong to the rank, so that dropout has the same bits on one device and on many.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FIRST_KEY = (
 )
 
 TAG = "rows"
-"""How keys that draw rows are told from others."""
+"""The tag of the keys that draw rows."""
 
 
 def find_rows(
@@ -58,8 +58,8 @@ def find_rows(
 ) -> dict[Drawn, SampleRows] | None:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
-    What is drawn from keys of which every sample has its own, as `vmap` over `split(key, samples)`
-    does, is right as soon as the keys are: it is the split that has to give a rank its rows.
+    What is drawn from one key for each sample, as `vmap` over `split(key, samples)`
+    does, is right as soon as the keys are: only the split has to return the rows of a rank.
 
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
@@ -71,7 +71,7 @@ def find_rows(
         nothing is drawn at all.
 
     Raises:
-        UnsupportedError: when shapes cannot be told apart, or the key of such a draw is made within
+        UnsupportedError: when shapes are ambiguous, or the key of such a draw is made within
             the forward pass, where it is the same on every rank.
     """
     program = trace(local)
@@ -90,7 +90,7 @@ def find_rows(
         if key != other and "rbg" in key[1] and mine[:1] != ("split",):
             raise UnsupportedError(f"the model {FIRST_KEY}")
         if mine[:1] == ("gamma",):
-            # Each element has a key of its own, split off those given, and splits it in 2 and in 3.
+            # Each element has a key, split off the operand, and splits it in 2 and in 3.
             single = None if key[0] else sampled
             sampled = None if single is None else _key_rows(mine[1:], full[1:], single.dim)
             mine = "split", math.prod(mine[1 + len(key[0]) :])
@@ -109,8 +109,8 @@ def _note(rows: dict[Drawn, SampleRows | None], drawn: Drawn, sampled: SampleRow
         if drawn[:1] == ("split",):
             what = f"random keys of shape {drawn[1:]}"
         raise UnsupportedError(
-            f"the model draws {what} both with and without a batch dim, so they cannot be told "
-            "apart; change the local batch size"
+            f"the model draws {what} both with and without a batch dim, and the shape does "
+            "not say which; change the local batch size"
         )
 
 
@@ -283,7 +283,7 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
 
 
 def _counts_elements(base: str) -> bool:
-    """Whether each element of a draw depends on its own index alone."""
+    """Whether each element of a draw depends on its index alone."""
     return base == "threefry2x32" and bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
 
 
@@ -320,7 +320,7 @@ def results_of_no_sample(
 
     def is_once(number: int) -> bool:
         made, needed = needed_for(part.jaxpr, [last + number])
-        # A count of samples does not read them either, and grows by how many there are.
+        # A number of samples is computed without reading them, and changes with the batch.
         is_alike = same_program(made, needed_for(batch.jaxpr, [last + number])[0])
         return is_alike and bool(made.eqns) and max(needed, default=0) < first
 

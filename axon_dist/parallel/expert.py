@@ -1,4 +1,4 @@
-"""Expert parallelism: experts split over a mesh axis, and the tokens travel to them."""
+"""Expert parallelism: experts split over a mesh axis, to which tokens are sent."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SUM = "sum_samples"
 
 
 class ExpertForm(NamedChoice):
-    """How tokens reach experts that lie on other ranks."""
+    """How tokens are sent to experts of other ranks."""
 
     AUTO = "auto"
     """The form that moves fewer bytes."""
     RING = "ring"
     """Every rank gets the tokens of all, and the results are summed back to their owners."""
     ALL_TO_ALL = "all_to_all"
-    """Every rank sends each expert as many slots as `capacity` says."""
+    """Every rank sends each expert a fixed number of slots, set by `capacity`."""
 
 
 _PAIR = ArgumentKind(
@@ -73,23 +73,23 @@ def expert_parallel(
         all_to_all   4 (c - 1)/c k f A       k experts per token, f the capacity factor
 
     Modules with the methods of `models.Experts`, `mix_experts` and `feed`, run in `shard_map`, as
-    above. For the stacked experts of other models the compiler sends the tokens; it is told the
-    sharding of the experts.
+    above. For the stacked experts of other models the compiler sends the tokens, by the sharding
+    of the experts.
 
     Args:
-        form: how tokens travel; `"auto"` takes the ring where k f >= c.
+        form: how tokens are sent; `"auto"` chooses the ring where k f >= c.
         capacity: the factor f: of the N tokens of a rank (ring: of the axis) each expert takes at
             most f N k / E, in their order. **It changes the numbers where an expert gets more**:
             those tokens go without it, and the metric `dropped` is their share. None drops none and
             equals one device; all_to_all then has slots for all tokens at each expert.
         axis: the mesh axis, of size c.
         experts: patterns of the paths of stacked kernels, and the dim of their experts from the
-            end. Those of your own model are `suggest_plan(model).experts`.
+            end. Those of a model are `suggest_plan(model).experts`.
 
     Returns:
         The strategy; it splits the batch over the axis. Compose it with `ddp` or `fsdp` over other
         axes, with `tensor_parallel`, `context_parallel` and `pipelined`, whose stages send tokens
-        among their own ranks.
+        among the ranks of the stage.
 
     Raises:
         ConfigError: for an unknown form, a capacity that is not above 0, or a pattern that is none.
@@ -184,7 +184,7 @@ class ExpertLayers(AdaptLayers):
         return (self.policy.axis,)
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
-        """Raises unless the model has experts, to which tokens can be sent as was said.
+        """Raises unless the model has experts, to which tokens can be sent in this form.
 
         Raises:
             UnsupportedError: when it has none, or only the compiler can send tokens to them.
@@ -219,15 +219,15 @@ def map_experts(
     form: ExpertForm = ExpertForm.AUTO,
     capacity: float | None = None,
 ) -> None:
-    """Has each rank sort its own tokens by expert, in place.
+    """Has each rank sort its tokens by expert, in place.
 
-    A compiler that was to sort tokens of all ranks would gather them first.
+    To sort the tokens of all ranks, the compiler would gather them first.
 
     Args:
         model: modules with experts are changed.
         layout: which axes split samples and positions.
         axis: the mesh axis that splits the experts; None where all ranks have all of them.
-        form: how tokens travel.
+        form: how tokens are sent.
         capacity: the factor of slots, or None.
     """
     _wrap(model, has_experts, MIX, SplitExperts(layout, axis, form, capacity))
@@ -304,7 +304,7 @@ class HasExperts(Protocol):
     hidden_dims: Mapping[str, int]
 
     def feed(self, product: Function, rows: Array, kernels: PyTree) -> Array:
-        """What the experts make of rows, their products computed by `product(rows, kernel)`."""
+        """The outputs of the experts for rows, with products by `product(rows, kernel)`."""
         ...
 
 
@@ -313,9 +313,9 @@ class SplitExperts:
     """Runs in place of a module's `mix_experts`, in `shard_map`.
 
     Args:
-        layout: where activations lie.
+        layout: of the activations.
         axis: the mesh axis that splits the experts; None where all ranks have all of them.
-        form: how tokens travel.
+        form: how tokens are sent.
         capacity: the factor of slots, or None.
     """
 
@@ -361,14 +361,14 @@ class SplitExperts:
         run = self.layout.mapped(local, (spec, spec, spec, places), (spec, PartitionSpec()))
         mixed, dropped = run(tokens, gates, expert_ids, kernels)
         if self.capacity is None:
-            # Known to be none, which no rank has to ask the others about.
+            # Known to be zero, without a sum over ranks.
             return mixed, jnp.zeros((), jnp.float32)
         return mixed, dropped / (expert_ids.size * num_ranks(a for a in split if a in manual))
 
     def _mix(
         self, feed: Function, tokens: Array, choice: Choice, kernels: PyTree, split: Axes
     ) -> tuple[Array, Array]:
-        """On one rank: what becomes of its tokens, and how many assignments had no slot."""
+        """On one rank: the outputs for its tokens, and how many assignments had no slot."""
         axis = self.axis
         if axis is None:
             return self._here(feed, tokens, choice, kernels, 0, 1)
@@ -408,7 +408,7 @@ class SplitExperts:
         first: Array | int,
         size: int,
     ) -> tuple[Array, Array]:
-        """What the experts of this rank, one of `size`, make of tokens."""
+        """The outputs of the experts of this rank, one of `size`, for tokens."""
         local = jax.tree.leaves(kernels)[0].shape[0]
         none = (choice.gates[0, 0] * 0).astype("float32")
         if self.capacity is None and not self._lacks_groups:
@@ -450,7 +450,7 @@ class SplitExperts:
 
 
 def _place(ndim: int, axis: str | None, hidden: int, features: Axes) -> PartitionSpec:
-    """Where a kernel lies on its way in: experts in front, features in their dim."""
+    """The spec of a kernel in `shard_map`: experts in front, features in their dim."""
     entries: list[Axes | str | None] = [axis, *[None] * (ndim - 1)]
     if features:
         entries[ndim + hidden] = features

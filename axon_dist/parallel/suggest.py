@@ -132,7 +132,7 @@ def _split(
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
     # Split before it is made abstract: a raw array among the attributes is a leaf of the state, and
-    # a shape in its place would be taken for a part of the structure.
+    # a shape in its place would count as a part of the structure.
     params, rest = jax.eval_shape(split)
     return structure[0], params, rest
 
@@ -149,11 +149,11 @@ def _trace(
 
     def call(params: PyTree, rest: PyTree, arrays: Array) -> PyTree:
         merged = nnx.merge(graphdef, params, rest, copy=True)
-        # Flags stay what they are.
+        # Flags are not arrays, and stay.
         remaining = iter(arrays)
         filled = [next(remaining) if hasattr(leaf, "shape") else leaf for leaf in leaves]
         inputs, keywords = form.unflatten(filled)
-        inputs = (*remaining, *inputs)  # What is tried where no array was given.
+        inputs = (*remaining, *inputs)  # Those that are tried where no input has an array.
         for _, module in list(nnx.iter_modules(merged)):
             if mixes(module):
                 wrap_calls(module, {"attend": _plain_attention})
@@ -169,7 +169,7 @@ def _trace(
     values += [FlowValue(flow.new(leaf.shape)) for leaf in jax.tree.leaves(rest)]
     for leaf in arrays:
         values.append(FlowValue(flow.new(leaf.shape), from_input=True))
-        # Features of the input lie whole on every rank, so what they feed cannot be split by them.
+        # Features of the input are whole on every rank, so what they feed cannot be split by them.
         for node in values[-1].dims:
             flow.spoil(node, "is a dim of the model's input")
     outputs = follow(flow, closed.jaxpr, values)
@@ -192,7 +192,7 @@ def _plain_attention(
 def _dense_experts(
     mix: Function, module: HasExperts, tokens: Array, gates: Array, experts: Array, kernels: PyTree
 ) -> tuple[Array, Array]:
-    """Stands for experts that tokens are sorted by: every token goes to all of them."""
+    """Replaces experts that tokens are sorted by: every token is sent to all of them."""
     count = jax.tree.leaves(kernels)[0].shape[0]
     weights = jnp.sum(jax.nn.one_hot(experts, count) * gates[..., None], axis=-2)
     rows = jnp.broadcast_to(tokens, (count, *tokens.shape))
@@ -250,7 +250,7 @@ class _Placement:
         return Suggestion(rules, unplaced, tuple(self._experts()))
 
     def _experts(self) -> Iterator[tuple[str, int]]:
-        """Kernels with a matrix for each of as many experts as a router tells apart.
+        """Kernels with a matrix for each of as many experts as a router chooses from.
 
         Where all tokens go to all experts, the matrices of the first product are no batch of it,
         and biases are in none; but their dims are those of one that is.
@@ -342,15 +342,15 @@ class _Placement:
             self._set(product.path, node, ParallelMode.ROW, why, most)
 
     def _first(self, pairs: list[tuple[Product, list[int]]]) -> list[int]:
-        """Where the kernels of some products are first used: experts and calls come again."""
+        """The first uses of the kernels of some products: experts and calls repeat."""
         paths = {product.path for product, _ in pairs}
         orders = {p.path: p.order for p in reversed(self.flow.products) if p.path in paths}
         return list(orders.values())
 
     def _place_bias(self, product: Product, node: int) -> None:
-        """A bias that is a parameter without a layer's name lies like the outputs."""
+        """A bias that is a parameter without a layer's name is split like the outputs."""
         for path, dims in self.nodes.items():
-            # Biases by their usual names go with the rule of their layer; others need their own.
+            # Biases by their usual names have the rule of their layer; others need a rule.
             lone = len(dims) < len(self.nodes[product.path]) and path not in self.rules
             if lone and path.rpartition("/")[2] not in BIAS:
                 mine = [d for d in dims if self._segment(d) == self._segment(node)]
@@ -379,7 +379,7 @@ class _Placement:
         units = self._units(node)
         cut = self._blocks(node)
         if cut is not None:
-            why += f"; {cut.parts} blocks lie side by side"
+            why += f"; {cut.parts} blocks are side by side"
         size = self.flow.sizes[node]
         self.rules[path] = Rule(
             path,
@@ -408,7 +408,7 @@ class _Placement:
         return min([size, *majors, *inner])
 
     def _blocks(self, node: int) -> Cut | None:
-        """The cut that tells blocks of the same units apart, where they lie side by side."""
+        """The cut between blocks of the same units that are side by side."""
         segment = self._segment(node)
         used = [
             cut
@@ -434,7 +434,7 @@ class _Placement:
 
 
 def _layer(path: Path) -> tuple[Path, str]:
-    """The layer that a parameter belongs to and its name there; a lone parameter is its own."""
+    """The layer that a parameter belongs to and its name there; a lone one is its layer."""
     layer, _, leaf = path.rpartition("/")
     return (layer, leaf) if leaf in LAYER_LEAVES or leaf == "scale" else (path, "")
 

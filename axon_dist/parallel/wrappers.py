@@ -142,7 +142,7 @@ class DistributedDataParallel(_Wrapper):
 
         Args:
             stacked: rank-stacked arrays, or one rank's inside `shard_map`; None synchronises the
-                module's own arrays: those of process 0, replicated over the mesh.
+                module's arrays: those of process 0, replicated over the mesh.
 
         Returns:
             The synchronised arrays.
@@ -231,12 +231,12 @@ class FullyShardedDataParallel(_Wrapper):
         self.strategy: Strategy = fsdp(self.sharding_strategy, group.axes, **self._options)
 
     def gather_parameters(self, params: PyTree) -> PyTree:
-        """Makes every array whole on every device; `reshard_parameters` is its exact inverse."""
+        """Replicates every array over the devices; `reshard_parameters` is its exact inverse."""
         replicated = NamedSharding(self.group.mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.device_put(x, replicated), params)
 
     def reshard_parameters(self, params: ArrayTree) -> PyTree:
-        """Splits arrays as the strategy keeps them; what was updated while whole stays updated."""
+        """Shards arrays as the strategy stores them; updates of the gathered arrays are kept."""
         kind = self.strategy.offload.params
         return jax.device_put(
             params, shardings(self.strategy.params, params, self.group.mesh, kind)
@@ -291,7 +291,7 @@ FSDP = FullyShardedDataParallel
 class ZeROOptimizer:
     """An optax optimizer whose state is split over a group; PyTorch's and DeepSpeed's manner.
 
-    The arithmetic is the optimizer's own: ZeRO decides where its arrays lie. Pass
+    The optimizer is unchanged: ZeRO decides the sharding of its arrays. Pass
     `optimizer.transformation` and `optimizer.strategy` to `build_train_step`.
 
     Args:
@@ -377,7 +377,7 @@ class FSDPMemoryStats:
 
     @property
     def total_memory_mb(self) -> float:
-        """The total in MiB, under the name that it has elsewhere."""
+        """The total in MiB, under another name."""
         return self.total_memory_mib
 
     @property
@@ -418,7 +418,7 @@ def estimate(
 
     A leaf that stays whole, because none of its dims divides or because it is small, counts whole.
     Parameters that a step would keep as split masters, as ZeRO-1 and 2 do under a precision that
-    computes in a narrower dtype, are counted so. `measure` counts the arrays that there are.
+    computes in a narrower dtype, are counted so. `measure` counts arrays that exist.
 
     Args:
         strategy: its policies say what is split, and how many ways.

@@ -1,4 +1,4 @@
-"""How many activations a schedule keeps alive, from the order of each device's actions alone."""
+"""How many activations a schedule keeps alive, from the order of each device's actions."""
 
 from __future__ import annotations
 
@@ -161,18 +161,18 @@ class Slots:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """Where an executor keeps every value that outlives its action.
+    """The slots in which an executor keeps every value that outlives its action.
 
     A slot may be overwritten by the very action that reads it last, and by what arrives at the
     end of that tick. Keep the inputs of stages either in `inputs`, or in `activations` first and
     in `stash` from the forward on (the forward then copies, or stashes residuals instead).
 
     Args:
-        inputs: a stage's input, from when it is there (stage 0: from its `F`) to its `B` or `W`.
+        inputs: a stage's input, from when it arrives (stage 0: from its `F`) to its `B` or `W`.
         stash: what a stage keeps for its backward, from `F` to `B` or `W`.
         activations: a stage's input until its `F`. Stage 0 reads the batch and has none.
-        gradients: the gradient of a stage's output until its `B` or `I`. The last stage makes its
-            own and has none, unless the `V` leave it one.
+        gradients: the gradient of a stage's output until its `B` or `I`. The last stage computes
+            it and has none, unless the `V` leave it one.
         held: what a split backward passes from `I` to `W`.
         outputs: the last stage's output from its `F` to the `V`; without `V` there are none.
         lookups: what is looked up for the first stage, from the `E` to its `F`; without `E` there
@@ -228,12 +228,12 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
 
 
 def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]]:
-    """The lives that an action tells of: of what it reads, and of what it leaves for later."""
+    """The lives that end or begin with an action: of what it reads, and what it stores."""
     action, places = user.action, schedule.where
     if action.phase in (*TOGETHER, Phase.W):
         return
     stage, now = action.stage, _moment(user)
-    # What enters the first stage it makes itself.
+    # The first stage makes its input.
     made = now
     if action.phase is not Phase.F or stage > 0:
         # What another stage has made; the batch is read by the action itself.

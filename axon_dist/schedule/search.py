@@ -40,7 +40,7 @@ class FillRule:
         span: the length that a cell is filled to. A cell whose only action is longer is allowed,
             and the others are then filled to that length.
         forward_first: whether forwards come before backwards where both do not fit.
-        group: microbatches that pass a chunk before the next chunk's turn.
+        group: microbatches that pass a chunk before the next chunk follows.
         most: chunks that a device may keep for their backward.
     """
 
@@ -78,7 +78,7 @@ def greedy(
         lengths = [_length(cell, times) for cell in cells]
         clock += max(lengths)
         todo = [work - length for work, length in zip(todo, lengths, strict=True)]
-        # What the fullest device still has to do, it does at best without another wait.
+        # The device with the most work left finishes it at best without idling again.
         if clock + max(todo) >= limit or not any(cells):
             return None
         columns.append(cells)
@@ -143,7 +143,7 @@ class _Devices:
     def _fill(self, device: int, cell: list[Action], span: float, stashed: int) -> None:
         backward = Phase.I if self.rule.splits else Phase.B
         first = [Phase.F, backward] if self.rule.forward_first else [backward, Phase.F]
-        # A backward may follow on the forward that has just been taken: so it is asked again.
+        # A backward may follow on the forward that was just placed: so it is tried again.
         for phase in [*first, backward, Phase.W]:
             queue = self.ready[device][phase]
             if not queue or any(action.phase is phase for action in cell):
@@ -172,7 +172,7 @@ class _Devices:
         return stashed + self.chunks[device] - self.chunk[stage] <= self.rule.most
 
     def _done(self, action: Action, device: int) -> None:
-        """Notes what an action makes possible: here at once where another phase, else later."""
+        """Notes what an action makes ready: phases of its stage at once, other stages later."""
         stage, phase, m = action
         last = stage + 1 == len(self.rule.placement)
         backward = Phase.I if self.rule.splits else Phase.B
@@ -200,7 +200,7 @@ def retimed(schedule: Schedule, times: Times, span: float) -> Schedule:
     """Puts each device's actions, in their order, into cells of about one length.
 
     Args:
-        schedule: a valid table; what it keeps depends on the order alone, and stays.
+        schedule: a valid table; its memory depends on the order alone, and stays.
         times: the time of each stage's phases.
         span: the length that a cell is filled to, as in `FillRule`.
 
