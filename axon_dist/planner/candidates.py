@@ -21,8 +21,8 @@ from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mea
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.device import tape_of
-from ..jaxpr.placement import whole
+from ..jaxpr.device import liveness_program
+from ..jaxpr.placement import unsplit
 from ..mesh import SLOW_AXES, MeshSpec
 from ..mesh.chips import Hardware
 from ..nn import block_paths, mixes
@@ -116,11 +116,11 @@ def workload_of(
     graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
     run = functools.partial(_loss, graphdef, loss_fn, MixedPrecision.of(precision))
     closed = jax.make_jaxpr(jax.value_and_grad(run))(params, rest, batch)
-    splits = [whole(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
+    splits = [unsplit(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
     return Workload(
         num_params=num_params(params),
         num_layers=max(len(block_paths(abstract)), 1),
-        flops=tape_of(closed, splits, {}, platform).flops,
+        flops=liveness_program(closed, splits, {}, platform).flops,
         global_batch=jax.tree.leaves(batch)[0].shape[0],
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
         num_experts=_experts(model, params),

@@ -20,7 +20,7 @@ from ..core.errors import ConfigError
 from ..core.files import host_memory
 from ..core.typing import Batch
 from ..core.words import byte_size
-from ..jaxpr.device import tape_of
+from ..jaxpr.device import liveness_program
 from ..jaxpr.liveness import peak_of
 from ..jaxpr.placement import Sent, Splits, of_spec
 from ..mesh import World
@@ -226,14 +226,14 @@ def read_program(
     Returns:
         The reading.
     """
-    tape = tape_of(program, [_splits(leaf) for leaf in arguments], mesh, platform, num_state)
-    sizes = [tape.sizes[buffer] for buffer in tape.inputs]
+    liveness = liveness_program(program, [*map(_splits, arguments)], mesh, platform, num_state)
+    sizes = [liveness.sizes[buffer] for buffer in liveness.inputs]
     return Reading(
         state=sum(sizes[:num_state]),
         batch=sum(sizes[num_state:]),
-        temporaries=peak_of(tape, range(num_state)),
-        flops=tape.flops,
-        sends=tuple(tape.sends()),
+        temporaries=peak_of(liveness, range(num_state)),
+        flops=liveness.flops,
+        sends=tuple(liveness.sends()),
         mesh=dict(mesh),
     )
 
