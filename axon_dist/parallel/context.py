@@ -119,9 +119,9 @@ class ContextLayers(AdaptLayers):
                 attention.check_heads(heads)
             if self.sends_around and getattr(module, "is_special", False):
                 raise UnsupportedError(
-                    f"{type(module).__name__} has a window or caps its scores, which a ring of keys "
-                    "and values does not support; take context_parallel('ulysses'), whose ranks see "
-                    "whole sequences"
+                    f"{type(module).__name__} has a window or caps its scores, which a ring of "
+                    "keys and values does not support; take context_parallel('ulysses'), whose "
+                    "ranks see whole sequences"
                 )
         if not layers:
             classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
