@@ -182,7 +182,7 @@ class Lease:
             self._holder["renewed"] += 1
             made = self._object.write(self._text(), self._version)
             if made is None:
-                contents, made = self._object.found()
+                contents, made = self._object.read_versioned()
                 holder = _read(contents)
                 if holder.get("token") != self._holder["token"]:
                     self._lost = (
@@ -219,7 +219,7 @@ class Lease:
         """Takes the lease; returns the version that it replaced."""
         watched, end = None, 0.0
         while True:
-            contents, version = self._object.found()
+            contents, version = self._object.read_versioned()
             holder = _read(contents)
             is_free = not holder or _is_gone(holder)
             if watched is not None and version != watched and not is_free:
@@ -230,7 +230,7 @@ class Lease:
             if is_free or (watched is not None and time.monotonic() >= end):
                 self._holder["renewed"] += 1
                 made = self._object.write(self._text(), version)
-                current, self._version = (b"", made) if made else self._object.found()
+                current, self._version = (b"", made) if made else self._object.read_versioned()
                 if made or _read(current).get("token") == self._holder["token"]:
                     return version
                 watched = None

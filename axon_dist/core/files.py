@@ -228,9 +228,9 @@ class Address:
 
     def read(self) -> bytes | None:
         """The contents of the object, or None where there is none."""
-        return self.found()[0]
+        return self.read_versioned()[0]
 
-    def found(self) -> tuple[bytes | None, bytes]:
+    def read_versioned(self) -> tuple[bytes | None, bytes]:
         """The contents of the object, or None where there is none, and its version."""
         result = self._done(self._store.read(self.key))
         return result.value if result.state == "value" else None, result.stamp.generation

@@ -65,16 +65,14 @@ def liveness_program(
         splits: the layout of each input.
         sizes: the sizes of the mesh axes.
         platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, whose branches are read.
-        num_state: how many of the first results are a state, with the layouts of the first inputs,
-            whatever the program says.
+        num_state: how many of the first results are a state, laid out as the first inputs.
 
     Returns:
         The program, without what nothing reads.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 2))
-        >>> program = jax.make_jaxpr(lambda x, w: jnp.sum(x @ w))(x, w)
+        >>> program = jax.make_jaxpr(lambda x, w: (x @ w).sum())(jnp.ones((8, 4)), jnp.ones((4, 2)))
         >>> splits = [(frozenset({"dp"}), NONE), unsplit(2)]
         >>> liveness = liveness_program(program, splits, {"dp": 2}, "cpu")
         >>> liveness.flops, [sent.kind for sent, _ in liveness.sends()]
@@ -88,7 +86,7 @@ def liveness_program(
     outputs = [reader.resolved(value) for value in outputs]
     for place, variable in enumerate(jaxpr.outvars[:num_state]):
         outputs[place] = reader.placed(outputs[place], splits[place], variable)
-    program = reader.program(inputs, outputs)
+    program = reader.read(inputs, outputs)
     return postponed(program) if reader.platform == "cuda" else program
 
 
@@ -433,10 +431,9 @@ class _Reader:
             before = inputs[carry[place]].buffer if place < len(carry) else -1
             if not is_added_to(before, value.buffer, reader.nodes):
                 reader.resolved(value)
-        program = reader.program(inputs, results)
-        return dataclasses.replace(program, is_rare=is_rare(closed)), results
+        return dataclasses.replace(reader.read(inputs, results), is_rare=is_rare(closed)), results
 
-    def program(self, inputs: Sequence[Sharded], outputs: Sequence[Sharded]) -> LivenessProgram:
+    def read(self, inputs: Sequence[Sharded], outputs: Sequence[Sharded]) -> LivenessProgram:
         self.finish()
         reads, writes = ([x.buffer for x in side] for side in (inputs, outputs))
         return LivenessProgram(self.nodes, self.sizes, reads, writes)
