@@ -363,8 +363,8 @@ def ring_all_reduce(x: PyTree, group: ProcessGroup) -> PyTree:
     """Adds up over the group by passing slices around a ring, as libraries do underneath.
 
     Every rank cuts its value into N slices. In N - 1 steps each slice is passed once around the
-    ring and every rank adds its slice to it; rank r then holds the sum of slice r + 1. In another N
-    - 1 steps the finished slices go around. Every rank sends 2 (N - 1) / N of the value, which is
+    ring and every rank adds its slice to it; rank r then holds the sum of slice r + 1. In another
+    N - 1 steps the finished slices go around. Every rank sends 2 (N - 1) / N of the value, which is
     the least possible. It equals `all_reduce_sum` up to the order of the additions, and is here to
     be read; the all-reduce of XLA knows the links.
 

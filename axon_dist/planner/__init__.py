@@ -38,6 +38,6 @@ from .scaling import parse_memory as parse_memory
 from .scaling import scale_lr as scale_lr
 from .scaling import scaling_efficiency as scaling_efficiency
 
-StepTime = StepCost  # its name in 0.1
+StepTime, Arrangement, arrange = StepCost, Candidate, candidate_for  # their older names
 
 explain_calls(globals())

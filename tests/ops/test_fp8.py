@@ -325,7 +325,7 @@ def test_parameters_gathered_once_do_not_travel_in_fp8():
 def test_products_that_are_none_are_refused():
     with pytest.raises(ConfigError, match="gather is 'int8'; it must be 'fp8', or None"):
         MixedPrecision(products="fp8", gather="int8")
-    with pytest.raises(ConfigError, match="weights travel as products in fp8 read them, and prod"):
+    with pytest.raises(ConfigError, match="sends weights as products in fp8 read them, and prod"):
         MixedPrecision(gather="fp8")
     with pytest.raises(ConfigError, match="products is 'fp4'; it must be 'fp8', or None"):
         MixedPrecision(products="fp4")
