@@ -31,6 +31,10 @@ hypothesis.settings.load_profile("unhurried")
 # the large programs of tests marked `uncached` have none.
 distributed.runs_cached_collectives_in_order = lambda: True
 
+# Collecting makes much that stays and little that goes: from here until all tests are there,
+# nothing is looked for that could go.
+gc.disable()
+
 DEVICES = 8
 WORLD = World.emulate(DEVICES)
 
@@ -105,6 +109,7 @@ def pytest_collection_finish():
     """What ten thousand tests are made of stays, so the garbage collector need not visit it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

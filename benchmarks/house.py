@@ -20,6 +20,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -74,6 +75,17 @@ class Module:
         parts = self.path.with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
+    @property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of its tree."""
+        return _nodes(self.tree)
+
+
+@functools.cache
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    """A tree is walked once for all that is read of it."""
+    return list(ast.walk(tree))
+
 
 def code_lines(path: pathlib.Path) -> int:
     """Lines that are neither blank, nor comment, nor docstring."""
@@ -83,7 +95,7 @@ def code_lines(path: pathlib.Path) -> int:
 
 def _code_lines(text: str, tree: ast.Module) -> int:
     hidden: set[int] = set()
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             hidden.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(text.splitlines(), 1)
@@ -98,7 +110,7 @@ def imported(path: pathlib.PurePath, tree: ast.Module) -> Iterator[tuple[str, as
     Also under `TYPE_CHECKING`, inside functions, and by `import_module("axon_dist. …")`.
     """
     package = path.parts[:-1]
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.ImportFrom):
             if node.level:
                 base = package[: len(package) - (node.level - 1)]
@@ -137,7 +149,7 @@ def modules() -> Mapping[str, Module]:
         text, path = file.read_text(), pathlib.PurePath(file.relative_to(PACKAGE))
         tree = ast.parse(text)
         uses = frozenset(name for name, _ in imported(path, tree))
-        places = len({_place(n) for n in ast.walk(tree) if _is_own(n)})
+        places = len({_place(n) for n in _nodes(tree) if _is_own(n)})
         module = Module(path, tree, text.count("\n"), _code_lines(text, tree), uses, places)
         read[module.name] = module
     faces = {name: _face(module, read) for name, module in read.items()}
@@ -248,7 +260,7 @@ def anys() -> int:
     return sum(
         isinstance(node, ast.Name) and node.id == "Any"
         for m in modules().values()
-        for node in ast.walk(m.tree)
+        for node in m.nodes
     )
 
 
@@ -257,7 +269,7 @@ def named_lambdas() -> list[str]:
     return [
         f"{m.path}:{node.lineno}"
         for m in modules().values()
-        for node in ast.walk(m.tree)
+        for node in m.nodes
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Lambda)
     ]
 
@@ -282,7 +294,7 @@ def gather_files() -> list[str]:
         if m.room in {"parallel", "step", "jaxpr"}
         if any(
             isinstance(node, ast.FunctionDef | ast.ClassDef) and "gather" in node.name.lower()
-            for node in ast.walk(m.tree)
+            for node in m.nodes
         )
     ]
 
@@ -293,7 +305,7 @@ def jaxpr_readers() -> list[str]:
         {
             m.room
             for m in modules().values()
-            for node in ast.walk(m.tree)
+            for node in m.nodes
             if isinstance(node, ast.Attribute) and node.attr in JAXPR_FIELDS
         }
     )
@@ -301,20 +313,23 @@ def jaxpr_readers() -> list[str]:
 
 def entered(run: Callable[[], Any]) -> set[tuple[str, int]]:
     """The functions of the package that a program enters, by file and line."""
-    seen: set[tuple[str, int]] = set()
+    seen: dict[int, types.CodeType] = {}
 
     def look(frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        named = not code.co_name.startswith("<")
-        if event == "call" and named and code.co_filename.startswith(str(PACKAGE)):
-            seen.add((code.co_filename, code.co_firstlineno))
+        # Once for each call of anything; what it was is asked of each code once, afterwards.
+        if event == "call":
+            seen[id(frame.f_code)] = frame.f_code
 
     sys.setprofile(look)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return seen
+    return {
+        (code.co_filename, code.co_firstlineno)
+        for code in seen.values()
+        if code.co_filename.startswith(str(PACKAGE)) and not code.co_name.startswith("<")
+    }
 
 
 class Net(nnx.Module):

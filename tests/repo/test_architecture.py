@@ -1,7 +1,6 @@
 """The rooms and who may import whom; sizes of files and functions; nothing at import time."""
 
 import ast
-import functools
 import pathlib
 import re
 import subprocess
@@ -38,12 +37,6 @@ MAX_FILE = 500
 MAX_FUNCTION = 60
 
 
-@functools.cache
-def nodes_of(module):
-    """All of a file, walked once for all tests."""
-    return list(ast.walk(module.tree))
-
-
 def test_imports_point_down():
     """Also those under `TYPE_CHECKING`, inside functions, and by `import_module`."""
     wrong = []
@@ -70,7 +63,7 @@ def test_schedule_is_plain_python():
     for module in house.modules().values():
         if module.room != "schedule":
             continue
-        for node in nodes_of(module):
+        for node in module.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     assert alias.name.split(".")[0] in sys.stdlib_module_names
@@ -81,7 +74,7 @@ def test_schedule_is_plain_python():
 def test_files_and_functions_stay_small():
     for module in house.modules().values():
         assert module.lines <= MAX_FILE, f"{module.path} has {module.lines} lines"
-        for node in nodes_of(module):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef):
                 docstring = ast.get_docstring(node, clean=False)
                 lines = node.end_lineno - node.body[0].lineno + 1
@@ -91,7 +84,7 @@ def test_files_and_functions_stay_small():
 
 def test_no_globals_and_no_stubs():
     for module in house.modules().values():
-        for node in nodes_of(module):
+        for node in module.nodes:
             assert not isinstance(node, ast.Global), f"{module.path}:{node.lineno} uses global"
             raised = getattr(node, "exc", None) if isinstance(node, ast.Raise) else None
             name = getattr(getattr(raised, "func", raised), "id", None)
