@@ -330,7 +330,7 @@ def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
 
 def traced(
     run: Callable[[PyTree, PyTree, Batch], Outcome],
-    spelled: Callable[[Function], Function],
+    spelled: Callable[[Function], Function] | None,
     stacks: Stacks,
     params: PyTree,
     buffers: PyTree,
@@ -340,7 +340,7 @@ def traced(
 
     Args:
         run: (params of the model, buffers, batch) -> outcome, its blocks marked as units.
-        spelled: changes the function that is traced.
+        spelled: changes the function that is traced; None leaves it as it is.
         stacks: the modules of the model that hold many blocks.
         params: shapes, the blocks of stacks by themselves.
         buffers: arrays or shapes, as the model has them or with those of blocks by themselves.
@@ -355,7 +355,7 @@ def traced(
         loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
         return loss.total, loss.weight, _flat(weighed_metrics(outcome)), outcome.buffers
 
-    spelling = spelled(forward)
+    spelling = forward if spelled is None else spelled(forward)
     if stacks.depths:
         # A loop over stacked blocks, as the model has it, hides which of them a call reads.
         layers = by_rows(spelling)
@@ -458,7 +458,7 @@ def calls_in(
     # What samples have in common stands in the batch itself here, as the loss sees it.
     weights, buffers = dataclasses.replace(parts, shared={}).arguments
 
-    trace = traced(run, lambda forward: forward, stacks, stacks.apart(weights), buffers, batch)
+    trace = traced(run, None, stacks, stacks.apart(weights), buffers, batch)
     block_of = {
         variable: number
         for keys, variable in trace.params.items()
