@@ -359,7 +359,7 @@ class RankBranches:
             values.update(zip(op.outputs, results, strict=True))
         handed = [values[v] for v in self._handed[level][rank]]
         packed = self._packed(rank, values) if level == self._last else []
-        return [*self._packing(level).pack(rank, handed), *packed]
+        return [*self._packing(level).pack(handed), *packed]
 
     def _unpacked(
         self, rank: int, slots: Mapping[Slot, Array]
@@ -390,7 +390,7 @@ class RankBranches:
     def _packing(self, level: int) -> Packing:
         """How what ranks hand over at a level lies in vectors that are alike on all ranks."""
         avals = self._program.avals
-        return Packing.of([[avals[v] for v in values] for values in self._handed[level]])
+        return Packing([[avals[v] for v in values] for values in self._handed[level]])
 
     def _stage_at(self, rank: int, chunk: int) -> int | None:
         stages = self._stages.stages_of(chunk)

@@ -307,7 +307,7 @@ class FlatStorage(ModelStorage):
     @cached_property
     def packing(self) -> Packing:
         """How the leaves of each stage become vectors."""
-        return Packing.of([[self.flat_shapes[keys] for keys in held] for held in self._by_stage])
+        return Packing([[self.flat_shapes[keys] for keys in held] for held in self._by_stage])
 
     @property
     def row_names(self) -> list[list[Keys]]:
@@ -380,7 +380,7 @@ class FlatStorage(ModelStorage):
         here = [stage for stage in stages if self.stages.placement[stage] == device]
         if not here:
             return [jnp.zeros(form.shape, form.dtype) for form in self.packing.packed]
-        return self.packing.pack(here[0], [flat[keys] for keys in self._by_stage[here[0]]])
+        return self.packing.pack([flat[keys] for keys in self._by_stage[here[0]]])
 
     @cached_property
     def _by_stage(self) -> list[tuple[Keys, ...]]:

@@ -37,9 +37,12 @@ class UniformStages(CutLoss):
     leave in buffers of their own is that of the next microbatch.
 
     Args:
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
+        storage: where parameters lie.
         chain: the calls of the blocks.
     """
 
+    trace: LossTrace
     storage: RowStorage
     chain: Chain
 
