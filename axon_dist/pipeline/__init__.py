@@ -25,9 +25,7 @@ from .stage import Data as Data
 from .stage import StageLoss as StageLoss
 from .stage import StageProgram as StageProgram
 from .stage import Wire as Wire
-from .storage import FlatStorage as FlatStorage
 from .storage import ModelStorage as ModelStorage
-from .storage import storage_for as storage_for
 from .switch import BATCH as BATCH
 from .switch import Calls as Calls
 from .switch import SwitchStages as SwitchStages

@@ -26,7 +26,7 @@ from ..jaxpr.owners import (
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
 from .rows import RowProgram
-from .storage import FlatStorage, ModelStorage
+from .storage import ModelStorage
 from .stored_form import (
     Ends,
     LeafPlace,
@@ -196,7 +196,9 @@ class StagedOptimizer:
             owners, homes = (list(map(owner_of, side)) for side in (sources, ends))
             return owned(closed, owners, names, homes, named, **options)
 
-        run = self._on_whole_vectors(program, sources, ends, forms)
+        run = None
+        if self._storage.vectors:
+            run = self._on_whole_vectors(program, sources, ends, forms)
         if run is None:
             by_cell, stages = program(lambda place: place.cell), self._storage.stages
             if all(place.slot is not None for place in (*sources, *ends)):
@@ -213,9 +215,7 @@ class StagedOptimizer:
         targets: Ends,
         forms: tuple[list[StoredForm], list[StoredForm]],
     ) -> Run | None:
-        """How to run it on whole vectors, where there are some and it works element by element."""
-        if not isinstance(self._storage, FlatStorage) or not self._storage.vectors:
-            return None
+        """How to run it on whole vectors, where it works element by element."""
         if (layout := VectorLayout.of(self._storage, forms)) is None:
             return None
         try:
@@ -438,10 +438,10 @@ def _values(atoms: Iterable[Atom]) -> list[int]:
     return [a for a in dict.fromkeys(atoms) if isinstance(a, int)]
 
 
-def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, FlatStorage]]:
+def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, ModelStorage]]:
     for tree, form in enumerate(forms):
         for part, storage in enumerate(form.storages):
-            if isinstance(storage, FlatStorage):
+            if storage is not None:
                 yield tree, part, storage
 
 
@@ -450,6 +450,7 @@ def _vectors_of(forms: Sequence[StoredForm]) -> dict[Slot, jax.ShapeDtypeStruct]
     return {
         (tree, part, keys): form
         for tree, part, storage in _storages(forms)
+        if storage.packing is not None
         for names in storage.row_names
         for keys, form in zip(names, storage.packing.packed, strict=True)
     }

@@ -110,9 +110,9 @@ class RowProgram:
         pairs = zip(program.inputs, sources, strict=True)
         self._slots: dict[int, Slot] = {value: place.stored for value, place in pairs}
         owners = [*program.owners, *program.homes]
-        cells = sorted({cell for owner in owners if (cell := as_cell(owner)) is not None})
+        cells: list[Cell] = sorted({owner for owner in owners if isinstance(owner, tuple)})
         self._variants = self._sort_out(cells)
-        self._variant_of: dict[Cell, int] = {
+        variant_of: dict[Cell, int] = {
             (rank, row): number
             for number, (row, variant) in enumerate(self._variants)
             for rank in variant
@@ -121,10 +121,10 @@ class RowProgram:
         # The variant that makes a value of a block, and what it calls it.
         self._homes: dict[Atom, Home] = {}
         for value, owner in enumerate(program.owners):
-            if (cell := as_cell(owner)) is not None and value in used:
-                number = self._variant_of[cell]
+            if isinstance(owner, tuple) and value in used:
+                number = variant_of[owner]
                 members = self._variants[number][1]
-                self._homes[value] = number, members[cell[0]].names[value]
+                self._homes[value] = number, members[owner[0]].names[value]
         sums, self._partial_sums = sums_of(program)
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
         self._handed = self._to_hand_over()
@@ -287,11 +287,12 @@ class RowProgram:
             together = jax.lax.with_sharding_constraint(together, self._whole)
             columns.update({home: together[:, number] for number, home in enumerate(rows)})
         for value, home in handed.items():
-            cell = as_cell(self._program.owners[value])
-            assert cell is not None
-            known[value] = columns[home][cell[0]]
+            owner = self._program.owners[value]
+            assert isinstance(owner, tuple)
+            known[value] = columns[home][owner[0]]
 
     def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
+        """The stored leaves: each entry of a row is made by the part of the block it belongs to."""
         found: dict[Slot, Array] = {}
         rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
@@ -301,35 +302,18 @@ class RowProgram:
             else:
                 rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
         for (slot, row), atoms in rows.items():
-            found[slot] = self._assemble(row, atoms, made, known)
+            homes = {
+                rank: self._homes[atom] if self._program.owner_of(atom) == (rank, row) else None  # type: ignore[index]
+                for rank, atom in atoms.items()
+            }
+            sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
+            for home, ranks in sources.items():
+                mine = {rank: atoms[rank] for rank in ranks}
+                values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
+                if len(ranks) < self._num_ranks:
+                    chosen = self._is_in(ranks, values.ndim)
+                    # A rank without a block has zeros, whatever the part would make of them.
+                    others = found[slot] if slot in found else jnp.zeros_like(values)
+                    values = jnp.where(chosen, values, others)
+                found[slot] = values
         return found
-
-    def _assemble(
-        self,
-        row: int,
-        atoms: Mapping[int, Atom],
-        made: list[Named],
-        known: Mapping[Atom, Array],
-    ) -> Array:
-        """A row, each entry of it made by the part of the block that it belongs to."""
-        homes = {
-            rank: self._homes[atom] if self._program.owner_of(atom) == (rank, row) else None  # type: ignore[index]
-            for rank, atom in atoms.items()
-        }
-        sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
-        whole = None
-        for home, ranks in sources.items():
-            mine = {rank: atoms[rank] for rank in ranks}
-            values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
-            if len(ranks) == self._num_ranks:
-                return values
-            chosen = self._is_in(ranks, values.ndim)
-            # A rank without a block has zeros, whatever the part would make of them.
-            whole = jnp.where(chosen, values, jnp.zeros_like(values) if whole is None else whole)
-        assert whole is not None, "some rank has a block in every row"
-        return whole
-
-
-def as_cell(owner: Hashable) -> Cell | None:
-    """The cell that an owner is; None for everybody."""
-    return owner if isinstance(owner, tuple) else None

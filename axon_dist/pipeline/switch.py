@@ -191,8 +191,11 @@ def stages_by_calls(
     single = [number for number, found in enumerate(ranks) if len(found) == 1]
     single.sort(key=lambda number: min(used[number]))
     counts = [sum(min(used[n]) == stage for n in single) for stage in range(len(depths) - 1)]
-    return dataclasses.replace(
-        Stages.of(schedule, tuple(blocks[n] for n in single), (0, *accumulate(counts))),
+    return Stages(
+        blocks=tuple(blocks[n] for n in single),
+        boundaries=(0, *accumulate(counts)),
+        placement=schedule.placement,
+        num_devices=schedule.num_devices,
         shared=tuple(block for n, block in enumerate(blocks) if n not in single),
         depths=depths,
     )
@@ -253,7 +256,7 @@ class SwitchStages(CutLoss):
     def __init__(self, trace: LossTrace, storage: ModelStorage):
         self.trace, self.storage = trace, storage
         stages, count = storage.stages, storage.stages.num_stages
-        blocks = ((v, storage.block_of(keys)) for keys, v in trace.params.items())
+        blocks = ((v, storage.block_of.get(keys)) for keys, v in trace.params.items())
         block_of = {variable: number for variable, number in blocks if number is not None}
         levels = self._levels(_homes(trace, stages, block_of))
         self.crossing: list[list[Var]] = self._crossing(levels)
@@ -271,7 +274,7 @@ class SwitchStages(CutLoss):
             if foreign := {n for n in owners if stages.placement[stages.stage_of(n)] != rank}:
                 raise _foreign(stages, stage, min(foreign))
             calls = sorted({stages.stage_of(number) for number in owners})
-            self.rows.append([(at, storage.rows_of_chunk(stages.chunk_of(at))) for at in calls])
+            self.rows.append([(at, storage.chunk_rows[stages.chunk_of(at)]) for at in calls])
         split = [_by_kind(values, values) for values in self.crossing]
         floats, others = ([list(map(struct_of, wire[i])) for wire in split] for i in range(2))
         self.packings: tuple[Packing, Packing] = Packing(floats), Packing(others)
@@ -308,7 +311,7 @@ class SwitchStages(CutLoss):
         known, rows = self.known(rest, data) | self._unpack(stage, wire), iter(weights)
         for home, numbers in self.rows[stage]:
             own = [next(rows) for _ in numbers]
-            for keys, value in self.storage.both(home, own).items():
+            for keys, value in self.storage.block_weights(home, own).items():
                 known[self.trace.params[keys]] = value
         results, count = self.pieces[stage].run(known), len(self.crossing[stage + 1])
         return self._pack(stage + 1, results[:count])._replace(left=results[count:])

@@ -18,7 +18,7 @@ from ..jaxpr.pieces import Piece, as_it_lies
 from ..jaxpr.walk import made_by, variables
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Wire
-from .storage import ModelStorage, RowStorage
+from .storage import ModelStorage
 from .switch import CutLoss
 from .tables import like, plain, zeros
 
@@ -43,13 +43,13 @@ class UniformStages(CutLoss):
     """
 
     trace: LossTrace
-    storage: RowStorage
+    storage: ModelStorage
     chain: Chain
 
     @classmethod
     def find(cls, trace: LossTrace, storage: ModelStorage) -> UniformStages | None:
         """The stages of a trace, or None where its blocks are not such a chain."""
-        if not isinstance(storage, RowStorage) or storage.stages.depths is not None:
+        if not storage.by_blocks or storage.stages.depths is not None:
             return None
         chains = find_chains(trace.jaxpr)
         if len(chains) != 1 or list(chains[0].calls) != trace.calls:
@@ -87,7 +87,7 @@ class UniformStages(CutLoss):
             StageProgram(
                 stages=stages.stages_of(chunk),
                 chunk=chunk,
-                rows=self.storage.rows_of_chunk(chunk),
+                rows=self.storage.chunk_rows[chunk],
                 first=self._first,
                 middle=lambda *operands, chunk=chunk: self._middle(chunk, *operands),
                 last=self._last,
@@ -214,7 +214,7 @@ class UniformStages(CutLoss):
         starts = jnp.asarray(stages.boundaries)
         always = min(len(stages.blocks_of(s)) for s in stages.stages_of(chunk))
         left = []
-        numbers = self.storage.rows_of_chunk(chunk)
+        numbers = self.storage.chunk_rows[chunk]
         for row, values in enumerate(weights):
             leaves = self.storage.leaves_at(numbers[row], values, stage)
 

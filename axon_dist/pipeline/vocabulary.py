@@ -119,11 +119,6 @@ class Embedding:
     home: int
     data: Callable[[Array], Data]
 
-    @property
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what is looked up for a microbatch."""
-        return [each.shape for each in self.lookups]
-
     def look_up(self, tick: Tick, state: State, parts: Rest) -> State:
         """Keeps what is looked up for a microbatch.
 

@@ -71,7 +71,7 @@ def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResu
     rest_lies = [plan.by_tokens(parted.get(i), whole) for i in range(len(plan.rows.rest))]
     stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
     lies: list[Any] = [(plan.row_specs, rest_lies), whole]
-    if frozen:
+    if plan.rows.untrained is not None:
         stored[1] = plan.rows.untrained.rows_of(frozen), plan.rows.rest_of(frozen)
         lies[1] = plan.frozen_specs, rest_lies
     mapped = jax.shard_map(
@@ -136,21 +136,18 @@ class StagedPlan:
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
         blocks, looped = unit_paths(called, spec.storage.stacks)
-        own, lies = flatten(rows.shapes), []
-        for part in (rows.trained, rows.untrained) if rows.frozen else (rows.trained,):
+        own, lies = dict(rows.flat_shapes), []
+        for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
             found = specs(spec.storage.strategy.params, stored, spec.mesh)
             kept = (axis, *strategy.resident)
             found = jax.tree.map(lambda spec, kept=kept: only_axes(spec, kept), found)
             lies.append(part.rows_of(found))
             by_slot = flatten(found)
-            for keys, leaf in flatten(part.shapes).items():
-                number = part.block_of(keys)
-                slot = None if number is None else part.slot_of(number, keys)
-                if slot is not None:
-                    sharding = NamedSharding(spec.mesh, PartitionSpec(*by_slot[slot][1:]))
-                    shape = sharding.shard_shape(leaf.shape)
-                    own[keys] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            for keys, slot in part.slots.items():
+                sharding = NamedSharding(spec.mesh, PartitionSpec(*by_slot[slot][1:]))
+                shape = sharding.shard_shape(own[keys].shape)
+                own[keys] = jax.ShapeDtypeStruct(shape, own[keys].dtype)
         return cls(
             spec=spec,
             pipeline=strategy.pipeline,
@@ -160,7 +157,7 @@ class StagedPlan:
             view=ModelChanges(strategy, spec.parts, blocks, looped=looped),
             own_shapes=nest(own),
             row_specs=lies[0],
-            frozen_specs=lies[-1] if rows.frozen else [],
+            frozen_specs=lies[1] if rows.frozen else [],
             added_over=[
                 [tuple(axis for axis in batch_axes if axis not in spec_axes(row)) for row in of_row]
                 for of_row in lies[0]
@@ -218,9 +215,10 @@ class StagedPlan:
         """
         spec = self.spec
         drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
-        drawing = spec.storage.stacks.buffers_apart(drawing)
+        stacks = spec.storage.stacks
+        drawing = stacks.buffers_apart(drawing) if stacks.depths else drawing
         trace = self.trace(drawing, batch)
-        lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted})
+        lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted}) if parted else []
         looked_up = tuple(each.rows.result for each in lookups)
         whole = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
         trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(whole))
@@ -231,7 +229,8 @@ class StagedPlan:
         means = {i for i in learned if draws is not None and paths[i] in draws.means}
         once = {i for i in learned if paths[i] in unchanged} | means
         in_turn = {i: stage for i, stage in learned.items() if i not in once}
-        check_order(trace, drawing, self.pipeline.schedule, in_turn)
+        if in_turn:
+            check_order(trace, drawing, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
         ahead = {keys: rest[i] for keys, i in whole.items()}
         buffers_at, changed = buffers_over_time(trace, drawing, count, learned, unchanged, ahead)
@@ -264,7 +263,7 @@ class StagedPlan:
         ).run()
         leaves, structure = jax.tree.flatten(changed)
         after = structure.unflatten(sums.learned.get(i, x) for i, x in enumerate(leaves))
-        changed = buffers_together(after)
+        changed = buffers_together(after) if stacks.depths else after
         unit = jnp.ones(()) if weight is None else weight
         reduced, names = self._reduce(sums, parted), cast(Any, trace.metrics)
         total, of_loss, metrics = all_sum(sums.loss, self.axes)

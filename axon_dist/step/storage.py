@@ -29,7 +29,6 @@ from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
     BATCH,
     Calls,
-    FlatStorage,
     Keys,
     LossTrace,
     ModelStorage,
@@ -41,10 +40,9 @@ from ..pipeline import (
     flatten,
     has_apart,
     stages_by_calls,
-    storage_for,
     trace_loss,
 )
-from ..sharding import InPlaceOf, Policy
+from ..sharding import InPlaceOf
 from .objective import Outcome, evaluate, weighed_metrics
 from .parts import ModelParts
 
@@ -80,7 +78,7 @@ class Storage:
     @property
     def is_by_vectors(self) -> bool:
         """Whether stages differ, so that ranks hold vectors of whatever leaves are theirs."""
-        return isinstance(self.rows, FlatStorage)
+        return self.rows is not None and not self.rows.by_blocks
 
     def from_model(self, params: PyTree) -> PyTree:
         """The stored form of the model's nested dict; of what is trained, where there are rows."""
@@ -159,7 +157,7 @@ def storage_of(
     shapes = stacks.apart(parts.weights)
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
-    rows = storage_for(stages, shapes, frozen)
+    rows = ModelStorage(stages, shapes, frozen)
     return Storage(_staged(strategy, rows, stacks), rows, stacks)
 
 
@@ -187,8 +185,10 @@ def _stages(
     # A block with parameters of its own that has no call the stages will refuse.
     owners = {_owner(keys, blocks) for keys in leaves} - {None}
     if calls is None or _fits(calls, blocks, plan) or not calls.called.issuperset(owners):
-        _check_enough(model, plan, blocks)
-        stages = Stages.of(plan.schedule, blocks, plan.partition(len(blocks)))
+        if len(blocks) < plan.schedule.num_stages:
+            raise _too_few(model, plan, blocks)
+        where = plan.schedule.placement, plan.schedule.num_devices
+        stages = Stages(blocks, plan.partition(len(blocks)), *where)
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
     held = {stacks.in_model(keys) for keys in leaves}
@@ -218,12 +218,10 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
     return plan.partition(size)
 
 
-def _check_enough(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> None:
-    if len(blocks) >= plan.schedule.num_stages:
-        return
+def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> UnsupportedError:
     where = ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
     repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
-    raise UnsupportedError(
+    return UnsupportedError(
         f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
         f"block{'s' * (len(blocks) != 1)} to cut between ({where}). Use fewer stages, "
         f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
@@ -317,14 +315,13 @@ def _counted(key: str | int) -> tuple[bool, list[str | int]]:
 
 def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
     plan: Any = strategy.pipeline
-    held = {*rows.row_keys, *rows.trained.row_keys, *rows.untrained.row_keys}
+    parts = filter(None, (rows, rows.trained, rows.untrained))
+    held = {keys for part in parts for keys in part.row_keys}
     of_rows = frozenset("/".join(map(str, keys)) for keys in held)
-
-    def wrap(policy: Policy) -> Staged:
-        inner = OfBlocks(policy, stacks) if stacks.depths else policy
-        return Staged(inner, plan.axis, of_rows)
-
-    params, opt_state = wrap(strategy.params), wrap(strategy.opt_state)
+    params, opt_state = (
+        Staged(OfBlocks(policy, stacks) if stacks.depths else policy, plan.axis, of_rows)
+        for policy in (strategy.params, strategy.opt_state)
+    )
     return dataclasses.replace(strategy, params=params, opt_state=opt_state)
 
 
@@ -393,7 +390,7 @@ def nested_metrics(found: dict[tuple[str, str], Array]) -> dict[str, Array | Wei
 def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path], frozenset[Path]]:
     """The paths of the modules of a model whose calls are those of blocks; of which stack them."""
     modules = {stacks.in_model(keys): "/".join(map(str, stacks.in_model(keys))) for keys in blocks}
-    looped = frozenset(path for keys, path in modules.items() if stacks.depth_of(keys))
+    looped = frozenset(path for keys, path in modules.items() if stacks.of(keys)[1])
     return frozenset(modules.values()), looped
 
 
