@@ -148,7 +148,7 @@ class Executor:
             self.own.append(OwnProgram(each, *of_middle, *ends))
         home, example = self.schedule.placement[0], self.data(jnp.int32(0))
         self.embedding: Embedding = Embedding(self.lookups, self.axis, home, self.data)
-        rows = zeros(self.embedding.shapes)
+        rows = zeros([each.shape for each in self.lookups])
         looked_up = example._replace(rows=rows)
         self.wire: Wire = jax.eval_shape(lambda: self.stages[0].first(self.all_rest, looked_up))
         keeps_lookups = False
@@ -187,7 +187,8 @@ class Executor:
             {lane: jnp.asarray(slot)[rank] for lane, slot in channel.slots.items()}
             for channel in self.tables.channels
         ]
-        wire, lookups, last = zeros(self.wire), self.embedding.shapes, self.stages[-1].last
+        wire, last = zeros(self.wire), self.stages[-1].last
+        lookups = [each.shape for each in self.lookups]
         loss = jax.eval_shape(lambda: last(self.all_rest, self.data(jnp.int32(0)), wire))
         num = {name: slots.num_slots for name, slots in self.slots.items()}
         rest = {i: x for i, x in enumerate(self.rest) if x is not None}
@@ -460,8 +461,8 @@ class Executor:
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
         of_rest = grads[0]
         if counts is not None:
-            loss = where(counts, loss)
             of_rest = {i: x if i in self.parted else where(counts, x) for i, x in of_rest.items()}
+            loss = where(counts, loss)
         sums = sums._replace(loss=add(sums.loss, loss)).add_rest(of_rest)
         return grads[1], sums
 
@@ -469,6 +470,8 @@ class Executor:
         self, own: OwnProgram, tick: Tick, gradient: list[Array], state: State, into: Into
     ) -> Into:
         """Adds the gradients of what stands before the first block, at the first stage."""
+        if not (own.first[0] or self.lookups):
+            return into  # Nothing in front of it is trained.
         data = self.data(tick["microbatch"])._replace(rows=get(state.lookups, tick["lookups"]))
         start = Start(own.program.first, *own.first, data)
 
@@ -477,6 +480,4 @@ class Executor:
             of_rest, of_rows = start.back(data.rows, gradient)
             return sums.add_rest(of_rest), put(scatters, tick["scatters"], of_rows)
 
-        if start.is_frozen and not data.rows:
-            return into
         return own.program.at(0, tick["stage"], of_first, lambda: into)
