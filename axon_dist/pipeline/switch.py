@@ -258,9 +258,11 @@ class SwitchStages(CutLoss):
         stages, count = storage.stages, storage.stages.num_stages
         blocks = ((v, storage.block_of.get(keys)) for keys, v in trace.params.items())
         block_of = {variable: number for variable, number in blocks if number is not None}
-        levels = self._levels(_homes(trace, stages, block_of))
-        self.crossing: list[list[Var]] = self._crossing(levels)
-        self.learned: dict[int, int] = self._learned(levels) if trace.learned else {}
+        levels, crossing = _cuts(trace, _homes(trace, stages, block_of), count)
+        self.crossing: list[list[Var]] = crossing
+        self.learned: dict[int, int] = {}
+        if trace.learned:
+            self.learned = _learned(trace, levels, crossing)
         new, homes = trace.new_buffers, self.learned.items()
         left = [[new[i] for i, home in homes if home == stage] for stage in range(count)]
         passed = zip(self.crossing[1:], left, strict=False)
@@ -332,53 +334,59 @@ class SwitchStages(CutLoss):
         known = dict(zip(floats, self.packings[0].unpack(at, wire.floats), strict=True))
         return known | dict(zip(others, self.packings[1].unpack(at, wire.others), strict=True))
 
-    def _levels(self, homes: Mapping[int, int]) -> dict[Var, int]:
-        """The stage in which every value that depends on a block is made; S after the last.
 
-        What is looked up in parts is there ahead of the first, which makes what depends on it.
-        """
-        jaxpr, count = self.trace.jaxpr, self.storage.stages.num_stages
-        last = jaxpr.eqns[self.trace.calls[-1]]
-        after = depends_on(jaxpr, last.outvars) - set(last.outvars)
-        # What depends on the last call's result is the loss's, behind the last stage.
-        found = levels_of(jaxpr, homes, self.trace.looked_up)
-        levels = {v: count if v in after else level for v, level in found.items()}
-        return levels | dict.fromkeys(self.trace.looked_up, -1)
+def _cuts(
+    trace: LossTrace, homes: Mapping[int, int], count: int
+) -> tuple[dict[Var, int], list[list[Var]]]:
+    """Where so many stages make values, and hand them on.
 
-    def _crossing(self, levels: Mapping[Var, int]) -> list[list[Var]]:
-        """Per cut the values that are made in front of it and read behind it."""
-        count = self.storage.stages.num_stages
-        read_at: dict[Var, int] = {v: count for v in variables(self.trace.loss)}
-        for equation in self.trace.jaxpr.eqns:
-            at = max((levels.get(v, -1) for v in equation.outvars), default=-1)
-            for v in variables(equation.invars):
-                read_at[v] = max(read_at.get(v, -1), at)
-        return [
-            [v for v, level in levels.items() if level < stage <= read_at.get(v, -1)]
-            for stage in range(count + 1)
-        ]
+    Returns:
+        The stage in which every value that depends on a block is made, S of what only the loss
+        needs and -1 of what is looked up in parts: that is there ahead of the first stage, which
+        makes what depends on it; and per cut the values that are made in front of it and read
+        behind it.
+    """
+    last = trace.jaxpr.eqns[trace.calls[-1]]
+    after = depends_on(trace.jaxpr, last.outvars) - set(last.outvars)
+    # What depends on the last call's result is the loss's, behind the last stage.
+    found = levels_of(trace.jaxpr, homes, trace.looked_up)
+    levels = {v: count if v in after else level for v, level in found.items()}
+    levels |= dict.fromkeys(trace.looked_up, -1)
+    read_at: dict[Var, int] = {v: count for v in variables(trace.loss)}
+    for equation in trace.jaxpr.eqns:
+        at = max((levels.get(v, -1) for v in equation.outvars), default=-1)
+        for v in variables(equation.invars):
+            read_at[v] = max(read_at.get(v, -1), at)
+    crossing = [
+        [v for v, level in levels.items() if level < stage <= read_at.get(v, -1)]
+        for stage in range(count + 1)
+    ]
+    return levels, crossing
 
-    def _learned(self, levels: Mapping[Var, int]) -> dict[int, int]:
-        """The buffers that a stage alone changes, and that no other reads.
 
-        What follows from no block is the first stage's, and what follows from the last block's
-        result, as the statistics in front of a head do, the last one's.
-        """
-        trace, last = self.trace, self.storage.stages.num_stages - 1
-        made = {
-            i: min(max(levels.get(v, -1), 0), last)  # type: ignore[arg-type]
-            for i, v in trace.learned.items()
-        }
-        ends = enumerate([*self.crossing[1:], trace.loss])
-        readers = [(at, trace.cut(end, known=self.crossing[at])) for at, end in ends]
-        for i in trace.changing:
-            at = made.get(i, -1)
-            readers.append((at, trace.cut([trace.new_buffers[i]], self.crossing[max(at, 0)])))
-        return {
-            i: home
-            for i, home in made.items()
-            if all(at == home for at, piece in readers if trace.buffers[i] in piece.needs)
-        }
+def _learned(
+    trace: LossTrace, levels: Mapping[Var, int], crossing: Sequence[Sequence[Var]]
+) -> dict[int, int]:
+    """The buffers that a stage alone changes, and that no other reads, by their numbers.
+
+    What follows from no block is the first stage's, and what follows from the last block's
+    result, as the statistics in front of a head do, the last one's.
+    """
+    last = len(crossing) - 2
+    made = {
+        i: min(max(levels.get(v, -1), 0), last)  # type: ignore[arg-type]
+        for i, v in trace.learned.items()
+    }
+    ends = enumerate([*crossing[1:], trace.loss])
+    readers = [(at, trace.cut(end, known=crossing[at])) for at, end in ends]
+    for i in trace.changing:
+        at = made.get(i, -1)
+        readers.append((at, trace.cut([trace.new_buffers[i]], known=crossing[max(at, 0)])))
+    return {
+        i: home
+        for i, home in made.items()
+        if all(at == home for at, piece in readers if trace.buffers[i] in piece.needs)
+    }
 
 
 def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dict[int, int]:
