@@ -70,12 +70,6 @@ class Storage:
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
 
     @property
-    def axis(self) -> str:
-        """The axis whose ranks have rows."""
-        policy: Any = self.strategy.params
-        return policy.axis
-
-    @property
     def is_by_vectors(self) -> bool:
         """Whether stages differ, so that ranks hold vectors of whatever leaves are theirs."""
         return self.rows is not None and not self.rows.by_blocks
@@ -145,20 +139,28 @@ def storage_of(
         UnsupportedError: when the model has no blocks to cut between, or they differ.
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
-    if strategy.pipeline is None:
+    plan = strategy.pipeline
+    if plan is None:
         return _of_model(parts, strategy)
     if parts.int8:
         raise UnsupportedError(
-            f"frozen_dtype='int8' and a pipeline over {strategy.pipeline.axis!r}: its stages would "
+            f"frozen_dtype='int8' and a pipeline over {plan.axis!r}: its stages would "
             "keep the widened weights of all their blocks beside the eight bits for the whole "
             "schedule, which is more than bfloat16 takes. Use frozen_dtype='bfloat16', or fsdp"
         )
-    stages, stacks = _stages(parts, strategy.pipeline, loss_fn, batch)
+    stages, stacks = _stages(parts, plan, loss_fn, batch)
     shapes = stacks.apart(parts.weights)
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
     rows = ModelStorage(stages, shapes, frozen)
-    return Storage(_staged(strategy, rows, stacks), rows, stacks)
+    held = filter(None, (rows, rows.trained, rows.untrained))
+    of_rows = frozenset("/".join(map(str, keys)) for part in held for keys in part.row_keys)
+    params, opt_state = (
+        Staged(OfBlocks(policy, stacks) if stacks.depths else policy, plan.axis, of_rows)
+        for policy in (strategy.params, strategy.opt_state)
+    )
+    strategy = dataclasses.replace(strategy, params=params, opt_state=opt_state)
+    return Storage(strategy, rows, stacks)
 
 
 def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
@@ -183,8 +185,11 @@ def _stages(
         calls = calls_in(parts, loss_fn, blocks, stacks, batch)
     leaves = flatten(stacks.apart(parts.weights))
     # A block with parameters of its own that has no call the stages will refuse.
-    owners = {_owner(keys, blocks) for keys in leaves} - {None}
-    if calls is None or _fits(calls, blocks, plan) or not calls.called.issuperset(owners):
+    if (
+        calls is None
+        or _fits(calls, blocks, plan)
+        or not calls.called.issuperset({_owner(keys, blocks) for keys in leaves} - {None})
+    ):
         if len(blocks) < plan.schedule.num_stages:
             raise _too_few(model, plan, blocks)
         where = plan.schedule.placement, plan.schedule.num_devices
@@ -311,18 +316,6 @@ def _counted(key: str | int) -> tuple[bool, list[str | int]]:
     """
     parts = re.split(r"(\d+)", re.sub("(?i)decoder", "encoder~", str(key)))
     return isinstance(key, str), [int(part) if part.isdigit() else part for part in parts]
-
-
-def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
-    plan: Any = strategy.pipeline
-    parts = filter(None, (rows, rows.trained, rows.untrained))
-    held = {keys for part in parts for keys in part.row_keys}
-    of_rows = frozenset("/".join(map(str, keys)) for keys in held)
-    params, opt_state = (
-        Staged(OfBlocks(policy, stacks) if stacks.depths else policy, plan.axis, of_rows)
-        for policy in (strategy.params, strategy.opt_state)
-    )
-    return dataclasses.replace(strategy, params=params, opt_state=opt_state)
 
 
 def traced(
