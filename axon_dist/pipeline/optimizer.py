@@ -367,11 +367,11 @@ class RankBranches:
         """The leaves of a rank's blocks, of all arguments."""
         leaves = {}
         for tree, part, storage in _storages(self._arguments):
-            for chunk, names in enumerate(storage.row_names):
-                if (stage := self._stage_at(rank, chunk)) is not None:
-                    vectors = [slots[tree, part, name] for name in names]
-                    of_stage = storage.block_weights(stage, [vectors])
-                    leaves.update({(tree, part, keys): x for keys, x in of_stage.items()})
+            for stage in (s for s, home in enumerate(self._stages.placement) if home == rank):
+                names = storage.row_names[self._stages.chunk_of(stage)]
+                vectors = [slots[tree, part, name] for name in names]
+                of_stage = storage.block_weights(stage, [vectors])
+                leaves.update({(tree, part, keys): x for keys, x in of_stage.items()})
         return leaves
 
     def _packed(self, rank: int, values: Mapping[Atom, Array]) -> list[Array]:
@@ -391,10 +391,6 @@ class RankBranches:
         """How what ranks hand over at a level lies in vectors that are alike on all ranks."""
         avals = self._program.avals
         return Packing([[avals[v] for v in values] for values in self._handed[level]])
-
-    def _stage_at(self, rank: int, chunk: int) -> int | None:
-        stages = self._stages.stages_of(chunk)
-        return next((s for s in stages if self._stages.placement[s] == rank), None)
 
     def _part(self, rank: int, level: int) -> tuple[list[OwnedOperation], list[int]]:
         """What a rank runs up to a level for its results there, and what of others that reads.

@@ -38,7 +38,8 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
     Schedule.check(schedule)
     _check_names(schedule)
     _check_complete(schedule)
-    _check_vocabulary(schedule)
+    if used := [phase for phase in TOGETHER if any(a.phase is phase for a in schedule.where)]:
+        _check_vocabulary(schedule, used)
     _check_order(schedule)
     if max_live is not None:
         _check_memory(schedule, max_live)
@@ -106,11 +107,8 @@ def _wrong(present: Sequence[Action], f: Action, b: Action, i: Action, w: Action
     return f"has no backward: neither {b} nor {i} and {w}"
 
 
-def _check_vocabulary(schedule: Schedule) -> None:
+def _check_vocabulary(schedule: Schedule, used: Sequence[Phase]) -> None:
     """What all devices do together they do in one tick, and in one place of it."""
-    used = [phase for phase in TOGETHER if any(a.phase is phase for a in schedule.where)]
-    if not used:
-        return
     if used not in ([Phase.V], list(TOGETHER)):
         raise ScheduleError(
             f"schedule {schedule.name!r} has {' and '.join(used)}, and what is split by the "

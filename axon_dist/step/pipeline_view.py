@@ -65,8 +65,8 @@ def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResu
     if plan.pipeline.num_microbatches == 1:
         batch = jax.tree.map(lambda x: x[None], batch)
     params, frozen = plan.view.cast((params, frozen))
-    is_parted, whole = plan.pipeline.schedule.splits_vocabulary, PartitionSpec()
-    parted = plan.parted(buffers, batch) if is_parted else {}
+    whole = PartitionSpec()
+    parted = plan.parted(buffers, batch) if plan.pipeline.schedule.splits_vocabulary else {}
     draws = draws_of(spec, batch, spec.strategy.batch_axes)
     rest_lies = [plan.by_tokens(parted.get(i), whole) for i in range(len(plan.rows.rest))]
     stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
