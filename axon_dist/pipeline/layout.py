@@ -73,14 +73,13 @@ class ParamLike:
 
     def join(self, parts: Sequence[PyTree]) -> PyTree:
         """The inverse of `split`, of the parts alone."""
-        return self.outer.unflatten(
-            self._unnest(number, part) if self._like[number] else part
-            for number, part in enumerate(parts)
-        )
-
-    def _unnest(self, number: int, nested: PyTree) -> PyTree:
-        flat = flatten(nested)
-        return self._inner[number].unflatten(flat[keys] for keys in self.keys[number])
+        found = list(parts)
+        for number, part in enumerate(parts):
+            if self._like[number]:
+                flat = flatten(part)
+                leaves = (flat[keys] for keys in self.keys[number])
+                found[number] = self._inner[number].unflatten(leaves)
+        return self.outer.unflatten(found)
 
     def _is_like(self, tree: PyTree) -> bool:
         if not isinstance(tree, dict) or set(tree) != set(self._top):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -281,6 +280,18 @@ class RankBranches:
         self._targets = list(zip(program.outputs, targets, strict=True))
         self._ranks = range(stages.num_devices)
         self._mesh, self._axis = mesh, axis
+        self._last = program.num_levels - 1
+        reads = [(a, _rank(op.owner)) for op in program.operations for a in op.inputs]
+        reads += [(a, _rank(home)) for a, home in zip(program.outputs, program.homes, strict=True)]
+        # By level and rank, the values that others read.
+        self._handed: list[list[list[int]]] = [
+            [[] for _ in self._ranks] for _ in range(program.num_levels)
+        ]
+        handed = [a for a, by in reads if _rank(program.owner_of(a)) not in (None, by)]
+        for value in dict.fromkeys(handed):
+            rank = _rank(program.owner_of(value))
+            if isinstance(value, int) and rank is not None:
+                self._handed[program.levels[value]][rank].append(value)
 
     def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
         """Runs the program.
@@ -348,7 +359,7 @@ class RankBranches:
         self, level: int, reads: list[int], rank: int, operands: Sequence[Array]
     ) -> list[Array]:
         """What a rank computes up to a level of its vectors and of what all know."""
-        slots = list(_vectors_of(self._arguments))
+        slots = _vectors_of(self._arguments)
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
         values: dict[Atom, Array] = dict(zip(reads, operands[len(slots) :], strict=True))
         for value, place in self._sources:
@@ -410,29 +421,6 @@ class RankBranches:
         reads = [v for v in needed if _rank(self._program.owners[v]) != rank]
         return operations[::-1], reads
 
-    @cached_property
-    def _handed(self) -> list[list[list[int]]]:
-        """By level and rank, the values that others read."""
-        program = self._program
-        reads = [(a, _rank(op.owner)) for op in program.operations for a in op.inputs]
-        reads += [(a, _rank(home)) for a, home in zip(program.outputs, program.homes, strict=True)]
-        handed: list[list[list[int]]] = [
-            [[] for _ in self._ranks] for _ in range(program.num_levels)
-        ]
-        for value in _values(a for a, by in reads if _rank(program.owner_of(a)) not in (None, by)):
-            rank = _rank(program.owners[value])
-            assert rank is not None
-            handed[program.levels[value]][rank].append(value)
-        return handed
-
-    @property
-    def _last(self) -> int:
-        return self._program.num_levels - 1
-
-
-def _values(atoms: Iterable[Atom]) -> list[int]:
-    return [a for a in dict.fromkeys(atoms) if isinstance(a, int)]
-
 
 def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, ModelStorage]]:
     for tree, form in enumerate(forms):
@@ -441,15 +429,11 @@ def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, ModelStor
                 yield tree, part, storage
 
 
-def _vectors_of(forms: Sequence[StoredForm]) -> dict[Slot, jax.ShapeDtypeStruct]:
-    """The stored vectors of some trees, and what each is on one rank."""
-    return {
-        (tree, part, keys): form
-        for tree, part, storage in _storages(forms)
-        if storage.packing is not None
-        for names in storage.row_names
-        for keys, form in zip(names, storage.packing.packed, strict=True)
-    }
+def _vectors_of(forms: Sequence[StoredForm]) -> list[Slot]:
+    """The stored vectors of some trees."""
+    return [
+        (tree, part, keys) for tree, part, storage in _storages(forms) for keys in storage.row_keys
+    ]
 
 
 def _rank(owner: object) -> int | None:

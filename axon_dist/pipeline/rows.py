@@ -178,15 +178,20 @@ class RowProgram:
         first = next(iter(variant.values()))
         numbers = [i for i, op in enumerate(first.operations) if op.level == level]
         reads = [(i, at) for i in numbers for at in range(len(first.operations[i].inputs))]
-        outside = {
-            where: self._outside(variant, where, known)
-            for where in reads
-            if first.operations[where[0]].inputs[where[1]] not in first.names
-        }
+        # What members read that is not their own: one value for all, or a row of one for each.
+        alike: dict[tuple[int, int], Array] = {}
+        apart: dict[tuple[int, int], Array] = {}
+        for i, at in reads:
+            atom = first.operations[i].inputs[at]
+            if atom in first.names:
+                continue
+            atoms = {rank: share.operations[i].inputs[at] for rank, share in variant.items()}
+            if len({self._program.spelled(each) for each in atoms.values()}) == 1:
+                alike[i, at] = value_of(atom, known)
+            else:
+                apart[i, at] = self._row_of({r: atoms.get(r, atom) for r in self._ranks}, known)
         own = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
         given = {name: made[name] for name in own if name in made}
-        alike = {where: value for where, (value, row) in outside.items() if row is None}
-        apart = {where: row for where, (_, row) in outside.items() if row is not None}
         results = [first.names[v] for i in numbers for v in first.operations[i].outputs]
 
         def part(rows: list[Array], numbers_apart: dict[tuple[int, int], Array]) -> list[Array]:
@@ -205,17 +210,6 @@ class RowProgram:
         run = jax.vmap(part, axis_size=self._num_ranks)
         found = run([*given.values()], apart) if numbers else []
         return dict(zip(results, found, strict=True))
-
-    def _outside(
-        self, variant: RowVariant, where: tuple[int, int], known: Mapping[Atom, Array]
-    ) -> tuple[Array | None, Array | None]:
-        """What members read that is not their own: one value for all, or a row of one for each."""
-        number, at = where
-        atoms = {rank: share.operations[number].inputs[at] for rank, share in variant.items()}
-        first = next(iter(atoms.values()))
-        if len({self._program.spelled(atom) for atom in atoms.values()}) == 1:
-            return value_of(first, known), None
-        return None, self._row_of({r: atoms.get(r, first) for r in self._ranks}, known)
 
     def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
         """A row of values that all know."""

@@ -390,14 +390,14 @@ def _light(
         piece = cut(jaxpr, [gradient], known=known)
         operands = sum(math.prod(struct_of(v).shape) for v in piece.needs & varying)
         size = math.prod(struct_of(gradient).shape)
-        if size < operands and not any(map(_has_product, piece.equations)):
+        # A product, or what runs a program that may hold one.
+        has_product = any(
+            equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
+            for equation in piece.equations
+        )
+        if size < operands and not has_product:
             found.append(gradient)
     return found
-
-
-def _has_product(equation: JaxprEqn) -> bool:
-    """Whether it is a product, or runs a program that may hold one."""
-    return equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
 
 
 def _with_outputs(piece: Piece, more: list[Var]) -> Piece:
