@@ -275,11 +275,13 @@ class Executor:
         # Branch 0 is the idle one; programs count from 1.
         index = jnp.where(active, jnp.asarray(number)[tick["stage"]], 0)
         branches = [
-            lambda operand, i=i, own=own: as_it_lies(branch(i, own, operand))
-            for i, own in enumerate(self.own)
+            lambda operand: as_it_lies((*map(zeros, made), *operand[1:])),
+            *(
+                lambda operand, i=i, own=own: as_it_lies(branch(i, own, operand))
+                for i, own in enumerate(self.own)
+            ),
         ]
-        idle = [lambda operand: as_it_lies((*map(zeros, made), *operand[1:]))]
-        return jax.lax.switch(index, [*idle, *branches], operand)
+        return jax.lax.switch(index, branches, operand)
 
     def _forward(self, tick: Tick, state: State) -> tuple[State, Wire]:
         stage, last = tick["stage"], self.schedule.num_stages - 1
