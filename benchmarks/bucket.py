@@ -44,7 +44,7 @@ def run(address: str) -> None:
     folder = Address(scheme, "bucket", name)
     told: list[str] = []
     with (
-        Lease(folder, "run_dir", told.append, seconds=30.0).kept(),
+        Lease(folder, "run_dir", told.append, seconds=30.0).renewing(),
         CheckpointManager(folder / "checkpoints", Retention(last=2), tell=told.append) as manager,
     ):
         found = manager.restore_newest({"seen": jnp.zeros(64, jnp.uint32)})

@@ -39,6 +39,9 @@ PINS = TESTS / "repo" / "ratchets.json"
 
 JAXPR_FIELDS = frozenset({"eqns", "invars", "outvars", "constvars"})
 
+EMPTY_NAMES = frozenset({"found", "own", "where", "kept", "held", "told"})
+"""Words that do not say what a variable is."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -259,6 +262,18 @@ def named_lambdas() -> list[str]:
     ]
 
 
+def empty_names() -> list[str]:
+    """Variables, parameters and functions whose name does not say what they are."""
+    names = [
+        (m.path, node.lineno, getattr(node, field))
+        for m in modules().values()
+        for node in ast.walk(m.tree)
+        for kind, field in ((ast.Name, "id"), (ast.arg, "arg"), (ast.FunctionDef, "name"))
+        if isinstance(node, kind) and not isinstance(getattr(node, "ctx", None), ast.Load)
+    ]
+    return [f"{path}:{line} {name}" for path, line, name in names if name in EMPTY_NAMES]
+
+
 def gather_files() -> list[str]:
     """The files of the step's rooms that define something with `gather` in its name."""
     return [
@@ -376,6 +391,7 @@ def static_figures() -> dict[str, float]:
         "modules of one name": len(repeated_stems()),
         "Any per 100 lines of code": round(100 * anys() / code, 2),
         "lambdas bound to names": len(named_lambdas()),
+        "names that say nothing": len(empty_names()),
         "files about gathering": len(gather_files()),
         "rooms that read jaxprs": len(jaxpr_readers()),
     }
@@ -419,6 +435,7 @@ def main() -> None:
         console.print("one user in their room:", *single_users())
         console.print("classes of one name:", *repeated_classes())
         console.print("modules of one name:", *repeated_stems())
+        console.print("names that say nothing:", *empty_names())
         console.print("about gathering:", *gather_files())
         console.print("lambdas:", *named_lambdas())
         console.print("most own imports:", most_own_imports()[1])

@@ -122,7 +122,7 @@ MUTATIONS = (
         "collectives/test_point.py::test_shift",
     ),
     row(
-        "mesh/group.py", "transpose(rest + kept)", "transpose(kept + rest)",
+        "mesh/group.py", "transpose(rest + dims)", "transpose(dims + rest)",
         "mesh/test_group.py::test_parallel_groups_of_three_axes",
     ),
     row(
@@ -255,7 +255,7 @@ MUTATIONS = (
     ),
     # Starting processes.
     row(
-        "launch/environment.py", "str(port + is_taken)", "str(port)",
+        "launch/environment.py", "str(port + is_in_use)", "str(port)",
         "launch/test_environment.py::test_the_port_of_torchruns_own_store_is_left_to_it",
     ),
     row(

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, World, build_train_step
 from axon_dist.inspect import report, target_devices
-from axon_dist.mesh import paper_world
+from axon_dist.mesh import abstract_world
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.parallel import STRATEGIES, compose
 from axon_dist.planner import Reading, read_program
@@ -146,9 +146,9 @@ def build(cell: Cell, world: World) -> Any:
 
 
 def predict(cell: Cell) -> Reading:
-    """Reads the step of a cell on paper."""
+    """Reads the step of a cell in an abstract world."""
     platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}[parse_target(cell.target).platform]
-    world = paper_world(cell.mesh, MESH_SIZE[cell.target], platform)
+    world = abstract_world(cell.mesh, MESH_SIZE[cell.target], platform)
     step = build(cell, world)
     program, arguments = step.program(SUBJECTS[cell.model].batch(global_batch(cell)))
     num_state = len(jax.tree.leaves(step.abstract_state))

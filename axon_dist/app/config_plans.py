@@ -1,4 +1,4 @@
-"""Meshes and strategies for a config on machines that are not here, each read from its own step."""
+"""Ranks meshes and strategies for a config on any machine, by the costs of each traced step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.inspect import Report
-from axon_dist.mesh import World, paper_world
+from axon_dist.mesh import World, abstract_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
 from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
@@ -19,7 +19,7 @@ from axon_dist.parallel.plans import APART
 from axon_dist.planner import (
     AXES,
     DATA_PARALLEL,
-    Arrangement,
+    Candidate,
     Reading,
     SlowReplicas,
     StepCost,
@@ -42,24 +42,24 @@ MOST = 10
 """How many kinds of plans are traced, the simplest first."""
 
 FEW = 2
-"""The same of each way to train to other numbers."""
+"""How many kinds are traced of each variant that trains to other numbers."""
 
 ALIKE = 0.03
 """Steps whose predicted times differ by less are as fast."""
 
 TRIES = 5
-"""How often an arrangement is traced until it fits."""
+"""How often a candidate is traced until it fits."""
 
 _BEFORE_REMAT = 2
-"""How often of these smaller microbatches are tried before blocks are recomputed."""
+"""How many of these tries lower the microbatch before blocks are recomputed."""
 
 SIMPLICITY = ("ddp", "zero2", "zero1", "full_shard", "hybrid_shard")
-"""Data-parallel strategies in the order in which they are taken, before others. ZeRO-1 holds more
-than ZeRO-2, and is for steps of so many microbatches that reducing each is no longer quiet."""
+"""Data-parallel strategies from the simplest on; others follow. ZeRO-1 stores more than ZeRO-2; it
+pays where a step has so many microbatches that reducing the gradients of each takes time."""
 
 
 Tell: TypeAlias = Callable[[str, str], None]
-"""Takes the name of an arrangement, and a clause about it."""
+"""Takes the name of a candidate, and a clause about it."""
 
 
 def silent(name: str, clause: str) -> None:
@@ -68,32 +68,32 @@ def silent(name: str, clause: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """One way to run a config, as its traced step says, and as its compiled one does.
+    """One way to run a config: what its traced step costs and, where it was compiled, its program.
 
     Args:
-        arrangement: the axes and what is split over them.
-        config: the config that runs so.
+        candidate: the axes and what is split over them.
+        config: the config with these axes and strategies.
         reading: what a device holds, computes and sends.
         time: of a step, by cause.
         device_bytes: what a device has.
-        measured: the compiled step, where it was compiled.
+        measured: the report of the compiled step; None where it was not compiled.
         changed: why it trains to other numbers than the config says; None where it does not.
-        met: bytes that a device sends in an outer step, divided by the steps between two of them.
+        outer_bytes: bytes that a device sends in an outer step, divided by the steps between two.
     """
 
-    arrangement: Arrangement
+    candidate: Candidate
     config: RunConfig
     reading: Reading
     time: StepCost
     device_bytes: int
     measured: Report | None = None
     changed: str | None = None
-    met: float = 0.0
+    outer_bytes: float = 0.0
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in a step, and in an outer step as its share of one."""
-        return self.reading.wire_bytes + self.met
+        """Bytes that a device sends in a step, its share of an outer step included."""
+        return self.reading.wire_bytes + self.outer_bytes
 
     @property
     def fits(self) -> bool:
@@ -110,8 +110,8 @@ class ConfigPlans:
         hardware: the rates that times are estimated with.
         num_devices: how many devices.
         plans: what fits first, then by the predicted time of a step; of steps as fast the simplest.
-        refused: names of arrangements that the step refuses, and why.
-        others: what fits and is faster than all these, and trains to other numbers.
+        refused: names of candidates that the step refuses, and why.
+        others: plans that fit, are faster than all these, and train to other numbers.
     """
 
     work: Workload
@@ -123,7 +123,7 @@ class ConfigPlans:
 
     @property
     def best(self) -> ReadPlan:
-        """The plan to take, or the one that comes nearest to fitting."""
+        """The best plan; where none fits, the one with the least memory."""
         return self.plans[0]
 
     @property
@@ -145,25 +145,25 @@ def plan_config(
 ) -> ConfigPlans:
     """Ranks the ways to run a config on some devices.
 
-    Of each kind of arrangement the one that splits the model least is taken whose train state fits,
-    as the sharding policies lay it out. Its step is built on paper and traced, and its memory,
-    bytes and products are read from the program; where it does not fit, it is traced again with
-    smaller microbatches and with every block recomputed. The best are compiled where that is asked.
-    Stacked experts are split where the model has some. Replicas that train apart, as `diloco` or
-    `local_sgd` say, are kept where the config has them.
+    Of each kind of candidate the one is taken that splits the model least and whose train state
+    fits as the sharding policies split it. Its step is built on an abstract mesh and traced, and
+    its memory, bytes and products are read from the program; where it does not fit, it is traced
+    again with smaller microbatches and with every block recomputed. The best `num_compiled` are
+    compiled. Stacked experts are split where the model has some. `diloco` and `local_sgd` stay
+    where the config has them.
 
-    What would train to other numbers is apart: a narrower precision, and replicas over the links
-    between nodes that seldom synchronize, where they are faster than all else.
+    Plans that train to other numbers are listed separately, where they are faster than all others:
+    a narrower precision, and replicas that synchronize seldom over the links between nodes.
 
     Args:
         config: a run as YAML describes it; its mesh, strategies, rematerialisation and
-            microbatches are what is sought.
+            microbatches are replaced.
         hardware: the chip.
         num_devices: all of them are used.
         device_bytes: memory of a device; None takes the chip's.
         target: the machine to compile for, such as `"h100:8"`.
         num_compiled: how many of the best to compile.
-        tell: takes the name of each plan that is traced or compiled, and what is done, with what.
+        tell: takes the name of each plan that is traced or compiled, and a clause about it.
 
     Returns:
         The plans.
@@ -178,14 +178,14 @@ def plan_config(
     plans = search.plans(MOST, refused)
     if not plans:
         name, why = next(iter(refused.items()))
-        raise ConfigError(f"no arrangement can be built; {name}: {why}")
+        raise ConfigError(f"no candidate can be built; {name}: {why}")
     ranked = _ranked(plans)
     others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
     limit = ranked[0].time.total if ranked[0].fits else float("inf")
     faster = [plan for plan in others if plan.fits and (1 + ALIKE) * plan.time.total < limit]
     compiled: list[ReadPlan] = []
     for plan in ranked[:num_compiled]:
-        tell(plan.arrangement.name, f"compiled for {plan.arrangement.mesh}")
+        tell(plan.candidate.name, f"compiled for {plan.candidate.mesh}")
         compiled.append(_measured(plan, target))
     ranked[: len(compiled)] = compiled
     kinds = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
@@ -194,17 +194,17 @@ def plan_config(
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """One search: a config, and what its replicas over slow links do.
+    """One search: a config, and how its replicas over slow links synchronize.
 
     Args:
         config: a run, checked.
         hardware: the chip.
         num_devices: all of them are used.
         device_bytes: memory of a device.
-        apart: how replicas train on their own; None for one model.
+        apart: how replicas synchronize that have outer steps; None without them.
         replicas: how many of them.
-        changed: why it trains to other numbers than the config that is planned for.
-        tell: takes the name of each plan that is traced, and with what.
+        changed: why it trains to other numbers than the config says; None where it does not.
+        tell: takes the name of each plan that is traced, and a clause about it.
     """
 
     config: RunConfig
@@ -224,7 +224,7 @@ class _Search:
 
     @functools.cached_property
     def work(self) -> Workload:
-        """What is trained, read from the model and its loss; nothing is made."""
+        """What is trained, read from the abstract model and its loss."""
         return workload_of(
             functools.partial(model_of, self.config),
             self.config.kind.task.loss_fn,
@@ -245,25 +245,25 @@ class _Search:
             most: of how many kinds.
             refused: takes the names of those that the step refuses, and why.
         """
-        kinds: dict[str, list[Arrangement]] = {}
+        kinds: dict[str, list[Candidate]] = {}
         for one in self.candidates():
             kinds.setdefault(one.name, []).append(one)
-        found: list[ReadPlan | None] = []
+        plans: list[ReadPlan | None] = []
         too_large: list[_Split] = []
         for group in sorted(kinds.values(), key=lambda group: _complexity(group[0])):
-            if len(found) - found.count(None) == most:
+            if len(plans) - plans.count(None) == most:
                 break
             split = _least_split(self, group, refused)
             if split is not None and split.state <= self.usable:
-                found.append(_read(self, refused, split))
+                plans.append(_read(self, refused, split))
             elif split is not None:
                 too_large.append(split)
-        if found.count(None) == len(found) and too_large:
-            found.append(_read(self, refused, min(too_large, key=lambda split: split.state)))
-        return [plan for plan in found if plan is not None]
+        if plans.count(None) == len(plans) and too_large:
+            plans.append(_read(self, refused, min(too_large, key=lambda split: split.state)))
+        return [plan for plan in plans if plan is not None]
 
-    def candidates(self) -> list[Arrangement]:
-        """All arrangements.
+    def candidates(self) -> list[Candidate]:
+        """All candidates.
 
         Raises:
             ConfigError: for a batch that no mesh of all the devices divides.
@@ -271,19 +271,19 @@ class _Search:
         count, batch = self.num_devices, self.work.global_batch
         if not 1 <= count <= MOST_DEVICES:
             raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
-        found = list(candidates(self.work, count, self.hardware, self.apart, self.replicas))
-        if not found:
+        feasible = list(candidates(self.work, count, self.hardware, self.apart, self.replicas))
+        if not feasible:
             raise ConfigError(
                 f"no mesh of {count} devices divides global_batch={batch} and "
                 f"{self.work.num_layers} blocks; make the batch a multiple of {count}, such as "
                 f"{-(-batch // count) * count}"
             )
-        return found
+        return feasible
 
     def with_other_numbers(self) -> Iterator[_Search]:
         """The same config in a narrower precision, and with replicas that seldom synchronize."""
-        own, narrow = MixedPrecision.of(self.config.precision), MixedPrecision.bf16()
-        if self.hardware.rate(narrow.compute) > self.hardware.rate(own.compute):
+        current, narrow = MixedPrecision.of(self.config.precision), MixedPrecision.bf16()
+        if self.hardware.rate(narrow.compute) > self.hardware.rate(current.compute):
             config = dataclasses.replace(self.config, precision="bf16")
             yield dataclasses.replace(self, config=config, changed="precision bf16")
         nodes = self.hardware.num_nodes(self.num_devices)
@@ -295,35 +295,35 @@ class _Search:
 
 
 def _apart_in(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
-    """How the replicas of a config train apart, and how many they are."""
+    """How the replicas of a config that have outer steps synchronize, and how many they are."""
     named = next((name for name in APART if name in (config.parallel or {})), None)
     if named is None:
         return None, 1
-    own = config.parallel[named]
-    apart = SlowReplicas(named, own["every"], own.get("axis", "nodes"))
+    options = config.parallel[named]
+    apart = SlowReplicas(named, options["every"], options.get("axis", "nodes"))
     return apart, max(config.mesh[apart.axis], nodes)
 
 
-def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
-    """The config with the mesh and strategies of an arrangement; what else it says of them stays.
+def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
+    """The config with the mesh and strategies of a candidate; other options of these stay.
 
     Args:
         config: a run, checked.
-        arrangement: for as many devices.
+        candidate: for as many devices.
     """
-    plain, lines = config.to_dict(), arrangement.to_config()
-    own = plain.get("parallel") or {}
+    plain, lines = config.to_dict(), candidate.to_config()
+    strategies = plain.get("parallel") or {}
     lines["parallel"] = {
-        name: {**own.get(name, {}), **options} for name, options in lines["parallel"].items()
+        name: {**strategies.get(name, {}), **options} for name, options in lines["parallel"].items()
     }
     train = {**plain["train"], "accumulate": 1, **lines.pop("train", {})}
-    own = None if config.remat == AUTO else plain.get("remat")
-    remat = own or {"interval": 1} if arrangement.remat else None
+    configured = None if config.remat == AUTO else plain.get("remat")
+    remat = configured or {"interval": 1} if candidate.remat else None
     here = {"emulate": None}
     return RunConfig.from_dict({**plain, **lines, "train": train, "remat": remat, "devices": here})
 
 
-def _complexity(one: Arrangement) -> int:
+def _complexity(one: Candidate) -> int:
     """How much is combined; smaller is simpler."""
     axes = dict.fromkeys(("tp", "cp", "pp", "ep", *AXES))
     model = [n for n, a in enumerate(axes) if a not in ("dp", "fsdp") and getattr(one, a) > 1]
@@ -331,27 +331,25 @@ def _complexity(one: Arrangement) -> int:
     return len(order) * sum(2**place for place in model) + order.index(one.strategy)
 
 
-def _build(search: _Search, arrangement: Arrangement) -> tuple[RunConfig, TrainStep]:
-    config = arranged(search.config, arrangement)
+def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]:
+    config = config_for(search.config, candidate)
     capability = compute_capability(search.hardware.name)
-    world = paper_world(config.mesh, search.num_devices, search.platform, capability)
+    world = abstract_world(config.mesh, search.num_devices, search.platform, capability)
     return config, build_step(config, world)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """An arrangement, its step, and the bytes of its train state on a device."""
+    """A candidate, its step, and the bytes of its train state on a device."""
 
-    arrangement: Arrangement
+    candidate: Candidate
     config: RunConfig
     step: TrainStep
     state: float
 
 
-def _least_split(
-    search: _Search, group: list[Arrangement], refused: dict[str, str]
-) -> _Split | None:
-    """Of a kind the first whose train state fits, or the smallest; None where all are refused."""
+def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str]) -> _Split | None:
+    """The first of a kind whose train state fits, or the smallest; None where all are refused."""
 
     def splits(one):
         return one.num_devices // (one.replicas * one.shard_ranks)
@@ -373,9 +371,9 @@ def _least_split(
 
 
 def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan | None:
-    """Traces an arrangement until it fits: smaller microbatches first, then recomputed blocks."""
+    """Traces a candidate until it fits: smaller microbatches first, then recomputed blocks."""
     plan: ReadPlan | None = None
-    one, config, step = split.arrangement, split.config, split.step
+    one, config, step = split.candidate, split.config, split.step
     for tried in range(TRIES):
         number, remat = f"K={one.num_microbatches}", ", remat" * one.remat
         also = f", {search.changed}" if search.changed else ""
@@ -388,8 +386,8 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
             if plan is None:
                 refused.setdefault(one.name, str(error))
             return plan
-        time, met = _with_outer_steps(_time(reading, one, search), step, reading, search, one.apart)
-        plan = ReadPlan(one, config, reading, time, search.device_bytes, None, search.changed, met)
+        time, sent = _with_outer_step(_time(reading, one, search), step, reading, search, one.apart)
+        plan = ReadPlan(one, config, reading, time, search.device_bytes, None, search.changed, sent)
         smaller = None if plan.fits else _smaller(plan, search, tried)
         if smaller is None:
             break
@@ -397,13 +395,13 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
     return plan
 
 
-def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
-    """What of a plan that does not fit is to be traced next; None where nothing is left."""
-    one, reading = plan.arrangement, plan.reading
+def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Candidate | None:
+    """The candidate to trace after one that does not fit; None where nothing is left to try."""
+    one, reading = plan.candidate, plan.reading
     room = search.usable - reading.state - reading.batch
     if room <= 0:
         return None
-    # What waits for the backward pass is as many bytes as samples are computed at a time.
+    # Activations for the backward pass grow with the samples of a microbatch.
     least = math.ceil(one.num_microbatches * reading.temporaries / room)
     more = more_microbatches(one, search.work, max(least, 2 * one.num_microbatches))
     if more is None or (tried >= _BEFORE_REMAT and not one.remat):
@@ -411,35 +409,35 @@ def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
     return more
 
 
-def _with_outer_steps(
+def _with_outer_step(
     time: StepCost, step: Any, reading: Reading, search: _Search, apart: SlowReplicas | None
 ) -> tuple[StepCost, float]:
-    """The time of a step with its share of what replicas do in an outer step, and the bytes."""
+    """The time of a step with its share of an outer step, and that share of the bytes."""
     if apart is None:
         return time, 0.0
-    met = [
+    readings = [
         read_program(program, arguments, len(arguments), reading.mesh, search.platform)
         for program, arguments in step.outer_step_programs()
     ]
-    # Nothing else runs while they meet.
-    waits = [one.step_time(search.hardware, search.work.policy.compute) for one in met]
+    # Nothing else runs during an outer step.
+    waits = [one.step_time(search.hardware, search.work.policy.compute) for one in readings]
     waited = sum(one.communication for one in waits) / apart.every
-    sent = sum(one.wire_bytes for one in met) / apart.every
+    sent = sum(one.wire_bytes for one in readings) / apart.every
     communication, exposed = time.communication + waited, time.exposed + waited
     return dataclasses.replace(time, communication=communication, exposed=exposed), sent
 
 
-def _time(reading: Reading, arrangement: Arrangement, search: _Search) -> StepCost:
+def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
     work, hardware = search.work, search.hardware
-    if arrangement.pp == 1:
+    if candidate.pp == 1:
         return reading.step_time(hardware, work.policy.compute)
-    # The turns of a pipeline are branches of a conditional, of which the program tells no number.
-    stages, count = arrangement.pp, arrangement.num_microbatches
+    # A pipeline's actions are branches of a conditional, and the program does not count them.
+    stages, count = candidate.pp, candidate.num_microbatches
     return reading.step_time(
         hardware,
         work.policy.compute,
-        flops=4 / 3 * work.flops / arrangement.num_devices,  # every stage is recomputed
-        idle=idle_share(arrangement.schedule, stages, count, 1),
+        flops=4 / 3 * work.flops / candidate.num_devices,  # every stage is recomputed
+        idle=idle_share(candidate.schedule, stages, count, 1),
     )
 
 
@@ -450,7 +448,7 @@ def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
     while left:
         limit = (1 + ALIKE) * left[0].time.total
         alike = [p for p in left if p.fits and p.time.total <= limit] or left[:1]
-        ranked.append(min(alike, key=lambda p: (_complexity(p.arrangement), p.arrangement.remat)))
+        ranked.append(min(alike, key=lambda p: (_complexity(p.candidate), p.candidate.remat)))
         left.remove(ranked[-1])
     return ranked
 
@@ -467,6 +465,6 @@ def plan_here(config: RunConfig, world: World) -> ConfigPlans | None:
 def _measured(plan: ReadPlan, target: str | None) -> ReadPlan:
     config = plan.config
     if target is not None and target.startswith("cpu:"):
-        emulated = dataclasses.replace(config.devices, emulate=plan.arrangement.num_devices)
+        emulated = dataclasses.replace(config.devices, emulate=plan.candidate.num_devices)
         config, target = dataclasses.replace(config, devices=emulated), None
     return dataclasses.replace(plan, measured=examine(config, target).report)

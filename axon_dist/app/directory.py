@@ -39,7 +39,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """What a run leaves under a name in its folder: the path, asked for at a `RunDirectory`."""
+    """A file or folder of a run by its name; read on a `RunDirectory` it is the path."""
 
     name: str
 
@@ -52,11 +52,11 @@ class RunDirectory:
     """What a run leaves behind.
 
     Args:
-        path: of the folder of the run; of a run in a bucket, that of this machine where process 0
-            writes what is copied there, or where copies lie.
-        address: of a run in a bucket, where files are written whole: whenever the run saves, and in
-            the end.
-        leases: of its folders in buckets, which process 0 has while the run writes.
+        path: the folder of the run; of a run in a bucket, the local folder that process 0 copies
+            to the bucket, or that has copies from there.
+        address: of a run in a bucket, to which files are copied whole whenever the run saves, and
+            at its end.
+        leases: of its folders in buckets, which process 0 holds while the run writes.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class RunDirectory:
 
     @property
     def place(self) -> Place:
-        """Where the run lies, as users name it."""
+        """The path or address of the run, as users name it."""
         return self.path if self.address is None else self.address
 
     @property
@@ -88,7 +88,7 @@ class RunDirectory:
         return self.place / "checkpoints"
 
     def fetch(self) -> None:
-        """Copies the records that lie in the bucket to this machine."""
+        """Copies the records of the run from the bucket to this machine."""
         if self.address is None:
             return
         for name in RECORDS:
@@ -119,7 +119,7 @@ class RunDirectory:
             del self._copied[name]
 
     @contextmanager
-    def kept_in_bucket(self) -> Iterator[None]:
+    def copied_to_bucket(self) -> Iterator[None]:
         """Copies to the bucket in the end; what cannot be copied stays on this machine.
 
         Raises:
@@ -145,7 +145,7 @@ class RunDirectory:
         """Checks that what a run writes in the end replaces nothing but files.
 
         Raises:
-            ConfigError: naming what stands there, such as a pipe that nobody reads.
+            ConfigError: naming what is there instead, such as a pipe that nobody reads.
         """
         for file in (self.config, self.metrics, self.summary, self.program, self.plot):
             for path in (file, _unfinished(file)):
@@ -175,13 +175,13 @@ class RunDirectory:
         self._replace(self.program, json.dumps(program) + "\n")
 
     def changes(self, config: RunConfig) -> list[str]:
-        """What a config says otherwise than the one that lies here, a line each.
+        """The keys in which a config differs from the one stored here, a line each.
 
         Args:
-            config: the one that the run goes on with.
+            config: the one that the run continues with.
 
         Returns:
-            Such as `train.steps: 100 -> 200`; nothing where no config lies here yet.
+            Such as `train.steps: 100 -> 200`; empty where no config is stored here yet.
         """
         try:
             if kind_at(self.config) is None:
@@ -197,7 +197,7 @@ class RunDirectory:
         """Reads the metrics up to a step, and drops those of steps that are to be taken again.
 
         Args:
-            step: the last one that is kept.
+            step: the last one whose metrics stay.
             tell: takes a sentence about lines that cannot be read; they are dropped, too.
 
         Returns:
@@ -215,10 +215,10 @@ class RunDirectory:
                 f"{self.metrics.name}: {len(broken)} of {len(lines)} lines cannot be read and are "
                 f"dropped, the first is line {broken[0]}"
             )
-        kept = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None]
-        kept = [(line, row) for line, row in kept if row["step"] <= step]
-        self._replace(self.metrics, "".join(line for line, _ in kept))
-        return [row for _, row in kept]
+        pairs = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None]
+        pairs = [(line, row) for line, row in pairs if row["step"] <= step]
+        self._replace(self.metrics, "".join(line for line, _ in pairs))
+        return [row for _, row in pairs]
 
     def _replace(self, path: Path, text: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -236,14 +236,14 @@ RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json")
 
 
 def create_directory(config: RunConfig, resume: str | None = None) -> RunDirectory:
-    """Makes the folder of a new run, with its config in it, or opens that of one to go on with.
+    """Makes the folder of a new run, with its config in it, or opens that of a run to resume.
 
-    The config of a run that goes on is left as it is: what refuses to go on must change nothing.
+    The config of a resumed run is not written here: a refused resume must change nothing.
 
     Args:
         config: where `run_dir` says so, or as `runs/<name>-<time>` where it does not.
-        resume: None for a new run, whose folder must not hold one; `"auto"` to go on in the folder
-            of the config, or in the newest of that name with a checkpoint; a path to go on from
+        resume: None for a new run, whose folder must not hold one; `"auto"` to resume in the folder
+            of the config, or in the newest of that name with a checkpoint; a path to resume from
             there, in the folder of the config or in a new one.
 
     Raises:
@@ -337,7 +337,7 @@ def take_folders(
     Args:
         config: a run as YAML describes it.
         directory: of the run.
-        stack: gives the folders up as it closes.
+        stack: releases the folders when it closes.
         tell: takes a sentence where the file system has no locks.
 
     Raises:
@@ -346,7 +346,7 @@ def take_folders(
     _take_folder(directory, directory.place, "run_dir", stack, tell)
     if directory.address is not None:
         directory.fetch()
-        stack.enter_context(directory.kept_in_bucket())
+        stack.enter_context(directory.copied_to_bucket())
     if config.checkpoint.dir is None:
         return
     folder = as_place(config.checkpoint.dir, "checkpoint.dir")
@@ -370,7 +370,7 @@ def _take_folder(
         stack.enter_context(locked(folder, key, tell))
         return
     lease = Lease(folder, key, tell)
-    stack.enter_context(lease.kept())
+    stack.enter_context(lease.renewing())
     directory.leases.append(lease)
 
 
@@ -391,7 +391,7 @@ def open_directory(run: str | Place) -> RunDirectory:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes a folder and a file in it, which goes again.
+    """Makes a folder and a file in it, which is removed again.
 
     Raises:
         OSError: when either cannot be made.
@@ -419,7 +419,7 @@ def _row(line: str) -> JsonDict | None:
 
 
 _WHOLE = ("mesh", "parallel")
-"""Sections that are told as one value: their keys are names of axes and strategies."""
+"""Sections that are compared as one value: their keys are names of axes and strategies."""
 
 
 def flat(config: object, path: str = "") -> Iterator[tuple[str, object]]:

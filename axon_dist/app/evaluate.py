@@ -1,4 +1,4 @@
-"""The model of a run at work: `evaluate` measures it, `generate_text` continues texts with it."""
+"""The model of a run in use: `evaluate` measures it, `generate_text` continues texts with it."""
 
 from __future__ import annotations
 
@@ -155,9 +155,9 @@ def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
         The state, to evaluate with.
     """
     targets: Any = step.weight_targets
-    where = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
-    whole = NamedSharding(step.world.mesh, PartitionSpec())
-    weights, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    shardings = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
+    replicated = NamedSharding(step.world.mesh, PartitionSpec())
+    weights, buffers = load_arrays(checkpoint, step.parts, shardings, replicated)
     return PortableForm(step).with_weights(weights, buffers)
 
 
@@ -166,11 +166,11 @@ def _measure(
 ) -> tuple[dict[str, float], int]:
     """The mean of every metric, and over how many samples."""
     sums, num_samples = MetricSums(), 0
-    found = (
+    batch_sums = (
         (copies, count, step.evaluate_sums(state, batch))
         for copies, count, batch in _batches(loader, step, num_batches)
     )
-    for copies, count, metrics in delayed(found, LAG):
+    for copies, count, metrics in delayed(batch_sums, LAG):
         num_samples += count
         sums.add(metrics, copies)
     return sums.means, num_samples
@@ -179,7 +179,7 @@ def _measure(
 def _batches(
     loader: Loader, step: TrainStep, num_batches: int | None
 ) -> Iterator[tuple[int, int, LocalBatch]]:
-    """How often each sample stands in a batch, how many samples it has, and its local rows."""
+    """How often a batch repeats each sample, how many samples it has, and its local rows."""
     if num_batches is not None:
         _check_batches(loader, num_batches)
         for batch in loader.validation_batches(num_batches):
@@ -189,9 +189,9 @@ def _batches(
     divisor = step.layout.divisor // step.layout.num_microbatches
     for start in range(0, len(places), loader.global_batch):
         batch = places[start : start + loader.global_batch]
-        whole, rest = np.split(batch, [len(batch) // divisor * divisor])
-        if len(whole):
-            yield 1, len(whole), loader.validation_rows(whole)
+        divisible, rest = np.split(batch, [len(batch) // divisor * divisor])
+        if len(divisible):
+            yield 1, len(divisible), loader.validation_rows(divisible)
         if len(rest):
             yield divisor, len(rest), loader.validation_rows(np.tile(rest, divisor))
 
@@ -209,21 +209,21 @@ def _check_batches(loader: Loader, num_batches: int) -> None:
 
 
 def of_text(loss: float, loader: Loader) -> dict[str, float]:
-    """What else a mean loss per token, in nats, says of a text."""
-    found = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+    """Further metrics of a text, from the mean loss per token in nats."""
+    metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
     text = getattr(loader.samples, "text", None)
     if text is not None and text.validation_bytes:
         tokens_per_byte = len(text.validation) / text.validation_bytes
-        found["bits_per_byte"] = loss / math.log(2) * tokens_per_byte
-    return found
+        metrics["bits_per_byte"] = loss / math.log(2) * tokens_per_byte
+    return metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A text that was gone on with.
+    """A continued text.
 
     Args:
-        prompt: how it began.
+        prompt: its beginning, which was given.
         text: what follows.
         num_tokens: how many tokens that is, the end of the document included.
         is_ended: whether the model has ended the document.
@@ -251,7 +251,7 @@ def generate_text(
     tell: Callable[[str], None] = lambda text: None,
     trust: bool = False,
 ) -> list[Completion]:
-    """Goes on with texts as the model of a run would, beginning documents with them.
+    """Continues texts with the model of a run; each begins a document.
 
     The parameters are split as the strategy of the run, or the one named in its place, splits them;
     those of a pipeline over all devices. The texts are those of one device, in the precision of the
@@ -259,7 +259,7 @@ def generate_text(
 
     Args:
         run: the folder of a run.
-        prompts: texts to go on with, none of them empty.
+        prompts: texts to continue, none of them empty.
         num_tokens: how many tokens to add to each at most.
         temperature: 0 takes the likeliest token; see `axon_dist.models.Sampling`.
         top_k: draw among this many of the likeliest tokens; None for all.
@@ -286,7 +286,7 @@ def generate_text(
     config, world = world_of(config, one_device)
     model = _placed_model(find_checkpoint(run, config, step, tell), config, world)
     end = tokenizer.end if stops else None
-    found = generate(
+    rows = generate(
         model,
         encoded,
         num_tokens,
@@ -295,26 +295,24 @@ def generate_text(
         top_p=top_p,
         seed=seed,
         end=end,
-    )
-    return [
-        _completion(tokenizer, *row, end) for row in zip(prompts, encoded, found.rows, strict=True)
-    ]
+    ).rows
+    return [_completion(tokenizer, *row, end) for row in zip(prompts, encoded, rows, strict=True)]
 
 
 def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:
-    """The model of a checkpoint, its parameters where the strategy lays them."""
+    """The model of a checkpoint, its parameters split as the strategy splits them."""
     step = build_step(config, world, optax.identity(), trains=False)
     targets: Any = step.weight_targets
 
-    # In device memory, where a strategy that offloads them would not have them.
+    # In device memory, also under a strategy that offloads them.
     def place(path, _):
         return NamedSharding(world.mesh, targets[path].sharding.spec)
 
-    where = map_with_path(place, step.parts.weights)
-    whole = NamedSharding(world.mesh, PartitionSpec())
+    shardings = map_with_path(place, step.parts.weights)
+    replicated = NamedSharding(world.mesh, PartitionSpec())
     # Widened and cast once rather than for every token.
     parts, precision = dataclasses.replace(step.parts, int8={}), step.strategy.precision
-    weights, buffers = load_arrays(checkpoint, parts, where, whole)
+    weights, buffers = load_arrays(checkpoint, parts, shardings, replicated)
     model = parts.merge(step.spec.view.cast(weights), buffers)
     return autocast(model, precision) if precision is not None and precision.is_mixed else model
 

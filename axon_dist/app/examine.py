@@ -41,8 +41,8 @@ class Examination:
         parameters: how many there are, how many are trained, and in what others are kept.
         target: the machine, or None for the devices of this one.
         attention: which attention runs, in a sentence; None for a model that is not ours.
-        outer_steps: of replicas that train on their own, the report of the outer step of each
-            fragment.
+        outer_steps: of replicas with outer steps (`diloco`, `local_sgd`), the report of the outer
+            step of each fragment.
         every: after how many steps each fragment synchronizes; 0 where there is one replica.
     """
 
@@ -57,17 +57,17 @@ class Examination:
 
     def to_dict(self) -> dict[str, Any]:
         """The reports as plain values."""
-        found = self.report.to_dict()
+        figures = self.report.to_dict()
         if not self.outer_steps:
-            return found
+            return figures
         return {
-            **found,
+            **figures,
             "outer_steps": [one.to_dict() for one in self.outer_steps],
             "every": self.every,
         }
 
     def outer_step_lines(self) -> list[str]:
-        """What each outer step sends, and what that comes to a step; none where there are none."""
+        """The bytes of each outer step, and their sum per step; empty without outer steps."""
         sent = [one.collectives.by_link() for one in self.outer_steps]
         lines = [
             f"outer step of fragment {number}, every {self.every} steps: "
@@ -102,7 +102,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     machine = None if target is None else parse_target(target)
     world = build_world(config) if machine is None else _target_world(config, machine)
     step = build_step(config, world)
-    found = compiled_report(step, config)
+    step_report = compiled_report(step, config)
     line = ". ".join(filter(None, [attention_line(config, step), remat_line(config, step)])) or None
     parameters = parameters_of(step.parts)
     outer_steps = tuple(
@@ -110,7 +110,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     )
     slow = step.strategy.slow
     return Examination(
-        found,
+        step_report,
         world.spec,
         step.strategy.name,
         parameters,
@@ -144,10 +144,10 @@ def read_program(run: Run) -> dict[str, Any]:
 
     Returns:
         What JSON can hold: `memory`, bytes per device by category; `collectives`, equal ones
-        joined; `flops`; `leaves`, where every parameter lies and why; `mesh`; `schedule`, the
+        joined; `flops`; `leaves`, how every parameter is split and why; `mesh`; `schedule`, the
         table of a pipeline as CSV, or None; `warnings`, sentences about what is amiss.
     """
-    found = compiled_report(run.step, run.config)
+    step_report = compiled_report(run.step, run.config)
     plan = run.step.strategy.pipeline
     table = None if plan is None else plan.schedule
     return {
@@ -157,14 +157,14 @@ def read_program(run: Run) -> dict[str, Any]:
             {"rank": rank, "id": device.id, "process": device.process_index}
             for rank, device in enumerate(run.world.mesh.devices.flat)
         ],
-        "chip": None if found.machine is None else found.machine.name,
-        "chip_bytes": None if found.machine is None else found.machine.memory_bytes,
-        "memory": memory_by_category(run, found),
-        "peak_bytes": found.memory.peak,
-        "warnings": found.warnings(),
-        "flops": dataclasses.asdict(found.flops),
-        "collectives": _joined(found.collectives.to_rows()),
-        "wire_bytes_by_axis": found.collectives.by_axis(),
+        "chip": None if step_report.machine is None else step_report.machine.name,
+        "chip_bytes": None if step_report.machine is None else step_report.machine.memory_bytes,
+        "memory": memory_by_category(run, step_report),
+        "peak_bytes": step_report.memory.peak,
+        "warnings": step_report.warnings(),
+        "flops": dataclasses.asdict(step_report.flops),
+        "collectives": _joined(step_report.collectives.to_rows()),
+        "wire_bytes_by_axis": step_report.collectives.by_axis(),
         "is_cpu": run.world.is_cpu,
         "leaves": _leaves(run.step.claims),
         "batch": {
@@ -175,14 +175,14 @@ def read_program(run: Run) -> dict[str, Any]:
     }
 
 
-def memory_by_category(run: Run, found: Report) -> dict[str, int]:
+def memory_by_category(run: Run, step_report: Report) -> dict[str, int]:
     """Bytes on the fullest device while a step runs, by what they are; the sum is the peak.
 
     Args:
         run: its parts.
-        found: the report of its compiled step.
+        step_report: the report of its compiled step.
     """
-    state, memory, kinds = run.step.form.placed_shapes, found.memory, {}
+    state, memory, kinds = run.step.form.placed_shapes, step_report.memory, {}
     for name, label in _KINDS.items():
         kinds[label] = bytes_per_device(getattr(state, name), None)
     rest = memory.arguments + memory.host_arguments - sum(kinds.values())
@@ -226,14 +226,14 @@ def _leaves(claims: Claims) -> list[dict[str, Any]]:
             "spec": str(row.spec),
             "why": row.decision.reason,
         }
-        for found in (claims.params, claims.frozen)
-        for row in found.rows
+        for group in (claims.params, claims.frozen)
+        for row in group.rows
     ]
 
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What `dry_run` finds.
+    """What `dry_run` reports.
 
     Args:
         config: every value of the config, defaults spelled out.
@@ -275,16 +275,16 @@ class DryRun:
 
 
 def _differing(config: Mapping[str, object]) -> list[str]:
-    """The values of a config that are not those of one that says nothing, and how many are."""
-    every, defaults = (
+    """The values of a config that are not the defaults, and how many are."""
+    values, defaults = (
         flatten_dict(dict(one), sep=".", is_leaf=lambda _, value: not value)
         for one in (config, RunConfig().to_dict())
     )
-    told = {key: x for key, x in every.items() if key not in defaults or defaults[key] != x}
-    left = plural(len(every) - len(told), "further key")
+    changed = {key: x for key, x in values.items() if key not in defaults or defaults[key] != x}
+    left = plural(len(values) - len(changed), "further key")
     return [
         *(f"{key} = {yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"
-          for key, x in told.items()),
+          for key, x in changed.items()),
         f"{left} as by default: axon config --full lists all",
     ]  # fmt: skip
 
@@ -297,7 +297,7 @@ def dry_run(config: RunConfig) -> DryRun:
         config: a run as YAML describes it, checked.
 
     Returns:
-        What was found.
+        The report, whose `lines()` print it.
 
     Raises:
         AxonDistError: whatever a run would be refused for before its first step.
@@ -333,13 +333,13 @@ def _shares(run: Run) -> list[str]:
 
 def _files_of(config: RunConfig, state: object) -> list[str]:
     path = as_place(config.run_dir or f"runs/{config.name}-<time>", "run_dir")
-    kept = config.checkpoint
-    folder = as_place(kept.dir, "checkpoint.dir") if kept.dir else path / "checkpoints"
+    checkpoint = config.checkpoint
+    folder = as_place(checkpoint.dir, "checkpoint.dir") if checkpoint.dir else path / "checkpoints"
     size = num_bytes(state)
-    when = f"every {kept.every} steps and at the end" if kept.every else "at the end"
+    when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
     named = ("config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png")
     return [
         *(str(path / name) for name in named),
         f"{folder}{os.sep}step_…: {when}, {byte_size(size)} each, of which "
-        f"{plural(kept.keep + kept.best, 'stays', 'stay')}",
+        f"{plural(checkpoint.keep + checkpoint.best, 'stays', 'stay')}",
     ]

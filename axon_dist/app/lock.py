@@ -1,9 +1,9 @@
 """Who writes to a folder: a lock of the operating system on a disk, a lease in a bucket.
 
-A lease is an object that is written only where nobody wrote it since it was read, and written anew
-all the time by the run that has it. One that stays as it is for `SECONDS`, by the clock of whoever
-looks, is that of a run that died; so the clocks of machines need not agree. What was on this
-machine, and is not any more, is dead at once.
+A lease is an object that is written only where nobody wrote it since it was read, and renewed all
+the time by the run that holds it. One that is not renewed for `SECONDS`, by the clock of the run
+that waits for it, has expired; so the clocks of machines need not agree. The lease of a process of
+this machine expires as soon as that process has ended.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 def locked(folder: Path, key: str, tell: Callable[[str], None]) -> Iterator[None]:
     """Keeps other runs out of a folder.
 
-    The operating system holds the lock, by `flock`, and gives it up with the process, however that
-    ends: the file of a run that was killed is told apart from that of one that lives.
+    The lock is one of the operating system, `flock`, which releases it when the process ends,
+    however it ends: the file that a killed run leaves behind keeps nobody out.
 
     Args:
         folder: what is written to; it exists.
@@ -44,7 +44,7 @@ def locked(folder: Path, key: str, tell: Callable[[str], None]) -> Iterator[None
         tell: takes a sentence where the file system has no locks.
 
     Raises:
-        ConfigError: when another run holds it, naming that.
+        ConfigError: when another run holds the lock, naming that run.
 
     Example:
         >>> import tempfile
@@ -102,7 +102,7 @@ def _this_process() -> dict[str, str | int]:
 
 
 def _open(path: Path, key: str) -> int:
-    """Opens the file of the lock, and nothing that somebody has put in its place."""
+    """Opens the file of the lock; refuses a link or a device in its place."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
@@ -114,39 +114,39 @@ def _open(path: Path, key: str) -> int:
 
 def _holder(path: Path) -> str:
     try:
-        found = json.loads(read_text(path, str(path), most=2**12))
-        return f"process {found['pid']} on {found['host']}, since {found['since']}"
+        holder = json.loads(read_text(path, str(path), most=2**12))
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"another run, see {str(path)!r}"
 
 
 def _is_at(file: int, path: Path) -> bool:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return False
     mine = os.fstat(file)
-    return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
+    return (status.st_dev, status.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 LEASE = "run.lease"
 """The object in a folder that says who writes to it."""
 
 SECONDS = 60.0
-"""For which a lease counts after it was written."""
+"""After which a lease that is not renewed expires."""
 
 
 class Lease:
-    """Who writes to a folder of a bucket: this run, until somebody else takes the lease.
+    """The lease of a folder of a bucket: only the run that holds it writes there.
 
     Args:
         folder: in a bucket.
         key: of the config that names it, to open the messages.
-        tell: takes a sentence while it is waited for.
-        seconds: for which a lease counts.
+        tell: takes a sentence while another run's lease is waited for.
+        seconds: after which a lease that is not renewed expires.
 
     Raises:
-        ConfigError: when another run has it, or the store does not hold what it is asked to.
+        ConfigError: when another run has it, or the store ignores conditions of writes.
         StoreError: when the bucket cannot be written.
     """
 
@@ -170,7 +170,7 @@ class Lease:
             )
 
     def check(self) -> None:
-        """Writes the lease anew.
+        """Renews the lease.
 
         Raises:
             ConfigError: when another run has it; what was saved until then counts.
@@ -194,13 +194,13 @@ class Lease:
             self._version = made
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Writes it anew all the time, and gives it up in the end."""
+    def renewing(self) -> Iterator[None]:
+        """Renews the lease in a thread, and releases it in the end."""
         ended = threading.Event()
 
         def renew() -> None:
             while not ended.wait(self._seconds / 6):
-                # The next save says it: until then nothing is written.
+                # The next save raises the error; nothing is written until then.
                 with suppress(ConfigError, StoreError):
                     self.check()
 
@@ -211,7 +211,7 @@ class Lease:
         finally:
             ended.set()
             thread.join()
-            # A condition does not keep S3 from removing an object, so it stays, and says nothing.
+            # S3 removes an object whatever the condition, so it stays, empty.
             with suppress(StoreError):
                 self._object.write(b"{}", self._version)
 
@@ -230,8 +230,8 @@ class Lease:
             if is_free or (watched is not None and time.monotonic() >= end):
                 self._holder["renewed"] += 1
                 made = self._object.write(self._text(), version)
-                found, self._version = (b"", made) if made else self._object.found()
-                if made or _read(found).get("token") == self._holder["token"]:
+                current, self._version = (b"", made) if made else self._object.found()
+                if made or _read(current).get("token") == self._holder["token"]:
                     return version
                 watched = None
             elif watched is None:
@@ -248,10 +248,10 @@ class Lease:
 
 def _read(contents: bytes | None) -> Mapping[str, Any]:
     try:
-        found = json.loads(contents or b"{}")
+        holder = json.loads(contents or b"{}")
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"host": "a machine that does not say so"}
+        holder = None
+    return holder if isinstance(holder, dict) else {"host": "a machine that does not say so"}
 
 
 def _who(holder: Mapping[str, object]) -> str:
@@ -260,7 +260,7 @@ def _who(holder: Mapping[str, object]) -> str:
 
 
 def _machine() -> str:
-    """What two processes share that see the same numbers of processes."""
+    """An id of the host and its PID namespace, within which process ids are comparable."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     try:
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -269,7 +269,7 @@ def _machine() -> str:
 
 
 def _is_gone(holder: Mapping[str, Any]) -> bool:
-    """Whether it was a process of this machine, and is none any more."""
+    """Whether it was a process of this machine that has ended."""
     pid = holder.get("pid")
     if holder.get("machine") != _machine() or not isinstance(pid, int):
         return False

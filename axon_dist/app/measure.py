@@ -92,7 +92,7 @@ def variants(backend: str) -> tuple[Variant, ...]:
         >>> [variant.name for variant in variants("cpu")][:2]
         ['as configured', "without the chip's options"]
     """
-    options = [Variant(name, options=given) for name, given in OPTIONS.get(backend, {}).items()]
+    options = [Variant(name, options=flags) for name, flags in OPTIONS.get(backend, {}).items()]
     remats = [Variant(name, remat=remat, as_config=False) for name, remat in REMATS.items()]
     bare = Variant("without the chip's options", bare=True)
     return (Variant("as configured"), bare, *options, *remats)
@@ -108,7 +108,7 @@ class Timed:
         spread: the fastest and the slowest round, seconds of a step.
         peak_bytes: of device memory, as the compiler counts them.
         compile_seconds: to compile the step.
-        failure: what was said instead; "" where it ran.
+        failure: the error where it did not run, else "".
     """
 
     name: str
@@ -160,13 +160,13 @@ def tune(
 ) -> Tuning:
     """Measures the step of a config under several compiler options and remat policies.
 
-    All are compiled first. Then they run in turn, round by round, so that whatever else the machine
-    does it does to all; one state goes from variant to variant, as they compute the same.
+    All are compiled first. Then they run in turn, round by round, so that other load of the machine
+    slows all of them; they share one state, as they compute the same.
 
     Args:
         config: a run as YAML describes it, checked; its data are not read.
-        rounds: how often each has its turn.
-        calls: steps of a turn.
+        rounds: how often each variant is timed.
+        calls: steps of each timing.
         tried: the variants; None takes those of the kind of device.
 
     Returns:
@@ -178,27 +178,27 @@ def tune(
     world = build_world(config)
     device = world.mesh.devices.flat[0]
     tried = variants(device.platform) if tried is None else tried
-    found: dict[str, Timed] = {}
+    rows: dict[str, Timed] = {}
     steps: dict[str, Any] = {}
     batch = {name: _drawn(shape, config) for name, shape in abstract_batch(config).items()}
     for variant in tried:
         try:
             step, compiled, seconds = _compiled(config, world, variant, batch)
         except Exception as error:  # Whatever a compiler says about an option is its row.
-            found[variant.name] = Timed(variant.name, None, failure=_first_line(error))
+            rows[variant.name] = Timed(variant.name, None, failure=_first_line(error))
             continue
         steps[variant.name] = step, compiled, step.place(batch)
         peak = memory(compiled).peak
-        found[variant.name] = Timed(variant.name, None, None, peak, seconds)
-    times = _alternate(steps, found, rounds, calls)
-    for name, taken in times.items():
-        median = statistics.median(taken)
-        spread = min(taken), max(taken)
-        found[name] = dataclasses.replace(found[name], seconds=median, spread=spread)
+        rows[variant.name] = Timed(variant.name, None, None, peak, seconds)
+    times = _alternate(steps, rows, rounds, calls)
+    for name, samples in times.items():
+        median = statistics.median(samples)
+        spread = min(samples), max(samples)
+        rows[name] = dataclasses.replace(rows[name], seconds=median, spread=spread)
     if not times:
-        said = "; ".join(f"{row.name}: {row.failure}" for row in found.values())
-        raise ConfigError(f"no variant of the step runs here ({said}); use a smaller batch")
-    order = sorted(found.values(), key=lambda row: (row.seconds is None, row.seconds or 0.0))
+        errors = "; ".join(f"{row.name}: {row.failure}" for row in rows.values())
+        raise ConfigError(f"no variant of the step runs here ({errors}); use a smaller batch")
+    order = sorted(rows.values(), key=lambda row: (row.seconds is None, row.seconds or 0.0))
     per_sample = config.kind.task.items_per_sample(config.data)
     items = config.train.global_batch * per_sample
     return Tuning(tuple(order), device.device_kind, items, config.kind.task.item)
@@ -211,8 +211,8 @@ def _compiled(
         config = dataclasses.replace(config, remat=variant.remat)
     options: dict[str, OptionValue | None] = dict(variant.options)
     if variant.bare:
-        every = build_step(config, world).compiler_options
-        options = dict.fromkeys(name for name in every if name not in config.compiler_options)
+        names = build_step(config, world).compiler_options
+        options = dict.fromkeys(name for name in names if name not in config.compiler_options)
     step = build_step(config, world, compiler_options=options)
     begun = time.perf_counter()
     compiled = step.lower(batch).compile()
@@ -220,7 +220,7 @@ def _compiled(
 
 
 def _alternate(
-    steps: dict[str, Any], found: dict[str, Timed], rounds: int, calls: int
+    steps: dict[str, Any], rows: dict[str, Timed], rounds: int, calls: int
 ) -> dict[str, list[float]]:
     """The seconds of a step in each round, of every variant that runs."""
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -235,13 +235,13 @@ def _alternate(
                 for _ in range(1 if number == 0 else calls):
                     state, _ = step(state, placed)
                 jax.block_until_ready(state)
-                taken = (time.perf_counter() - begun) / calls
+                seconds = (time.perf_counter() - begun) / calls
             except jax.errors.JaxRuntimeError as error:  # Such as memory that does not suffice.
-                found[name] = dataclasses.replace(found[name], failure=_first_line(error))
+                rows[name] = dataclasses.replace(rows[name], failure=_first_line(error))
                 del times[name]
                 state = None
                 continue
-            times[name] += [taken] if number else []  # the first round compiles and warms up
+            times[name] += [seconds] if number else []  # the first round compiles and warms up
     return times
 
 
@@ -265,7 +265,7 @@ _BATCHES = 2
 
 @dataclasses.dataclass(frozen=True)
 class DataCheck:
-    """What `check_data` finds.
+    """What `check_data` measures.
 
     Args:
         description: the data in one sentence.
@@ -315,7 +315,7 @@ def check_data(
         with_step: whether to compile and time the step.
 
     Returns:
-        What was found.
+        The figures.
 
     Raises:
         ConfigError: when the data is missing, damaged, too little, or not what the model can take.
@@ -324,8 +324,8 @@ def check_data(
         >>> config = RunConfig.from_dict(
         ...     {"devices": {"emulate": 8}, "data": {"max_bytes": 10**5, "sequence_length": 16}}
         ... )
-        >>> found = check_data(config, num_samples=1, seconds=0.1, with_step=False)
-        >>> found.item, found.padding, found.samples_per_second > 0
+        >>> check = check_data(config, num_samples=1, seconds=0.1, with_step=False)
+        >>> check.item, check.padding, check.samples_per_second > 0
         ('tokens', 0.0, True)
     """
     run = build_run(config)
@@ -386,16 +386,16 @@ def _shown(batches: list[LocalBatch], samples: Any) -> Iterator[str]:
 
 
 def _text_of(sample: dict[str, np.ndarray], show: Callable[..., str]) -> str:
-    """The documents of a row, a line each; what is no target stands in brackets."""
+    """The documents of a row, a line each; tokens that are no targets in brackets."""
     tokens = sample["tokens"]
     segments = sample.get("segments", np.ones_like(tokens))
     mask = sample.get("mask", np.ones_like(tokens))
     lines = []
     for number in np.unique(segments[segments > 0]).tolist():
         here = segments == number
-        own, learned = tokens[here], mask[here] != 0
-        turns = np.split(np.arange(len(own)), 1 + np.flatnonzero(np.diff(learned)))
-        shown = [show(own[turn]) if learned[turn[0]] else f"[{show(own[turn])}]" for turn in turns]
+        ids, learned = tokens[here], mask[here] != 0
+        turns = np.split(np.arange(len(ids)), 1 + np.flatnonzero(np.diff(learned)))
+        shown = [show(ids[turn]) if learned[turn[0]] else f"[{show(ids[turn])}]" for turn in turns]
         lines.append(" ".join(shown))
     if padding := int((segments == 0).sum()):
         lines.append(f"({padding} of {len(tokens)} tokens are padding)")

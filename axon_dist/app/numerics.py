@@ -123,7 +123,7 @@ def _segments(x: Array, kernel: Array) -> Array:
     return jax.vmap(add)(y, numbers)
 
 
-def _chosen(x: Array, kernel: Array) -> Array:
+def _conditional(x: Array, kernel: Array) -> Array:
     return jax.lax.cond(kernel[0, 0] > 0, lambda: x @ kernel, lambda: (x + 1) @ kernel)
 
 
@@ -162,7 +162,7 @@ SENTINELS: MappingProxyType[str, Sentinel] = MappingProxyType(
         "recurrent": Sentinel(_recurrent),
         "repeated": Sentinel(_repeated, core=False),
         "rematerialised": Sentinel(jax.checkpoint(lambda x, k: jnp.tanh(x @ k) @ k), core=False),
-        "chosen": Sentinel(_chosen, core=False),
+        "chosen": Sentinel(_conditional, core=False),
         "solve": Sentinel(lambda x, k: jnp.linalg.solve(_matrix(k), x.swapaxes(1, 2))),
         "cholesky": Sentinel(lambda x, k: x @ jnp.linalg.cholesky(_matrix(k)), core=False),
         "fft": Sentinel(lambda x, k: jnp.abs(jnp.fft.rfft(x @ k, axis=1)) ** 2),
@@ -246,7 +246,7 @@ class SplitPositions(ContextLayers):
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
+class LayoutCase:
     """A layout.
 
     Args:
@@ -266,17 +266,19 @@ def _split(strategy: Strategy | None = None) -> Strategy:
     )
 
 
-LAYOUTS: MappingProxyType[str, Laid] = MappingProxyType(
+LAYOUTS: MappingProxyType[str, LayoutCase] = MappingProxyType(
     {
-        "samples over one axis of two": Laid(("dp", "tp"), ddp),
-        "samples over the last axis": Laid(("tp", "dp"), ddp, core=False),
-        "positions over one axis of two": Laid(("tp", "cp"), _split),
-        "positions over the other axis": Laid(("dp", "cp"), lambda: _split(ddp()), core=False),
-        "moments split": Laid(("dp", "tp"), lambda: zero(1, min_elements=1), core=False),
-        "weights split over one axis": Laid(
+        "samples over one axis of two": LayoutCase(("dp", "tp"), ddp),
+        "samples over the last axis": LayoutCase(("tp", "dp"), ddp, core=False),
+        "positions over one axis of two": LayoutCase(("tp", "cp"), _split),
+        "positions over the other axis": LayoutCase(
+            ("dp", "cp"), lambda: _split(ddp()), core=False
+        ),
+        "moments split": LayoutCase(("dp", "tp"), lambda: zero(1, min_elements=1), core=False),
+        "weights split over one axis": LayoutCase(
             ("dp", "fsdp"), lambda: fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=1)
         ),
-        "weights split, positions over the other": Laid(
+        "weights split, positions over the other": LayoutCase(
             ("fsdp", "cp"), lambda: _split(fsdp(min_elements=1)), core=False
         ),
     }
@@ -341,8 +343,8 @@ def check_numerics(
 
     Example:
         >>> world = World.emulate(8)
-        >>> found = check_numerics(world.mesh.devices.flat[:4], ["dot"])
-        >>> all(finding.is_right for finding in found)
+        >>> findings = check_numerics(world.mesh.devices.flat[:4], ["dot"])
+        >>> all(finding.is_right for finding in findings)
         True
     """
     if len(devices) < 4 or len(devices) % 2:
@@ -350,22 +352,22 @@ def check_numerics(
             f"comparing layouts needs a mesh with two axes, and got {len(devices)} devices; give "
             "an even number, at least four, such as World.emulate(4).mesh.devices.flat"
         )
-    chosen = [name for name, row in SENTINELS.items() if full or row.core]
-    chosen = chosen if names is None else list(names)
-    for name in chosen:
+    selected = [name for name, row in SENTINELS.items() if full or row.core]
+    selected = selected if names is None else list(names)
+    for name in selected:
         if name not in SENTINELS:
             raise ConfigError(f"unknown sentinel {name!r}.{did_you_mean(name, SENTINELS)}")
     samples = 2 * len(devices)
     draws = np.random.default_rng(0).normal(size=(samples, POSITIONS, FEATURES))
     batch = {"x": draws.astype(np.float32)}
     with jax.default_matmul_precision("highest"):
-        expected = _on_one(Guard(chosen, nnx.Rngs(0)), batch, devices[0])
-        found: list[Finding] = []
+        expected = _on_one(Guard(selected, nnx.Rngs(0)), batch, devices[0])
+        findings: list[Finding] = []
         for layout in (name for name, row in LAYOUTS.items() if full or row.core):
-            for path, got in _laid_out(LAYOUTS[layout], chosen, batch, devices).items():
+            for path, got in _laid_out(LAYOUTS[layout], selected, batch, devices).items():
                 _, sentinel, leaf = path.split("/")
-                found.append(Finding(sentinel, layout, leaf, _error(got, expected[path])))
-    return found
+                findings.append(Finding(sentinel, layout, leaf, _error(got, expected[path])))
+    return findings
 
 
 def _loss(model: nnx.Module, batch: Batch) -> Array:
@@ -378,12 +380,12 @@ def _on_one(model: nnx.Module, batch: Batch, device: object) -> dict[str, Array]
     def loss(params, batch):
         return _loss(nnx.merge(graphdef, params, rest, copy=True), batch)
 
-    given = jax.device_put((params, batch), device)
-    return dict(leaves_with_paths(nnx.to_pure_dict(jax.jit(jax.grad(loss))(*given))))
+    arguments = jax.device_put((params, batch), device)
+    return dict(leaves_with_paths(nnx.to_pure_dict(jax.jit(jax.grad(loss))(*arguments))))
 
 
 def _laid_out(
-    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[Any]
+    row: LayoutCase, names: Sequence[str], batch: Batch, devices: Sequence[Any]
 ) -> dict[str, Array]:
     sizes = {row.axes[0]: len(devices) // 2, row.axes[1]: 2}
     world = World.init(sizes, list(devices))

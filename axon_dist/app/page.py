@@ -55,7 +55,7 @@ def report_page(run: str | Path, compare: str | Path | Sequence[str | Path] = ()
         ConfigError: when a folder is not there, or holds nothing of a run.
     """
     others = (compare,) if isinstance(compare, (str, Path)) else compare
-    runs = _told_apart([read_recorded(one) for one in (run, *others)])
+    runs = _with_distinct_names([read_recorded(one) for one in (run, *others)])
     drawn = {part: _drawn(part, runs) for part in PARTS}
     sections = [_section(part, html) for part, html in drawn.items() if html is not None]
     absent = [part for part, html in drawn.items() if html is None]
@@ -79,8 +79,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _list(lines: Iterable[str], kind: str = "missing") -> str:
-    told = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<ul class="{kind}">{told}</ul>' if told else ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<ul class="{kind}">{items}</ul>' if items else ""
 
 
 def _drawn(part: Part, runs: Runs) -> str | None:
@@ -131,9 +131,9 @@ def _side_by_side(runs: Runs) -> str | None:
     return shown + _under("Configs: the keys that differ", differing or _say("None."))
 
 
-def _told_apart(runs: list[Recorded]) -> Runs:
-    """Runs of one name are called by their folders too, or by which is compared."""
-    found: list[Recorded] = []
+def _with_distinct_names(runs: list[Recorded]) -> Runs:
+    """Adds the folder, or `compared`, to the names of runs that have the same name."""
+    named: list[Recorded] = []
     for number, run in enumerate(runs):
         others = [one for n, one in enumerate(runs) if n != number and one.name == run.name]
         mark = run.folder.resolve().name
@@ -143,8 +143,8 @@ def _told_apart(runs: list[Recorded]) -> Runs:
             run = dataclasses.replace(
                 run, called=f"{run.name} (compared{number if number > 1 else ''})"
             )
-        found.append(run)
-    return tuple(found)
+        named.append(run)
+    return tuple(named)
 
 
 def _plot(runs: Runs, names: Mapping[str, str], unit: str = "") -> str | None:
@@ -219,8 +219,8 @@ def _step_time(runs: Runs) -> str | None:
     names = {"time/step_seconds": "mean", "time/slowest_step_seconds": "slowest"}
     plot, rows = _plot(runs, names, "seconds"), []
     for one in runs:
-        found = one.summary.get("step_percentiles") or {}
-        cells = [duration(float(found[p])) if p in found else "" for p in _PERCENTILES]
+        percentiles = one.summary.get("step_percentiles") or {}
+        cells = [duration(float(percentiles[p])) if p in percentiles else "" for p in _PERCENTILES]
         rows += [[one.name, *cells]] if any(cells) else []
     if plot is None and not rows:
         return None
@@ -273,8 +273,8 @@ def _memory(one: Recorded) -> str | None:
     words = {name: byte_size(size) for name, size in sizes.items()}
     chip, capacity = one.program.get("chip"), one.program.get("chip_bytes")
     of = f" of {byte_size(float(capacity))} of a {chip}" if chip and capacity else ""
-    said = f"{byte_size(sum(sizes.values()))} per device at the peak of a step{of}"
-    return f"<p>{escape(said)}</p>{bars(sizes, words)}"
+    total = f"{byte_size(sum(sizes.values()))} per device at the peak of a step{of}"
+    return f"<p>{escape(total)}</p>{bars(sizes, words)}"
 
 
 @_of_each
@@ -304,10 +304,10 @@ def _collectives(one: Recorded) -> str | None:
 
 @_of_each
 def _timeline(one: Recorded) -> str | None:
-    found = one.program.get("schedule")
-    if not found:
+    schedule = one.program.get("schedule")
+    if not schedule:
         return None
-    table = Schedule.from_csv(found["csv"], str(found["name"]))
+    table = Schedule.from_csv(schedule["csv"], str(schedule["name"]))
     validate(table)
     picture = to_svg(table, simulate(table)).replace(' xmlns="http://www.w3.org/2000/svg"', "")
     return f'<div class="paper">{picture}</div>'
@@ -335,9 +335,9 @@ def _mesh(runs: Runs) -> str | None:
     if not shape or not devices:
         return None
     axes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
-    said = f"<p>{escape(axes)}; the last axis runs along a row</p>"
+    caption = f"<p>{escape(axes)}; the last axis runs along a row</p>"
     if len(devices) > MOST_DEVICES:
-        return said + _say(f"{len(devices)} devices are too many to draw")
+        return caption + _say(f"{len(devices)} devices are too many to draw")
     columns = int(list(shape.values())[-1])
     cells = "".join(
         f'<div class="b{int(d["process"]) % 8}" title="device {escape(str(d["id"]))}, process '
@@ -348,7 +348,7 @@ def _mesh(runs: Runs) -> str | None:
     grid = f'<div class="mesh" style="{tracks}">{cells}</div>'
     processes = len({d["process"] for d in devices})
     owners = f"a color for each of {processes} processes" if processes > 1 else "of one process"
-    return f"{said}{grid}<p>ranks, {owners}</p>"
+    return f"{caption}{grid}<p>ranks, {owners}</p>"
 
 
 def _versions(runs: Runs) -> str | None:
@@ -403,7 +403,7 @@ PARTS: tuple[Part, ...] = (
     Part("collectives", "Collectives", _collectives, _NO_PROGRAM),
     Part("schedule", "Schedule", _timeline, "There is no pipeline, so there is no schedule."),
     Part("mesh", "Mesh", _mesh, _NO_PROGRAM),
-    Part("parameters", "Where every parameter lies", _parameters, _NO_PROGRAM),
+    Part("parameters", "How every parameter is split", _parameters, _NO_PROGRAM),
     Part("versions", "Versions", _versions, _NO_SUMMARY),
     Part("config", "Config", _config, "Unknown: config.yaml is missing."),
 )

@@ -1,5 +1,5 @@
-"""Where a run begins: at its first step, at a checkpoint, or at a copy in host memory; and the
-compiled programs that are kept, so that it begins soon."""
+"""From which state a run starts: a new one, a checkpoint, or a copy in host memory; and the cache
+of compiled programs, so that it starts soon."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _CPU = ("model name", "flags", "Features", "CPU part")
 
 @dataclasses.dataclass(frozen=True)
 class SavedStates:
-    """The states that a run saves, and goes on from: its checkpoints, and copies in host memory.
+    """The states that a run saves and resumes from: checkpoints, and copies in host memory.
 
     Args:
         run: what is trained, with its loader.
-        form: in which its states are kept.
+        form: in which its states are saved.
         checkpoints: on the disk.
         copies: in memory; None where the config asks for none.
         directory: of the run, whose files are copied to a bucket before a checkpoint is written.
@@ -68,7 +68,7 @@ class SavedStates:
     directory: RunDirectory
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
-        """Saves a state with all that it takes to go on from it: config and place in the data.
+        """Saves a state with what resuming needs: the config and the position in the data.
 
         Args:
             state: the state; its arrays may be donated when this returns.
@@ -88,7 +88,7 @@ class SavedStates:
             self.checkpoints.tell(f"the records of the run are not copied: {error}")
 
     def copy(self, state: TrainState, number: int) -> None:
-        """Keeps a state in memory, and its place in the data; its arrays may be donated then."""
+        """Keeps a state in memory, and its position in the data; its arrays may then be donated."""
         assert self.copies is not None
         self.copies.save(number, self.form.of(state), {"data": self.run.loader.state()})
 
@@ -100,13 +100,13 @@ class SavedStates:
         self.checkpoints.wait()
         if self.copies is not None:
             self.copies.forget()
-        found = self.checkpoints.restore_newest(self.form.target)
-        return None if found is None else self.form.take_up(found.state)
+        restored = self.checkpoints.restore_newest(self.form.target)
+        return None if restored is None else self.form.take_up(restored.state)
 
     def find_start(self, resume: str | None, tell: Callable[[str], None]) -> TrainState | None:
-        """Restores the state that a run goes on from, and moves its loader to where that was taken.
+        """Restores the state that a run resumes from, and moves its loader to the same step.
 
-        A copy in memory that is at least as new as the newest checkpoint is what it goes on from.
+        A copy in memory is preferred where it is at least as new as the newest checkpoint.
 
         Args:
             resume: None to begin; `"auto"` for the newest good one of the run, if there is one; or
@@ -132,19 +132,19 @@ class SavedStates:
             tell(f"going on after step {copy.step} from the copies in memory")
             return form.take_up(copy.state)
         if resume == AUTO:
-            found = checkpoints.restore_newest(form.target)
-            if found is None:
+            restored = checkpoints.restore_newest(form.target)
+            if restored is None:
                 tell(f"no checkpoint in {str(checkpoints.folder)!r}: beginning at step 0")
                 return None
         else:
-            found = _restore_path(as_place(resume, "--resume"), form.target, tell)
-        self.run.loader.restore(_data_state(found))
-        state = form.take_up(found.state)
-        tell(f"going on after step {int(state.step)} from {str(found.path)!r}")
+            restored = _restore_path(as_place(resume, "--resume"), form.target, tell)
+        self.run.loader.restore(_data_state(restored))
+        state = form.take_up(restored.state)
+        tell(f"going on after step {int(state.step)} from {str(restored.path)!r}")
         return state
 
     def _newest_copy(self, tell: Callable[[str], None]) -> HostCopy | None:
-        """The newest copy that is whole, or None."""
+        """The newest undamaged copy, or None."""
         try:
             return None if self.copies is None else self.copies.newest(self.form.target)
         except DamagedCheckpointError as error:
@@ -190,10 +190,10 @@ def _restore_path(path: Place, target: PyTree, tell: Callable[[str], None]) -> R
     if step_of(path.name) is not None or is_checkpoint(path):
         return Restored(path, load_checkpoint(path, target), read_manifest(path))
     folder = _folder_of(path)
-    found = CheckpointManager(folder, tell=tell).restore_newest(target)
-    if found is None:
+    restored = CheckpointManager(folder, tell=tell).restore_newest(target)
+    if restored is None:
         raise _none_in(folder)
-    return found
+    return restored
 
 
 def _folder_of(path: Place) -> Place:
@@ -210,7 +210,7 @@ def _none_in(folder: Place) -> CheckpointError:
 
 
 def check_resume(resume: str | None) -> None:
-    """Raises where a path to go on from has no checkpoint, before a folder is made for the run.
+    """Raises where a path to resume from has no checkpoint, before a folder is made for the run.
 
     Raises:
         CheckpointError: when there is none; whether one is good, and fits, is seen later.
@@ -226,33 +226,33 @@ def check_resume(resume: str | None) -> None:
         raise _none_in(folder)
 
 
-def _data_state(found: Restored) -> dict[str, int]:
-    if "data" not in found.manifest.meta:
+def _data_state(saved: Restored) -> dict[str, int]:
+    if "data" not in saved.manifest.meta:
         raise CheckpointError(
-            f"checkpoint {str(found.path)!r} does not say how far in the data it was taken; name "
+            f"checkpoint {str(saved.path)!r} does not say how far in the data it was taken; name "
             "one that axon train wrote"
         )
-    return found.manifest.meta["data"]
+    return saved.manifest.meta["data"]
 
 
 def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) -> None:
-    """Raises where a config asks for copies that nobody would keep, or go on from.
+    """Raises where a config asks for copies that nothing would keep, or resume from.
 
     Args:
         config: a run as YAML describes it.
         env: the environment.
-        resume: where the run goes on.
+        resume: what the run resumes from.
 
     Raises:
         ConfigError: saying what to do.
     """
-    every = config.checkpoint.memory_every
-    if not every:
+    steps = config.checkpoint.memory_every
+    if not steps:
         return
     folder = env.get(MEMORY)
     if folder is None:
         raise ConfigError(
-            f"checkpoint.memory_every: got {every}, and nothing keeps copies in the memory of this "
+            f"checkpoint.memory_every: got {steps}, and nothing keeps copies in the memory of this "
             "host; start the run by axon launch --max-restarts 3 -- axon train ..., on a host that "
             f"has /dev/shm, set {MEMORY} to a folder in memory that outlives a process, or leave "
             "it at 0"
@@ -262,14 +262,14 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
     if resume != AUTO or config.run_dir is None:
         missing = "--resume auto" if resume != AUTO else "a run_dir, in which it goes on"
         raise ConfigError(
-            f"checkpoint.memory_every: got {every}, and a run that starts again goes on from its "
+            f"checkpoint.memory_every: got {steps}, and a run that starts again goes on from its "
             f"copies only with {missing}; add that. Where there is nothing to go on from, it "
             "begins at step 0"
         )
 
 
 def keep_programs(tell: Callable[[str], None]) -> None:
-    """Keeps compiled programs in this user's cache folder, unless JAX was told of another.
+    """Keeps compiled programs in this user's cache folder, unless JAX has another.
 
     An executable is code, and the folder of a run may come from anybody: programs are not kept
     there but in `$XDG_CACHE_HOME/axon_dist`, or `~/.cache/axon_dist`, in a folder for each kind of
@@ -293,7 +293,7 @@ def keep_programs(tell: Callable[[str], None]) -> None:
 
 
 class ProgramStore:
-    """Compiled programs as files, in a folder that nobody else writes to.
+    """Compiled programs as files, in a folder that only this user may write to.
 
     A file is there whole or not at all, whenever its process is killed; one that has changed since
     is removed.
@@ -309,11 +309,11 @@ class ProgramStore:
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
         for one in (folder.parent, folder):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = one.stat()
-            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            info = one.stat()
+            if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o022:
                 raise PermissionError(
-                    f"{str(one)!r} belongs to user {found.st_uid}, mode "
-                    f"{stat.S_IMODE(found.st_mode):o}, and an executable is code; make it writable "
+                    f"{str(one)!r} belongs to user {info.st_uid}, mode "
+                    f"{stat.S_IMODE(info.st_mode):o}, and an executable is code; make it writable "
                     f"by user {os.geteuid()} alone, or remove it"
                 )
         self.path = folder
@@ -323,12 +323,12 @@ class ProgramStore:
         """The program of a key, or None."""
         file = self._file(key)
         try:
-            found = file.read_bytes()
+            contents = file.read_bytes()
             os.utime(file)
         except FileNotFoundError:
             return None
-        program = found[_DIGEST:]
-        if hashlib.sha256(program).digest() != found[:_DIGEST]:
+        program = contents[_DIGEST:]
+        if hashlib.sha256(program).digest() != contents[:_DIGEST]:
             file.unlink(missing_ok=True)
             return None
         return program
@@ -343,11 +343,11 @@ class ProgramStore:
         return self.path / (key + _NAME)
 
     def _drop_oldest(self, most_bytes: int) -> None:
-        found = []
+        entries = []
         for file in self.path.glob("*" + _NAME):
             with contextlib.suppress(FileNotFoundError):  # another run may do the same
-                found.append((file.stat().st_mtime, file.stat().st_size, file))
-        for _, size, file in sorted(found, reverse=True):
+                entries.append((file.stat().st_mtime, file.stat().st_size, file))
+        for _, size, file in sorted(entries, reverse=True):
             most_bytes -= size
             if most_bytes < 0:
                 file.unlink(missing_ok=True)

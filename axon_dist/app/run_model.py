@@ -57,8 +57,8 @@ def load_model(
 ) -> tuple[nnx.Module, RunConfig]:
     """Loads the model of a run as a plain module on one device, without the optimizer.
 
-    Whatever mesh and strategy it was trained with, pipelines among them: a checkpoint has the
-    arrays as the model has them. The module computes in its own dtypes, whatever `precision` the
+    It may have been trained on any mesh and strategy, pipelines among them: a checkpoint has the
+    arrays in the form of the model. The module computes in its own dtypes, whatever `precision` the
     run has; `axon_dist.precision.autocast(model, config.precision)` makes it compute as the run
     did, where that is a `MixedPrecision`.
 
@@ -87,8 +87,8 @@ def load_model(
     folder = find_checkpoint(run, config, step, tell)
     parts, _ = take_apart(functools.partial(model_of, config))
     here = jnp.zeros(()).sharding
-    where = jax.tree.map(lambda _: here, parts.weights)
-    return parts.merge(*load_arrays(folder, parts, where, here)), config
+    shardings = jax.tree.map(lambda _: here, parts.weights)
+    return parts.merge(*load_arrays(folder, parts, shardings, here)), config
 
 
 def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> RunConfig:
@@ -129,9 +129,9 @@ def find_checkpoint(
     Raises:
         CheckpointError: when there is no such checkpoint; it names those there are.
     """
-    own = as_place(run, "the run") / "checkpoints"
+    default = as_place(run, "the run") / "checkpoints"
     elsewhere = config.checkpoint.dir
-    folder = own if elsewhere is None else as_place(elsewhere, "checkpoint.dir")
+    folder = default if elsewhere is None else as_place(elsewhere, "checkpoint.dir")
     manager = CheckpointManager(folder)
     entries = manager.entries()
     if not entries:
@@ -161,19 +161,19 @@ def find_checkpoint(
 
 
 def load_arrays(
-    checkpoint: Place, parts: ModelParts, where: PyTree, buffers_where: Sharding
+    checkpoint: Place, parts: ModelParts, shardings: PyTree, buffer_sharding: Sharding
 ) -> tuple[PyTree, PyTree]:
     """Reads the parameters and the buffers of a model from a checkpoint, and nothing else.
 
-    Statistics of which every rank has kept its own are averaged, as evaluation does it. Of a run
+    Statistics of which every rank has its own are averaged, as in evaluation. Of a run
     that keeps a moving average of its parameters, that is its model, as it was in its validations.
 
     Args:
         checkpoint: the folder of one.
         parts: the model's shapes; the dtypes of floating-point arrays are those that were saved,
             and what they keep in eight bits comes so.
-        where: the shardings of the parameters, trained and frozen, a tree like them.
-        buffers_where: that of every buffer.
+        shardings: the shardings of the parameters, trained and frozen, a tree like them.
+        buffer_sharding: that of every buffer.
 
     Returns:
         Parameters and buffers, in the form of the model.
@@ -182,8 +182,8 @@ def load_arrays(
         CheckpointError: when the checkpoint is damaged, or belongs to another model.
     """
     saved = read_manifest(checkpoint).leaves
-    # Replicas that train on their own have a row each of all but those on which they last agreed.
-    rows = (s.shape[0] for path, s in saved.items() if _met(path) in saved)
+    # Replicas with outer steps have a row each of every array but the outer parameters.
+    rows = (s.shape[0] for path, s in saved.items() if _outer_path(path) in saved)
     replicas = next(rows, 0)
 
     def target(path: LeafPath, leaf: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
@@ -195,52 +195,52 @@ def load_arrays(
         dtype = jnp.dtype(saved[path].dtype) if _is_float(leaf) else leaf.dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    # What was frozen, and how, says the checkpoint: another step may train another choice.
+    # The checkpoint says what was frozen, and how: this config may train other parameters.
     forms = _saved_forms(saved, parts.weights)
     weights = jax.eval_shape(lambda weights: narrowed(weights, forms), parts.weights)
     frozen = {path for path, _ in leaves_with_paths(weights) if f"frozen/{path}" in saved}
-    kept = ("ema", "outer", "params")
-    params = next(name for name in kept if any(path.startswith(f"{name}/") for path in saved))
+    preferred = ("ema", "outer", "params")
+    params = next(name for name in preferred if any(path.startswith(f"{name}/") for path in saved))
 
     def divided(tree):
         return dict(zip((params, "frozen"), parted(tree, frozen), strict=True))
 
-    everywhere = jax.tree.map(lambda _: buffers_where, parts.buffers)
+    everywhere = jax.tree.map(lambda _: buffer_sharding, parts.buffers)
     wanted = {name: tree for name, tree in divided(weights).items() if tree}
     wanted["buffers"] = parts.buffers
 
-    # Scales are few, and lie on every device.
+    # Scales are small, and replicated.
     def beside(path, place):
-        return {NUMBERS: place, SCALE: buffers_where} if path in forms else place
+        return {NUMBERS: place, SCALE: buffer_sharding} if path in forms else place
 
-    places = {**divided(map_with_path(beside, where)), "buffers": everywhere}
+    places = {**divided(map_with_path(beside, shardings)), "buffers": everywhere}
     targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
-    found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
+    loaded = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
 
-    def own(path: LeafPath, leaf: Leaf, value: Array) -> Array:
+    def to_model(path: LeafPath, leaf: Leaf, value: Array) -> Array:
         if path.startswith(("ema/", "outer/")):
             return value.astype(saved[path.replace(params, "params", 1)].dtype)
         if replicas and path.startswith("buffers/"):
             return mean_rows(value)
         return value.mean(0) if _is_per_rank(saved[path], leaf) else value
 
-    found = map_with_path(own, wanted, found)
-    weights = joined(found.get(params, {}), found.get("frozen", {}))
+    loaded = map_with_path(to_model, wanted, loaded)
+    weights = joined(loaded.get(params, {}), loaded.get("frozen", {}))
     weights = widened(weights, {p: form for p, form in forms.items() if p not in parts.int8})
     weights = narrowed(weights, {p: form for p, form in parts.int8.items() if p not in forms})
-    return weights, found["buffers"]
+    return weights, loaded["buffers"]
 
 
 def _saved_forms(saved: Mapping[LeafPath, LeafSpec], weights: PyTree) -> dict[LeafPath, Int8Form]:
     """The weights that a checkpoint has in eight bits."""
-    found: dict[LeafPath, Int8Form] = {}
+    forms: dict[LeafPath, Int8Form] = {}
     for path, leaf in leaves_with_paths(weights):
         scale = saved.get(f"frozen/{path}/{SCALE}")
         if scale is not None and f"frozen/{path}/{NUMBERS}" in saved:
             pairs = zip(scale.shape, leaf.shape, strict=True)
             dim = next((dim for dim, (one, size) in enumerate(pairs) if one != size), 0)
-            found[path] = Int8Form(tuple(leaf.shape), leaf.dtype, dim - len(leaf.shape))
-    return found
+            forms[path] = Int8Form(tuple(leaf.shape), leaf.dtype, dim - len(leaf.shape))
+    return forms
 
 
 def _is_per_rank(saved: LeafSpec, leaf: Leaf) -> bool:
@@ -251,8 +251,8 @@ def _is_float(leaf: Leaf) -> bool:
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _met(path: LeafPath) -> LeafPath:
-    """Where that of a replica's parameter is kept on which all agreed; "" of other leaves."""
+def _outer_path(path: LeafPath) -> LeafPath:
+    """The path of the outer parameter of a replica's parameter; "" for other leaves."""
     return f"outer/{path.removeprefix('params/')}" if path.startswith("params/") else ""
 
 
@@ -302,11 +302,11 @@ def export_run(
     file = written_to(path)
     if is_hub:
         on_main(lambda: _copy_tokenizer(config, file if file.is_dir() else file.parent, tell))
-    found = find_tensors(file)
+    tensors = find_tensors(file)
     if dtype is None:
-        kinds = " and ".join(sorted({str(tensor.dtype) for tensor in found.values()}))
+        kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
         tell(f"the tensors are {kinds}; --dtype bfloat16 (dtype='bfloat16') rounds them")
-    return len(found)
+    return len(tensors)
 
 
 def _token_ids(
@@ -314,8 +314,8 @@ def _token_ids(
 ) -> Mapping[str, object]:
     """The ids of special tokens: those of the snapshot that the run began with, or its end."""
     try:
-        found = {} if config.weights is None else token_ids(config.weights.files)
-        return found or {"eos_token_id": tokenizer_of(run, config).end}
+        ids = {} if config.weights is None else token_ids(config.weights.files)
+        return ids or {"eos_token_id": tokenizer_of(run, config).end}
     except AxonDistError as error:
         tell(f"config.json has no ids of tokens: {error}")
         return {}

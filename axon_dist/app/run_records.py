@@ -28,13 +28,13 @@ class Recorded:
     """What is known of a run.
 
     Args:
-        folder: where it lies.
+        folder: its path or address.
         rows: of `metrics.jsonl`.
         summary: of `summary.json`; empty where it cannot be read.
         program: of `program.json`; empty where it cannot be read.
         config: the text of `config.yaml`.
         notes: a sentence for everything that is missing or broken.
-        called: what it is called beside another run of its name; empty for that name.
+        called: a name that tells it from another run of its name; empty for its own.
     """
 
     folder: Place
@@ -111,7 +111,7 @@ class Recorded:
         )
         devices = known.get("devices") or len(self.program.get("devices") or [])
         step = self.rows[-1]["step"] if self.rows else 0
-        found = {
+        texts = {
             f"best {what}": best and f"{best[1]:.4f}{unit}, step {best[0]:g}",
             f"final {what}": losses and f"{losses[-1][1]:.4f}{unit}",
             "gradient norm": norm is not None and f"{norm:.3g}",
@@ -125,7 +125,7 @@ class Recorded:
             "ended": f"{known.get('ended', 'not ended')}, step {known.get('steps', step)}",
             "resumed": self.resumes and plural(len(self.resumes), "time"),
         }
-        return {label: value for label, value in found.items() if isinstance(value, str) and value}
+        return {label: value for label, value in texts.items() if isinstance(value, str) and value}
 
     def settings(self) -> dict[str, str]:
         """The values of the config by dotted key; none where it cannot be read."""
@@ -178,7 +178,7 @@ def read_recorded(folder: str | Path) -> Recorded:
     words = (x for row in rows for x in row.values() if isinstance(x, str))
     if bad := sum(x in ("nan", "inf", "-inf") for x in words):
         notes.append(f"{plural(bad, 'number')} of the metrics not finite, left out of curves")
-    found = Recorded(
+    recorded = Recorded(
         folder=directory.place,
         rows=rows,
         summary=_object(directory.summary, "the run has not ended, or was killed", notes),
@@ -186,9 +186,9 @@ def read_recorded(folder: str | Path) -> Recorded:
         config=_text(directory.config, "nobody knows what the run was made from", notes),
         notes=tuple(notes),
     )
-    if not (found.rows or found.summary or found.program or found.config):
+    if not (recorded.rows or recorded.summary or recorded.program or recorded.config):
         raise ConfigError(f"{str(folder)!r} holds nothing of a run: {'; '.join(notes)}")
-    return found
+    return recorded
 
 
 _MOST_READ, _BLOCK = 2**24, 2**18
@@ -209,28 +209,28 @@ def _object(path: Path, otherwise: str, notes: list[str]) -> Mapping[str, Any]:
     if not text:
         return {}
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        data = None
+    if not isinstance(data, dict):
         notes.append(f"{path.name} is broken: it is no JSON object")
         return {}
-    return found
+    return data
 
 
 def _rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     lines = _lines(path, notes)
-    found: list[Mapping[str, Any]] = []
+    rows: list[Mapping[str, Any]] = []
     for line in lines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and _is_finite(row.get("step")):
-            found.append(row)
-    if len(found) < len(lines):
-        notes.append(f"{path.name}: {len(lines) - len(found)} of {len(lines)} lines are broken")
-    return found
+            rows.append(row)
+    if len(rows) < len(lines):
+        notes.append(f"{path.name}: {len(lines) - len(rows)} of {len(lines)} lines are broken")
+    return rows
 
 
 def _lines(path: Path, notes: list[str]) -> list[str]:
@@ -273,7 +273,7 @@ def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = 
         marks: steps at which a run was resumed.
 
     Returns:
-        An SVG picture; every point tells its numbers when it is pointed at.
+        An SVG picture; every point has its numbers as a tooltip.
     """
     drawn = {name: _thinned(curve) for name, curve in curves.items() if curve}
     xs = [x for curve in drawn.values() for x, _ in curve]
@@ -307,10 +307,10 @@ def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = 
         points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in curve)
         parts.append(f'<polyline class="c{number % 8}" points="{points}"/>')
         for x, y in curve:
-            told = escape(f"{name}, step {x:g}: {y:.6g} {unit}".strip())
+            tooltip = escape(f"{name}, step {x:g}: {y:.6g} {unit}".strip())
             parts.append(
                 f'<circle class="d{number % 8}{alone}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="5">'
-                f"<title>{told}</title></circle>"
+                f"<title>{tooltip}</title></circle>"
             )
     return "".join([*parts, "</svg>", _legend(drawn, "dashed: resumed" if marks else "")])
 
@@ -322,12 +322,12 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
         parts: sizes by name.
         words: the sizes as people read them.
     """
-    whole = sum(parts.values()) or 1
+    total = sum(parts.values()) or 1
     cells, rows = [], []
     for number, (name, size) in enumerate(parts.items()):
-        told = escape(f"{name}: {words[name]}")
-        share = 100 * size / whole
-        cells.append(f'<i class="b{number % 8}" style="width:{share:.3f}%" title="{told}"></i>')
+        tooltip = escape(f"{name}: {words[name]}")
+        share = 100 * size / total
+        cells.append(f'<i class="b{number % 8}" style="width:{share:.3f}%" title="{tooltip}"></i>')
         rows.append(
             f'<tr><td><b class="b{number % 8}"></b>{escape(name)}</td>'
             f"<td>{escape(words[name])}</td><td>{share:.1f} %</td></tr>"
@@ -345,8 +345,8 @@ def _legend(names: Iterable[str], note: str) -> str:
 
 def _thinned(curve: Curve) -> Curve:
     """At most so many points, the last one among them."""
-    every = math.ceil(len(curve) / _MOST_POINTS)
-    return [*curve[:-1:every], curve[-1]] if every > 1 else curve
+    stride = math.ceil(len(curve) / _MOST_POINTS)
+    return [*curve[:-1:stride], curve[-1]] if stride > 1 else curve
 
 
 def _ticks(low: float, high: float, least: float = 0) -> list[float]:

@@ -68,9 +68,9 @@ class Run:
     Args:
         config: what it was made from.
         world: the devices, and the mesh they form.
-        step: what the config's model, strategy and optimizer come to.
+        step: of the config's model, strategy and optimizer.
         loader: the batches of this process, and those of the validation.
-        note: what is done otherwise because processes were lost; empty where none is.
+        note: what is done differently because processes were lost; empty where none is.
         validation: the further sets that it is validated on, by name.
     """
 
@@ -90,7 +90,7 @@ class Run:
         """Raises `ConfigError` unless the files of its first weights, if there are some, fit it.
 
         Args:
-            resume: where it goes on; then it may no longer have them.
+            resume: what it resumes from; then the files are not needed.
         """
         if self.config.weights is not None and resume is None:
             check_weights(self.step, **self._weights)
@@ -295,7 +295,7 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
 
 
 def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
-    """The step on the processes that there are; what it does otherwise where some are lost.
+    """The step on the present processes, and what changes where some are lost.
 
     Args:
         config: a run as YAML describes it.
@@ -416,7 +416,7 @@ def compiling_ahead(
 
 
 def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None]) -> None:
-    """Compiles for the most processes that could go on without one of these."""
+    """Compiles for the most processes on which the run could continue without one of these."""
     reasons = []
     for fewer in range(world.num_processes - 1, 0, -1):
         try:

@@ -19,7 +19,7 @@ from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.inspect import bytes_per_device, memory
 from axon_dist.launch import Timeouts
-from axon_dist.mesh import World, agree, is_on_paper, self_test
+from axon_dist.mesh import World, agree, is_abstract, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
@@ -36,7 +36,7 @@ PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
 def build_world(config: RunConfig) -> World:
     """Lays the config's mesh over its devices; must come before anything makes an array.
 
-    Several processes meet here, and find out whether their devices can talk.
+    Several processes compare their configs here, and test communication between their devices.
 
     Raises:
         LaunchError: when the processes of the run do not come together.
@@ -57,7 +57,7 @@ def build_world(config: RunConfig) -> World:
 def config_facts(config: RunConfig) -> dict[str, object]:
     """What the processes of a run must have in common, by the dotted keys of the config.
 
-    Files may lie elsewhere on every host: what they contain is compared once they are read.
+    Paths may differ between hosts: the contents of files are compared once they are read.
 
     Example:
         >>> config_facts(RunConfig())["train.steps"]
@@ -92,9 +92,9 @@ def build_step(
         metrics: what the step reports.
         loss_fn: in place of that of the config's task.
         compiler_options: beside and over those of the config.
-        slow: changes when and how replicas that train on their own synchronize.
-        trains: whether steps will be taken, so that the loss of the config's batch has to be that
-            of its parts; where none is, such replicas are one model.
+        slow: changes the plan of outer steps.
+        trains: whether steps will be taken: then the loss of the config's batch must be that of
+            its parts; otherwise there are no outer steps, and one replica.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -106,15 +106,15 @@ def build_step(
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
     if config.remat == AUTO:
-        given = optimizer, metrics, loss_fn, compiler_options, slow, trains
-        return recomputing_least(config, world, trains, lambda one: build_step(one, world, *given))
+        args = optimizer, metrics, loss_fn, compiler_options, slow, trains
+        return recomputing_least(config, world, trains, lambda one: build_step(one, world, *args))
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
     strategy = dataclasses.replace(strategy, slow=slow(strategy.slow) if trains else None)
-    own, clip_norm = _optimizer(config, factory)
+    configured, clip_norm = _optimizer(config, factory)
     step = build_train_step(
         factory,
-        optimizer or own,
+        optimizer or configured,
         loss_fn or config.kind.task.loss_fn,
         strategy,
         world,
@@ -142,7 +142,7 @@ def build_step(
 def _optimizer(
     config: RunConfig, factory: Callable[[], nnx.Module]
 ) -> tuple[optax.GradientTransformation, float | None]:
-    """The optimizer of a config, and what the step clips before it: nothing, where it watches."""
+    """The optimizer of a config, and the norm to clip to; None where the optimizer clips."""
     train, optimizer = config.train, config.optimizer.build(config.train.steps, factory)
     if train.spikes is None and not train.layer_norms:
         return optimizer, train.clip_norm
@@ -153,7 +153,7 @@ def _optimizer(
 
 
 def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | None:
-    """The batch in which a pipeline looks for the calls of blocks; None where nobody looks."""
+    """The batch with which a pipeline finds the calls of blocks; None without a pipeline."""
     if strategy.pipeline is None:
         return None
     ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
@@ -174,17 +174,17 @@ def model_of(config: RunConfig) -> nnx.Module:
 def what_is_trained(config: RunConfig) -> dict[str, Any]:
     """What a config says to `build_train_step` about trained and frozen parameters."""
     adapters = () if config.lora is None else (nnx.LoRAParam,)
-    chosen = (*adapters, *config.trainable) or nnx.Param
+    trainable = (*adapters, *config.trainable) or nnx.Param
     optimizer = config.optimizer
     if isinstance(optimizer, Optimizer) and any(group.frozen for group in optimizer.groups):
-        is_chosen = trainable_filter(chosen)
+        is_trainable = trainable_filter(trainable)
 
         def is_trained(keys: Any, variable: Any) -> bool:
             path = "/".join(map(str, keys))
-            return is_chosen(keys, variable) and not optimizer.is_frozen(path)
+            return is_trainable(keys, variable) and not optimizer.is_frozen(path)
 
         return {"trainable": is_trained, "frozen_dtype": config.frozen_dtype}
-    return {"trainable": chosen, "frozen_dtype": config.frozen_dtype}
+    return {"trainable": trainable, "frozen_dtype": config.frozen_dtype}
 
 
 def _check_batch(config: RunConfig, step: TrainStep) -> None:
@@ -200,7 +200,7 @@ def _check_batch(config: RunConfig, step: TrainStep) -> None:
 def recomputing_least(
     config: RunConfig, world: World, trains: bool, build: Callable[[RunConfig], TrainStep]
 ) -> TrainStep:
-    """The step of a config whose `remat` is `auto`, compiled where it is looked for.
+    """The step of a config whose `remat` is `auto`: the fewest blocks recomputed that fit.
 
     Args:
         config: a run as YAML describes it, checked.
@@ -209,14 +209,14 @@ def recomputing_least(
         build: makes the step of a config that says what is recomputed.
 
     Raises:
-        ConfigError: when the strategy says itself what is recomputed, or nothing fits.
+        ConfigError: when the strategy sets what is recomputed, or nothing fits.
     """
 
     def with_remat(remat: ActivationCheckpointing | None) -> TrainStep:
         return build(dataclasses.replace(config, remat=remat))
 
     def peak(step: TrainStep) -> int | None:
-        return None if is_on_paper(world) else memory(step.lower(batch).compile()).peak
+        return None if is_abstract(world) else memory(step.lower(batch).compile()).peak
 
     batch = abstract_batch(config)
     plain = with_remat(None)
@@ -237,7 +237,7 @@ def recomputing_least(
 
 
 def check_memory(config: RunConfig, step: TrainStep) -> None:
-    """Checks that the state and a batch can be there at all, before either is.
+    """Checks that the state and a batch fit into memory, before either is made.
 
     A run needs more than these, which `axon inspect` reads from the compiled program.
 
@@ -249,14 +249,14 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
     each = bytes_per_device(step.form.placed_shapes, None)
     here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     if world.is_cpu:
-        need, there, where = each * len(here), host_memory(), "this host"
+        need, there, place = each * len(here), host_memory(), "this host"
     else:
-        need, where = each, f"a {here[0].device_kind}"
+        need, place = each, f"a {here[0].device_kind}"
         there = (here[0].memory_stats() or {}).get("bytes_limit", need)
     if need > there:
         raise ConfigError(
             f"the parameters and what the optimizer keeps of them need {each / 1e9:.4g} GB on each "
-            f"of {world.size} devices, {need / 1e9:.4g} GB on {where}, which has "
+            f"of {world.size} devices, {need / 1e9:.4g} GB on {place}, which has "
             f"{there / 1e9:.4g} GB; make the model smaller, or split it over more devices"
         )
     arrays = abstract_batch(config).values()

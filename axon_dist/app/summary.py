@@ -71,13 +71,13 @@ def _epochs_of(run: Run) -> str:
 def _batch_lines(run: Run) -> list[str]:
     """The arrays of a global batch, and which of them are of a wider dtype than is taken."""
     arrays = abstract_batch(run.config).items()
-    given = getattr(run.loader.samples, "given_dtypes", {})
+    source_dtypes = getattr(run.loader.samples, "given_dtypes", {})
     return [
         f"batch: {', '.join(f'{name} {x.dtype}{list(x.shape)}' for name, x in arrays)}",
         *(
-            f"batch {name}: {given[name]} is taken as {x.dtype}"
+            f"batch {name}: {source_dtypes[name]} is taken as {x.dtype}"
             for name, x in arrays
-            if x.dtype.kind == "f" and given.get(name, x.dtype.name) != x.dtype.name
+            if x.dtype.kind == "f" and source_dtypes.get(name, x.dtype.name) != x.dtype.name
         ),
     ]
 
@@ -101,11 +101,11 @@ def parameters_of(parts: ModelParts) -> str:
     count = f"{si(num_params(parts.weights), 'B')} parameters"
     if not parts.frozen:
         return count
-    kept: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for path, leaf in leaves_with_paths(parts.frozen):
         dtype = "int8" if path in parts.int8 else str(leaf.dtype)
-        kept[dtype] = kept.get(dtype, 0) + math.prod(leaf.shape)
-    frozen = ", ".join(f"{si(size, 'B')} frozen in {dtype}" for dtype, size in kept.items())
+        sizes[dtype] = sizes.get(dtype, 0) + math.prod(leaf.shape)
+    frozen = ", ".join(f"{si(size, 'B')} frozen in {dtype}" for dtype, size in sizes.items())
     return f"{count} ({si(num_params(parts.params), 'B')} trained, {frozen})"
 
 
@@ -195,9 +195,9 @@ def remat_line(config: RunConfig, step: TrainStep) -> str | None:
     if config.remat != AUTO:
         return None
     batch, usable = abstract_batch(config), usable_bytes(step.world)
-    every = build_step(dataclasses.replace(config, remat=LADDER["every block"]), step.world)
+    recomputed = build_step(dataclasses.replace(config, remat=LADDER["every block"]), step.world)
     return recomputing_line(
-        step.strategy.remat, read_step(step, batch), read_step(every, batch), usable
+        step.strategy.remat, read_step(step, batch), read_step(recomputed, batch), usable
     )
 
 
@@ -230,10 +230,10 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     shape = config.data.sequence_length // pieces, model.num_heads, model.key_size
     segments = "segments" in getattr(config.data, "arrays", ())
     platform = platform_of(step.world)
-    found = describe_attention(
+    description = describe_attention(
         model.attention, platform, jnp.dtype(dtype), shape, segments, tiled=bool(rings)
     )
-    return f"attention: {'around a ring, by pairs of blocks: ' if rings else ''}{found}"
+    return f"attention: {'around a ring, by pairs of blocks: ' if rings else ''}{description}"
 
 
 def attention_rows(world: World) -> dict[str, str]:

@@ -58,7 +58,7 @@ class RunResult:
 
     Args:
         result: what the loop came to, with the last state.
-        directory: where everything else lies.
+        directory: of everything else.
         summary: what `summary.json` holds.
     """
 
@@ -75,13 +75,13 @@ def train(
 
     Process 0 writes the folder: `config.yaml`, `metrics.jsonl`, `program.json`, which says what the
     compiled step is made of, `summary.json`, and `loss.png` where matplotlib is installed; every
-    process its part of `checkpoints/`. All of it is there too when Ctrl-C ended the run. A run that
-    was stopped anywhere and goes on ends with the bits of one that was not.
+    process its part of `checkpoints/`. All of it is written too when Ctrl-C ends the run. A run
+    that was stopped anywhere and resumed ends with the same bits as an uninterrupted one.
 
     Args:
         config: a run as YAML describes it, checked.
-        console: where process 0 tells how it goes; None tells nothing.
-        resume: where to go on, `"auto"` or a path; see `SavedStates`.
+        console: where process 0 reports progress; None is silent.
+        resume: what to resume from, `"auto"` or a path; see `SavedStates`.
 
     Returns:
         The result.
@@ -145,12 +145,12 @@ def train(
         _print_closing(console, result, summary, directory, time.perf_counter() - start)
         if checkpoints.failure is not None:
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
-        _check_kept(config, directory, writers)
+        _check_not_removed(config, directory, writers)
     return RunResult(result, directory, summary)
 
 
 def _open_port(run: Run) -> list[str]:
-    """Lets somebody trace this process while it runs, where the config says at which port."""
+    """Starts the server for traces of this process, at the port of the config."""
     profile = run.config.train.profile
     if profile is None or profile.port is None:
         return []
@@ -162,16 +162,16 @@ def _open_port(run: Run) -> list[str]:
 def _go_on(
     config: RunConfig, directory: RunDirectory, state: TrainState | None, tell: Callable
 ) -> list[dict[str, Any]]:
-    """Writes the config of a run that may go on, tells what it changes, and reads the metrics."""
+    """Writes the config of a run that may resume, reports its changes, and reads the metrics."""
     for change in directory.changes(config):
         tell(f"config: {change}")
     directory.write_config(config)
-    # A run that is alive, or was killed, has not come to what the leg before came to.
+    # The summary of an earlier leg does not describe this one.
     directory.summary.unlink(missing_ok=True)
     return directory.take_metrics(0 if state is None else int(state.step), tell)
 
 
-def _check_kept(
+def _check_not_removed(
     config: RunConfig, directory: RunDirectory, writers: Sequence[MetricWriter]
 ) -> None:
     """Raises `ConfigError` if what a run had written was taken away while it ran."""
@@ -328,33 +328,33 @@ def advice(run: Run) -> list[str]:
         Clauses, each with keys of the config.
     """
     config, mesh = run.config, run.world.mesh
-    found = list(_plan_advice(run))
+    clauses = list(_plan_advice(run))
     claims = run.step.claims
-    held = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
-    whole = claims.params.bytes + claims.opt_state.bytes
-    if held * 2 > whole and mesh.size > 1:
-        found.append(
-            f"a device holds {byte_size(held)} of {byte_size(whole)} of the train state: split it, "
-            "parallel=full_shard"
+    share = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
+    total = claims.params.bytes + claims.opt_state.bytes
+    if share * 2 > total and mesh.size > 1:
+        clauses.append(
+            f"a device holds {byte_size(share)} of {byte_size(total)} of the train state: split "
+            "it, parallel=full_shard"
         )
     rows = config.train.global_batch // run.step.layout.divisor
     if rows > 1:
         more = config.train.accumulate * next(k for k in range(2, rows + 1) if rows % k == 0)
-        found.append(f"take less at a time, train.accumulate={more}")
+        clauses.append(f"take less at a time, train.accumulate={more}")
     if config.remat is None and run.step.strategy.remat is None:
-        found.append("recompute blocks in the backward pass, 'remat={interval: 1}'")
-    return found or ["take more devices, or a smaller train.global_batch"]
+        clauses.append("recompute blocks in the backward pass, 'remat={interval: 1}'")
+    return clauses or ["take more devices, or a smaller train.global_batch"]
 
 
 def _plan_advice(run: Run) -> Iterator[str]:
     """The planner's choice for such a model, batch and machine, of whatever kind."""
-    found = plan_here(run.config, run.world)
-    if found is None:
+    plans = plan_here(run.config, run.world)
+    if plans is None:
         return
-    best, chip = found.best, found.hardware
-    if found.fits:
+    best, chip = plans.best, plans.hardware
+    if plans.fits:
         yield (
-            f"axon plan would take {best.arrangement.name} on mesh {best.arrangement.mesh}, "
+            f"axon plan would take {best.candidate.name} on mesh {best.candidate.mesh}, "
             f"{byte_size(best.reading.peak)} of {byte_size(best.device_bytes)} on a {chip.name}"
         )
     else:

@@ -36,13 +36,13 @@ COMPARED = ("loss", "grad_norm")
 def synchronizing_soon(slow: SlowPlan | None) -> SlowPlan | None:
     """The plan with an outer step after every second step, uncompressed.
 
-    What travels in few bits equals nothing that one device computes.
+    Compressed outer gradients equal nothing that one device computes.
     """
     if slow is None:
         return None
-    every = min(slow.every, 2)
-    fragments = min(slow.fragments, every)
-    return dataclasses.replace(slow, every=every, compression=None, fragments=fragments)
+    interval = min(slow.every, 2)
+    fragments = min(slow.fragments, interval)
+    return dataclasses.replace(slow, every=interval, compression=None, fragments=fragments)
 
 
 def train_replicas(
@@ -60,32 +60,32 @@ def train_replicas(
         first: makes the parameters that all replicas begin with from what they would be.
 
     Returns:
-        The means of what they report by name, and the parameters on which they last agreed by path.
+        The means of their metrics by name, and the outer parameters by path.
     """
     plan: Any = step.strategy.slow
     count = step.world.mesh.shape[plan.axis]
 
     states = [_of_replica(_first_state(alone, first), number) for number in range(count)]
-    # A step uses up the memory of its state, which shares none with what is agreed on.
+    # A step donates its state, so the outer parameters are a copy.
     outer = jax.tree.map(jnp.copy, states[0].params)
     parts = plan.parts({path: leaf.size for path, leaf in leaves_with_paths(outer)})
     outer_states = [plan.outer.init(outer) for _ in parts]
-    found: dict[str, Any] = {}
+    averages: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         for replica in range(count):
             share = _share(batch, replica, count, step.layout.num_microbatches)
             states[replica], metrics = alone(states[replica], share)
             for name in COMPARED:
-                total = found.setdefault(metric_of(name, number), 0.0)
-                found[metric_of(name, number)] = total + np.asarray(metrics[name]) / count
+                total = averages.setdefault(metric_of(name, number), 0.0)
+                averages[metric_of(name, number)] = total + np.asarray(metrics[name]) / count
         for part in plan.due(number + 1):
             means = jax.tree.map(lambda *p: sum(p) / count, *(state.params for state in states))
-            went = jax.tree.map(jnp.subtract, outer, means)
-            updates, outer_states[part] = plan.outer.update(went, outer_states[part], outer)
-            met = optax.apply_updates(outer, updates)
-            outer = _replaced(outer, met, parts[part])
-            states = [_follow(state, met, parts[part]) for state in states]
-    return found, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
+            grads = jax.tree.map(jnp.subtract, outer, means)
+            updates, outer_states[part] = plan.outer.update(grads, outer_states[part], outer)
+            updated = optax.apply_updates(outer, updates)
+            outer = _replaced(outer, updated, parts[part])
+            states = [_follow(state, updated, parts[part]) for state in states]
+    return averages, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
 
 
 def _replaced(old: PyTree, new: PyTree, paths: Collection[Path]) -> PyTree:
@@ -93,8 +93,8 @@ def _replaced(old: PyTree, new: PyTree, paths: Collection[Path]) -> PyTree:
     return map_with_path(lambda path, leaf, other: other if path in paths else leaf, old, new)
 
 
-def _follow(state: TrainState, met: PyTree, paths: Collection[Path]) -> TrainState:
-    params = jax.tree.map(jnp.copy, _replaced(state.params, met, paths))
+def _follow(state: TrainState, outer: PyTree, paths: Collection[Path]) -> TrainState:
+    params = jax.tree.map(jnp.copy, _replaced(state.params, outer, paths))
     return dataclasses.replace(state, params=params)
 
 
@@ -141,8 +141,8 @@ _POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
 """Tolerances: float32 everywhere, or a narrower compute dtype."""
 NUDGES, SPREAD, MOST_SPREAD = 2, 4.0, 1e-3
-"""How often one device is tried from parameters that rounding cannot tell apart, how many times as
-far as it then moves a row may be off, and the most that a row may be off for that reason."""
+"""How many runs of one device start from parameters nudged by rounding errors, how many times their
+largest difference a row may be off, and the most that a row may be off for that reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,9 +237,9 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     Both use SGD with momentum on the config's model and random numbers, or, where only the data say
     what numbers there can be, on its first batches: Adam hides constant factors
     of a gradient, and turns rounding of gradients that should be zero into steps of full size.
-    Microbatches, clipping, dropout and precision are the config's. Replicas that train on their own
-    are compared with each in turn on one device; for that they synchronize after every second step,
-    without compression.
+    Microbatches, clipping, dropout and precision are the config's. Replicas with outer steps are
+    each compared with one device in turn; they synchronize after every second step, without
+    compression.
 
     Args:
         config: a run as YAML describes it, checked.
@@ -262,25 +262,25 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     check_memory(config, step)
     alone = _one_device(config, world, step.layout.num_microbatches)
     by_turns = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
-    # Accelerators multiply float32 in fewer bits unless they are told not to.
+    # By default accelerators multiply float32 in fewer bits.
     with jax.default_matmul_precision("highest"):
         batches = list(_batches(config, world, steps))
         seen, reference = _train(step, batches), by_turns(alone, batches)
         rounded = config.precision not in (None, "float32")
-        found = Verification(
+        comparison = Verification(
             strategy=step.strategy.name,
             mesh=str(world.spec),
             metrics=tuple(_compare(seen[0], reference[0])),
             params=tuple(_compare(seen[1], reference[1])),
             tolerance=ROUNDED if rounded else EXACT,
         )
-        if found.passed:
-            return found
+        if comparison.passed:
+            return comparison
         # Sums that cancel keep few digits: a bias before a normalization, a ReLU at its kink.
         nudged = [by_turns(alone, batches, _nudge(seed)) for seed in range(NUDGES)]
     moved = ([list(_compare(run[part], reference[part])) for run in nudged] for part in (0, 1))
-    metrics, params = map(_with_rounding, (found.metrics, found.params), moved)
-    return dataclasses.replace(found, metrics=metrics, params=params)
+    metrics, params = map(_with_rounding, (comparison.metrics, comparison.params), moved)
+    return dataclasses.replace(comparison, metrics=metrics, params=params)
 
 
 def _optimizer() -> optax.GradientTransformation:

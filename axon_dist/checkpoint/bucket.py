@@ -1,4 +1,4 @@
-"""A checkpoint in a bucket, where nothing is renamed: its marker comes last, and goes first.
+"""A checkpoint in a bucket, where nothing is renamed: its marker is written last and removed first.
 
 step_00000012/
     COMMITTED, manifest.json    as on a disk
@@ -35,10 +35,10 @@ from ..mesh import process_index
 from .layout import MANIFEST, MARKER, ZARR, FileRecord, Manifest, is_main, marker_of
 
 _PIECE = 2**26
-"""Bytes above which a shard is cut, so that a request that failed is soon made again."""
+"""Bytes above which a shard is cut, so that repeating a failed request costs little."""
 
 _AHEAD = 16
-"""Leaves that are being read while one goes to its devices."""
+"""Leaves that are being read while one is copied to its devices."""
 
 _PATIENCE = 3600.0
 """Seconds for which process 0 waits for the pieces of the others."""
@@ -52,7 +52,7 @@ def clear(folder: Address) -> None:
 
 
 def begin(folder: Address, leaves: Mapping[LeafPath, Array]) -> Callable[[], None]:
-    """Copies the pieces that this process owns to host memory; returns what writes them."""
+    """Copies the pieces of this process to host memory; returns a function that writes them."""
     leaves = {path: leaf for path, leaf in leaves.items() if leaf.size}
     headers = {f"{ZARR}/{path}/.zarray": _header(leaf) for path, leaf in leaves.items()}
     is_writer = process_index() in writers(leaves)
@@ -116,18 +116,18 @@ def restore(
     while ahead:
         path, target, slices = ahead.pop(0)
         ahead += itertools.islice(reads, 1)
-        found = {text: _done(folder, path, future) for text, future in slices.items()}
+        values = {text: _done(folder, path, future) for text, future in slices.items()}
         restored[path] = jax.make_array_from_callback(
-            target.shape, target.sharding, lambda index, found=found: found[str(index)]
+            target.shape, target.sharding, lambda index, values=values: values[str(index)]
         )
     return restored
 
 
 def _reads(folder: Place, path: LeafPath, target: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    """What is being read of a leaf, by slice."""
-    where = folder.spec if isinstance(folder, Address) else {"driver": "file"}
+    """The reads of a leaf that are in flight, by slice."""
+    store = folder.spec if isinstance(folder, Address) else {"driver": "file"}
     inside = f"{folder.key if isinstance(folder, Address) else folder}/{ZARR}/{path}/"
-    spec = {"driver": "zarr", "kvstore": {**where, "path": inside}}
+    spec = {"driver": "zarr", "kvstore": {**store, "path": inside}}
     spec["fill_missing_data_reads"] = False
     leaf = ts.array(np.zeros(target.shape, target.dtype))
     if target.size:
@@ -140,7 +140,7 @@ _NO_ANSWER = ("UNAVAILABLE", "ABORTED", "DEADLINE", "EXHAUSTED", "PERMISSION", "
 
 
 def _done(folder: Place, path: LeafPath, future: Any) -> Any:
-    """What was read of a leaf; if nobody knows whether it is damaged, no older one is taken."""
+    """The values read of a leaf; where damage is not certain, no older checkpoint is taken."""
     try:
         return future.result()
     except ValueError as error:
@@ -153,12 +153,12 @@ def _done(folder: Place, path: LeafPath, future: Any) -> Any:
 
 
 def _header(leaf: Array) -> bytes:
-    """What zarr says of an array."""
+    """The metadata of an array, as zarr has it."""
     dtype = np.dtype(leaf.dtype)
     ts.dtype(dtype)  # It raises for what cannot be read again.
-    told = {"zarr_format": 2, "shape": leaf.shape, "chunks": _piece_shape(leaf), "order": "C"}
-    told |= {"dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name}
-    return json.dumps(told | dict.fromkeys(("compressor", "fill_value", "filters"))).encode()
+    header = {"zarr_format": 2, "shape": leaf.shape, "chunks": _piece_shape(leaf), "order": "C"}
+    header |= {"dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name}
+    return json.dumps(header | dict.fromkeys(("compressor", "fill_value", "filters"))).encode()
 
 
 def _pieces(path: LeafPath, leaf: Array) -> Iterator[tuple[str, np.ndarray]]:
@@ -167,7 +167,7 @@ def _pieces(path: LeafPath, leaf: Array) -> Iterator[tuple[str, np.ndarray]]:
     for shard in leaf.addressable_shards:
         if shard.replica_id != 0:
             continue
-        # A copy, for on a CPU the array of numpy would share memory with one that gets donated.
+        # A copy: on a CPU the array of numpy would share memory with one that is donated.
         values = np.array(shard.data)
         first = [index.start or 0 for index in shard.index]
         steps = [range(0, *pair) for pair in zip(values.shape, shape, strict=True)]
@@ -178,7 +178,7 @@ def _pieces(path: LeafPath, leaf: Array) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _piece_shape(leaf: Array) -> tuple[int, ...]:
-    """A shard, or what divides it and is small enough: no two processes write one piece."""
+    """The shape of a piece: a shard, or a part that divides it, so that one process writes it."""
     shape = list(leaf.sharding.shard_shape(leaf.shape))
     while math.prod(shape) * leaf.dtype.itemsize > _PIECE:
         dim = shape.index(max(shape))

@@ -1,4 +1,4 @@
-"""The files of a copy in a host's memory: the pieces of one process each, and what they say.
+"""The files of a copy in a host's memory: the pieces of one process each, and their headers.
 
     step_00000012-<generation>-<process>.copy       `.tmp` in place of `.copy` while it is written
 
@@ -27,7 +27,7 @@ from .layout import UNFINISHED, LeafSpec, leaf_specs, step_name
 from .stores import open_tensors, write_tensors
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
-"""Where a piece lies in its leaf: the first index along each dim, and the one after the last."""
+"""The place of a piece in its leaf: along each dim the first index, and the one after the last."""
 
 CopyId: TypeAlias = tuple[int, str, int]
 """Step, generation and turn of a copy; its pieces all come from the same moment."""
@@ -37,16 +37,16 @@ _HEADER, _PLACES, _CHECKSUMS = "header", "places", "checksums"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyHeader:
-    """What a file says of itself.
+    """The header of a file.
 
     Args:
         step: how many steps the state has taken.
         generation: which start of the run wrote it.
         turn: how many copies that start had made by then.
-        process: whose pieces these are; it, or its neighbour, wrote the file.
+        process: whose pieces these are; it, or one of the next host, wrote the file.
         writers: all processes of its host, each of which has one.
         leaves: of the whole state.
-        meta: what was kept with it.
+        meta: what was saved with it.
     """
 
     step: int
@@ -63,15 +63,15 @@ class CopyHeader:
         return self.step, self.generation, self.turn
 
     def to_json(self) -> str:
-        """Writes it; `read` reads it back."""
+        """The header as text; `from_json` reads it."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> CopyHeader:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
-        whole = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
-        return cls(**{**fields, **whole})
+        parsed = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
+        return cls(**{**fields, **parsed})
 
     @classmethod
     def read(cls, path: Path) -> CopyHeader:
@@ -108,7 +108,7 @@ def write_copy(
 
     Args:
         folder: in the memory of the host.
-        header: what the file says of itself.
+        header: of the file.
         rows: path, place and dtype of each piece.
         pieces: their values, each made when it is written, if this is a generator.
     """
@@ -140,16 +140,16 @@ def write_copy(
 
 
 Part: TypeAlias = tuple[int, Sequence[int], Mapping[LeafPath, Sequence[Slices]]]
-"""What a file says without its values: process and writers of its header, and its places."""
+"""A file without its values: process and writers of its header, and its places."""
 
 
 def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool:
-    """Whether every element of every leaf was written; the places of a leaf overlap nowhere.
+    """Whether every element of every leaf was written; the places of a leaf do not overlap.
 
     The pieces of a host count when all of its processes have finished.
 
     Args:
-        parts: of one copy, from wherever they are.
+        parts: of one copy, on any host.
         leaves: of the whole state.
     """
     there = {process for process, _, _ in parts}
@@ -158,15 +158,15 @@ def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool
     def written(leaf: LeafPath) -> int:
         return sum(map(size_of, {place for places in done for place in places.get(leaf, ())}))
 
-    # The words of a random key are more than its shape says.
+    # A random key has more words than its shape has elements.
     return all(written(leaf) >= math.prod(spec.shape) for leaf, spec in leaves.items())
 
 
 class Pieces:
-    """The pieces of a copy that lie on this host.
+    """The pieces of a copy on this host.
 
     Args:
-        headers: what the files say of themselves, by file.
+        headers: of the files, by path.
     """
 
     def __init__(self, headers: Mapping[Path, CopyHeader]):
@@ -178,9 +178,9 @@ class Pieces:
             rows = zip(json.loads(bytes(arrays[_PLACES])), arrays[_CHECKSUMS], strict=True)
             places: dict[LeafPath, list[Slices]] = {}
             for number, ((leaf, place), crc) in enumerate(rows):
-                whole = as_place(place)
-                self._pieces[leaf, whole] = arrays[str(number)], int(crc)
-                places.setdefault(leaf, []).append(whole)
+                slices = as_place(place)
+                self._pieces[leaf, slices] = arrays[str(number)], int(crc)
+                places.setdefault(leaf, []).append(slices)
             self.parts.append((header.process, header.writers, places))
 
     def add(self, leaf: LeafPath, place: Slices, raw: np.ndarray) -> None:
@@ -202,7 +202,7 @@ class Pieces:
     def read(
         self, leaf: LeafPath, dtype: Any, place: Slices, written: Iterable[Slices]
     ) -> np.ndarray:
-        """The values at a place, put together from the pieces that meet it.
+        """The values at a place, put together from the pieces that overlap it.
 
         Args:
             leaf: which.
@@ -212,15 +212,15 @@ class Pieces:
         """
         values = np.empty([stop - start for start, stop in place], dtype)
         for there in written:
-            if (meet := meeting(place, there)) is not None:
+            if (shared := overlap(place, there)) is not None:
                 piece = self.raw(leaf, there).view(dtype)
                 piece = piece.reshape([stop - start for start, stop in there])
-                values[_within(meet, place)] = piece[_within(meet, there)]
+                values[_within(shared, place)] = piece[_within(shared, there)]
         return values
 
 
 def copies_in(folder: Path) -> dict[CopyId, tuple[CopyHeader, Pieces]]:
-    """What a folder has of each copy, newest first."""
+    """The pieces of each copy in a folder, newest first."""
     groups: dict[CopyId, dict[Path, CopyHeader]] = {}
     for header, path in headers_in(folder):
         groups.setdefault(header.copy, {})[path] = header
@@ -229,7 +229,7 @@ def copies_in(folder: Path) -> dict[CopyId, tuple[CopyHeader, Pieces]]:
 
 
 def size_of(place: Slices) -> int:
-    """How many elements lie at a place."""
+    """How many elements a place has."""
     return math.prod(stop - start for start, stop in place)
 
 
@@ -238,21 +238,21 @@ def as_place(pairs: Iterable[Sequence[int]]) -> Slices:
     return tuple((int(start), int(stop)) for start, stop in pairs)
 
 
-def meeting(one: Slices, other: Slices) -> Slices | None:
-    """Where two places meet; None where they do not."""
-    meet = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return meet if all(start < stop for start, stop in meet) else None
+def overlap(one: Slices, other: Slices) -> Slices | None:
+    """The elements that two places share; None where there are none."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
 
 
-def _within(meet: Slices, place: Slices) -> tuple[slice, ...]:
+def _within(shared: Slices, place: Slices) -> tuple[slice, ...]:
     return tuple(
         slice(start - first, stop - first)
-        for (start, stop), (first, _) in zip(meet, place, strict=True)
+        for (start, stop), (first, _) in zip(shared, place, strict=True)
     )
 
 
 def headers_in(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
-    """The finished files of a folder, with what they say of themselves."""
+    """The headers of the finished files of a folder, and their paths."""
     for path in sorted(folder.glob("*.copy")):
         with contextlib.suppress(OSError, *MALFORMED):
             yield CopyHeader.read(path), path

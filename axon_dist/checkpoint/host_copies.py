@@ -1,10 +1,10 @@
 """`HostCopies`: the newest state of a run in the memory of its hosts, which outlives its processes.
 
-A process that is killed takes its devices' memory with it. What it has written to a folder of the
-host's memory, such as `/dev/shm`, stays, so that the run goes on from there, on as many processes
-as there are then, and reads nothing from a disk. A host that is lost takes its folder with it. So
-each host also keeps what the one before it alone has, and a run survives the loss of a host, or of
-several of which no two are neighbours.
+The memory of a process's devices is lost when it is killed. A folder in the memory of the host,
+such as `/dev/shm`, stays, so that the run goes on from there, on as many processes as there are
+then, and reads nothing from a disk. The folder is lost with its host. So each host also keeps what
+only the host before it has, and a run survives the loss of a host, or of several of which no two
+are consecutive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .copy_files import (
     copies_in,
     headers_in,
     is_whole,
-    meeting,
+    overlap,
     place_of,
     raw_bytes,
     size_of,
@@ -68,12 +68,12 @@ class HostRing:
     """The hosts of a run in the order of their processes; each keeps what the one before it has.
 
     Args:
-        hosts: of every process, a number that stands for its host.
+        hosts: of every process, the number of its host.
     """
 
     hosts: tuple[int, ...]
 
-    def beside(self, process: int) -> tuple[int, ...]:
+    def peers(self, process: int) -> tuple[int, ...]:
         """The processes of the same host."""
         return tuple(p for p, host in enumerate(self.hosts) if host == self.hosts[process])
 
@@ -81,10 +81,10 @@ class HostRing:
         """The process in the same place of the host before."""
         order = list(dict.fromkeys(self.hosts))
         host = order[order.index(self.hosts[process]) - 1]
-        return self.beside(self.hosts.index(host))[self.beside(process).index(process)]
+        return self.peers(self.hosts.index(host))[self.peers(process).index(process)]
 
     def spread(self, leaves: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
-        """Those of which a host has what the next one has not.
+        """The leaves of which a host has shards that the next host lacks.
 
         Args:
             leaves: arrays, or their shapes with shardings.
@@ -92,12 +92,10 @@ class HostRing:
         Raises:
             ConfigError: when the hosts are not alike, so that one device has no other to send to.
         """
-        found = {path: leaf for path, leaf in leaves.items() if self._is_spread(leaf)}
-        for path, leaf in found.items():
+        spread = {path: leaf for path, leaf in leaves.items() if self._is_spread(leaf)}
+        for path, leaf in spread.items():
             sizes = collections.Counter(device.process_index for device in leaf.sharding.device_set)
-            each = [
-                [sizes[p] for p in self.beside(p)] for p in map(self.hosts.index, {*self.hosts})
-            ]
+            each = [[sizes[p] for p in self.peers(p)] for p in map(self.hosts.index, {*self.hosts})]
             if len({*map(len, each)}) > 1 or len({size for row in each for size in row}) > 1:
                 raise ConfigError(
                     f"the processes of the hosts have {' and '.join(map(str, sorted(each)))} "
@@ -105,10 +103,10 @@ class HostRing:
                     "the next one, device by device. Start as many processes on each host, with as "
                     "many devices, or leave checkpoint.memory_every at 0"
                 )
-        return found
+        return spread
 
-    def own_pieces(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
-        """What this process writes of its own."""
+    def local_pieces(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
+        """The pieces of its devices that this process writes."""
         rows: Rows = []
         pieces: list[jax.Array] = []
         for path, leaf in leaves.items():
@@ -119,7 +117,7 @@ class HostRing:
         return rows, iter(pieces)
 
     def pieces_before(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
-        """What this process writes for the one before it; every process goes through all of it.
+        """The pieces that this process writes for the one before it; every process yields all.
 
         Args:
             leaves: those that are spread; each is sent when its turn comes.
@@ -140,7 +138,7 @@ class HostRing:
         return [(path, place, np.dtype(leaves[path].dtype)) for path, place in places], pieces()
 
     def _sent(self, leaf: Array) -> dict[int, jax.Array]:
-        """What the devices of the process before hold of a leaf, as bytes by their numbers."""
+        """The shards of a leaf on the devices of the process before, as bytes, by device number."""
         devices = sorted(leaf.sharding.device_set, key=lambda x: (x.process_index, x.id))
         each = len(devices) // len(self.hosts)
         sources = [self.before(n // each) * each + n % each for n in range(len(devices))]
@@ -154,7 +152,7 @@ class HostRing:
 
     def _is_spread(self, leaf: Any) -> bool:
         if leaf.sharding.is_fully_addressable:
-            # Every process has one of its own.
+            # Every process has another one.
             return False
         places = _first_devices(leaf.sharding, leaf.shape, self.hosts)
         order = list(dict.fromkeys(self.hosts))
@@ -170,13 +168,13 @@ class HostRing:
 def _first_devices(
     sharding: Sharding, shape: tuple[int, ...], hosts: tuple[int, ...]
 ) -> dict[int, dict[Slices, tuple[int, int]]]:
-    """What each host has of an array, and the first process and device there that has it."""
-    found: dict[int, dict[Slices, tuple[int, int]]] = {host: {} for host in hosts}
+    """The shards of an array on each host, and the first process and device there that has it."""
+    firsts: dict[int, dict[Slices, tuple[int, int]]] = {host: {} for host in hosts}
     for device, index in sharding.devices_indices_map(shape).items():
         process = int(device.process_index)
-        places, place = found[hosts[process]], place_of(index, shape)
+        places, place = firsts[hosts[process]], place_of(index, shape)
         places[place] = min((process, int(device.id)), places.get(place, (process, int(device.id))))
-    return found
+    return firsts
 
 
 @functools.lru_cache(maxsize=4)
@@ -194,12 +192,12 @@ def _sender(
 
 @dataclasses.dataclass(frozen=True)
 class HostCopy:
-    """What a run goes on from.
+    """A restored copy.
 
     Args:
         step: how many steps the state has taken.
         state: the state.
-        meta: what was kept with it.
+        meta: what was saved with it.
     """
 
     step: int
@@ -211,14 +209,15 @@ class HostCopies:
     """The newest state that the processes of a run have left in the memory of their hosts.
 
     Each distinct shard is written once a host, by the first process there that holds it. So a host
-    has what its devices have: a whole state under `ddp`, and where every host holds a replica. Of
-    what is split over the hosts each also gets, over the mesh, what the host before it has, in the
-    order of the processes, the last coming before the first. The state outlives any process, and
-    any host whose neighbour stays; one that is replaced gets what it needs from the others.
+    has the shards of its devices: the whole state under `ddp`, and where every host has a replica.
+    Of leaves that are split over hosts each also gets, over the mesh, the shards of the host before
+    it, in the order of the processes, the last being before the first. The state survives the loss
+    of any process, and of any host whose next one stays; a new host gets its shards from the
+    others.
 
     Args:
         folder: in the memory of this host; the same for all of its processes.
-        tell: takes a sentence when a copy could not be made; the run goes on.
+        tell: called with a sentence when a copy could not be made; the run goes on.
 
     Example:
         >>> import jax.numpy as jnp, tempfile
@@ -231,14 +230,14 @@ class HostCopies:
 
     def __init__(self, folder: Path, tell: Callable[[str], None] = lambda text: None):
         self.folder, self.tell = folder, tell
-        where = f"{socket.gethostname()} {folder.resolve()}"
-        self._ring = HostRing(tuple(_gathered(zlib.crc32(where.encode()) >> 1)))
-        # Steps are counted again after a loss: what was written before must not be mixed with that.
+        location = f"{socket.gethostname()} {folder.resolve()}"
+        self._ring = HostRing(tuple(_gathered(zlib.crc32(location.encode()) >> 1)))
+        # Steps are counted again after a loss: files of before must not be mixed with later ones.
         self._generation: str = from_main(secrets.token_hex(8))
         self._turn = 0
 
     def check(self, target: PyTree) -> None:
-        """Raises `ConfigError` where the loss of a host could not be survived as promised.
+        """Raises `ConfigError` where a run could not survive the loss of a host.
 
         Args:
             target: as for `load_checkpoint`.
@@ -265,36 +264,36 @@ class HostCopies:
             generation=self._generation,
             turn=self._turn,
             process=me,
-            writers=ring.beside(me),
+            writers=ring.peers(me),
             leaves={path: spec_of(leaf) for path, leaf in leaves.items()},
             meta=dict(meta),
         )
-        reason = self._write(header, *ring.own_pieces(stored))
+        reason = self._write(header, *ring.local_pieces(stored))
         spread = ring.spread(stored)
         if spread:
             other = ring.before(me)
-            theirs = dataclasses.replace(header, process=other, writers=ring.beside(other))
+            theirs = dataclasses.replace(header, process=other, writers=ring.peers(other))
             reason = self._write(theirs, *ring.pieces_before(spread)) or reason
         # Only a copy that all have written takes the place of the one before it.
         if failed := [p for p, has_failed in enumerate(_gathered(bool(reason))) if has_failed]:
-            mine = {me, ring.before(me)} if spread else {me}
-            self._remove(lambda found: found.process in mine and found.copy == header.copy)
+            local = {me, ring.before(me)} if spread else {me}
+            self._remove(lambda stale: stale.process in local and stale.copy == header.copy)
             self.tell(
                 f"no copy of step {step}: processes {failed} could not write theirs"
                 f"{f' to {str(self.folder)!r}: {reason}' if reason else ''}; the one before it "
                 "stays. Make room there, or copy less often"
             )
             return
-        self._remove(lambda found: found.copy != header.copy)
+        self._remove(lambda stale: stale.copy != header.copy)
 
     def newest(self, target: PyTree) -> HostCopy | None:
-        """Restores the newest copy that the hosts have whole together; every process calls this.
+        """Restores the newest copy that is complete over all hosts; every process calls this.
 
         Args:
             target: as for `load_checkpoint`.
 
         Returns:
-            What was found, on the mesh of the target; None where the hosts have no whole copy.
+            The copy, on the mesh of the target; None where the hosts have no complete one.
 
         Raises:
             CheckpointError: when the copy belongs to another model or optimizer.
@@ -302,10 +301,10 @@ class HostCopies:
         """
         here = copies_in(self.folder)
         me = process_index()
-        found = _newest_whole(here, is_teller=self._ring.beside(me)[0] == me)
-        if found is None:
+        newest = _newest_complete(here, is_teller=self._ring.peers(me)[0] == me)
+        if newest is None:
             return None
-        header, holders = found
+        header, holders = newest
         local = here.get(header.copy, (None, Pieces({})))[1]
         targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
         wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
@@ -326,13 +325,13 @@ class HostCopies:
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
 
         values = {path: read(path, leaf) for path, leaf in stored.items()}
-        _check_whole(local, header.step)
+        _check_undamaged(local, header.step)
         leaves = [from_stored(values[path], leaf) for path, leaf in targets.items()]
         state = jax.tree.unflatten(jax.tree.structure(target), leaves)
         return HostCopy(header.step, state, dict(header.meta))
 
     def forget(self) -> None:
-        """Throws all copies away, as a run does that goes back to an earlier state."""
+        """Deletes all copies, as when a run goes back to an earlier state."""
         self._remove(lambda header: True)
 
     def _write(self, header: CopyHeader, rows: Rows, pieces: Iterator[jax.Array]) -> str:
@@ -342,7 +341,7 @@ class HostCopies:
         except OSError as error:
             return error.strerror or str(error)
         finally:
-            # What this process sends the others wait for.
+            # The others wait for what this process sends.
             collections.deque(pieces, maxlen=0)
         return ""
 
@@ -359,8 +358,8 @@ def _gathered(number: int) -> list[int]:
     return [int(x) for x in np.ravel(multihost_utils.process_allgather(np.int32(number)))]
 
 
-def _told_by_all(value: object) -> list[Any]:
-    """What JSON holds, of every process."""
+def _from_all(value: object) -> list[Any]:
+    """A value that JSON holds, of every process."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = _gathered(text.size)
     padded = np.zeros(max(sizes), np.uint8)
@@ -373,28 +372,28 @@ Holders: TypeAlias = Mapping[LeafPath, Mapping[Slices, int]]
 """For each place of each leaf the first process whose host has the piece."""
 
 
-def _newest_whole(
+def _newest_complete(
     here: Mapping[CopyId, tuple[CopyHeader, Pieces]], is_teller: bool
 ) -> tuple[CopyHeader, Holders] | None:
-    """The newest copy that the folders of all hosts have whole together, and who has what.
+    """The newest copy that is complete over the folders of all hosts, and who has which piece.
 
     Args:
         here: what the folder of this host has.
-        is_teller: whether this process speaks for its host.
+        is_teller: whether this process reports for its host.
     """
-    told = _told_by_all([[c, pieces.parts] for c, (_, pieces) in here.items()] if is_teller else [])
-    for copy in sorted({tuple(copy) for rows in told for copy, _ in rows}, reverse=True):
+    tables = _from_all([[c, pieces.parts] for c, (_, pieces) in here.items()] if is_teller else [])
+    for copy in sorted({tuple(copy) for rows in tables for copy, _ in rows}, reverse=True):
         parts: dict[int, list[Part]] = {
             teller: [
                 (process, writers, {leaf: [*map(as_place, p)] for leaf, p in places.items()})
                 for process, writers, places in listed
             ]
-            for teller, rows in enumerate(told)
+            for teller, rows in enumerate(tables)
             for other, listed in rows
             if tuple(other) == copy
         }
-        mine = here[copy][0].to_json() if copy in here else None
-        header = CopyHeader.from_json(from_main(mine, min(parts)))
+        header_text = here[copy][0].to_json() if copy in here else None
+        header = CopyHeader.from_json(from_main(header_text, min(parts)))
         if is_whole([part for listed in parts.values() for part in listed], header.leaves):
             holders: dict[LeafPath, dict[Slices, int]] = {}
             for teller, listed in parts.items():
@@ -408,14 +407,14 @@ def _newest_whole(
 def _missing(
     local: Pieces, leaves: Mapping[LeafPath, jax.ShapeDtypeStruct], holders: Holders
 ) -> set[tuple[LeafPath, Slices]]:
-    """The pieces that this process needs and its host has not."""
+    """The pieces that this process needs and its host lacks."""
     missing: set[tuple[LeafPath, Slices]] = set()
     for path, leaf in leaves.items():
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         places = {place_of(index, leaf.shape) for index in indices if index is not None}
         for there in holders.get(path, ()):
-            # An array without dims has one place, which is empty and no less one.
-            is_needed = any(meeting(place, there) is not None for place in places)
+            # A scalar has one place, which is the empty tuple.
+            is_needed = any(overlap(place, there) is not None for place in places)
             if is_needed and not local.has(path, there):
                 missing.add((path, there))
     return missing
@@ -424,16 +423,16 @@ def _missing(
 def _fetch(
     local: Pieces, leaves: Mapping[LeafPath, jax.ShapeDtypeStruct], holders: Holders
 ) -> None:
-    """Gets what this process needs and its host has not from those that have it.
+    """Gets what this process needs and its host lacks from hosts that have it.
 
     Args:
         local: what this host has; gets the rest.
-        leaves: what is stored of each, and where it is to lie.
-        holders: who has what.
+        leaves: what is stored of each, with the sharding that it is to get.
+        holders: who has which piece.
     """
     missing = _missing(local, leaves, holders)
-    told = _told_by_all(sorted(missing))
-    for path, place in sorted({(path, as_place(p)) for rows in told for path, p in rows}):
+    requests = _from_all(sorted(missing))
+    for path, place in sorted({(path, as_place(p)) for rows in requests for path, p in rows}):
         is_source = process_index() == holders[path][place]
         size = size_of(place) * np.dtype(leaves[path].dtype).itemsize
         raw = local.raw(path, place) if is_source else np.zeros(size, np.uint8)
@@ -442,7 +441,7 @@ def _fetch(
             local.add(path, place, sent)
 
 
-def _check_whole(local: Pieces, step: int) -> None:
+def _check_undamaged(local: Pieces, step: int) -> None:
     """Raises on all processes where one has read a piece that is not what was written."""
     damaged = _gathered(bool(local.damaged))
     if any(damaged):

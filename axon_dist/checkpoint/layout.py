@@ -1,4 +1,4 @@
-"""What lies where in a checkpoint, and what its manifest says of itself: no arrays.
+"""The files of a checkpoint, and its manifest; no arrays.
 
 step_00000012/        the checkpoint; `step_00000012.tmp` while it is being written
     COMMITTED         the checksum of the manifest, written last
@@ -44,9 +44,9 @@ MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 ZARR = "zarr"
-"""Where the values are that were written into a bucket, in place of `ARRAYS`."""
+"""The folder of the values in a bucket, in place of `ARRAYS`."""
 UNFINISHED = ".tmp"
-"""The ending of a folder that no reader may look into."""
+"""The suffix of a folder that no reader opens."""
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,18})")
 
@@ -93,13 +93,13 @@ def staging_of(folder: Path) -> Path:
 
 
 def replaced_of(folder: Path) -> Path:
-    """Where the checkpoint that had the name lies while another one takes it."""
+    """The name of the checkpoint that had this name, while another one replaces it."""
     return folder.with_name(f"{folder.name}.old{UNFINISHED}")
 
 
 def is_part(name: str) -> bool:
     """Whether a checkpoint has an entry of that name."""
-    # While a store writes, the values lie under their name with an ending of the store's.
+    # While a store writes, the values are under their name with an ending of the store's.
     return name in (MARKER, MANIFEST, ARRAYS, ZARR) or name.startswith(f"{ARRAYS}.")
 
 
@@ -110,7 +110,7 @@ def marker_of(manifest: bytes) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The dtype and the global shape of a leaf, whatever mesh it lies on.
+    """The dtype and the global shape of a leaf, whatever mesh it is placed on.
 
     Args:
         dtype: as JAX names it, such as `bfloat16` or `key<fry>`.
@@ -129,14 +129,14 @@ class LeafSpec:
 
 
 def leaf_specs(data: Mapping[LeafPath, Any]) -> dict[LeafPath, LeafSpec]:
-    """What JSON made of leaves, as they were."""
+    """The leaves that JSON holds, as they were."""
     return {path: LeafSpec(x["dtype"], tuple(x["shape"])) for path, x in data.items()}
 
 
 def differences(
     saved: Mapping[LeafPath, LeafSpec], wanted: Mapping[LeafPath, LeafSpec]
 ) -> list[str]:
-    """Says leaf by leaf how a checkpoint differs from what a program asks for.
+    """Lists leaf by leaf how a checkpoint differs from the state to restore.
 
     Args:
         saved: the leaves of the checkpoint.
@@ -164,7 +164,7 @@ def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
     """The leaves of a tree by path.
 
     Raises:
-        CheckpointError: when two leaves spell the same path.
+        CheckpointError: when two leaves have the same path.
     """
     pairs = leaves_with_paths(tree)
     leaves = dict(pairs)
@@ -226,10 +226,10 @@ def from_stored(stored: Array, target: jax.ShapeDtypeStruct) -> Array:
 
 
 def described(path: LeafPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """What a leaf of a target asks for, with the sharding it has to say.
+    """The shape, dtype and sharding of a leaf of a target.
 
     Raises:
-        CheckpointError: when it does not say where it shall live.
+        CheckpointError: when it has no sharding.
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -263,7 +263,7 @@ def target_of(abstract: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _key_impl(target: jax.ShapeDtypeStruct) -> Any:
-    """The implementation of described keys, which only an array, or a tracer of one, tells."""
+    """The implementation of described keys, which only an array, or a tracer of one, has."""
     impls = []
     jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), target)
     return impls[0]
@@ -350,8 +350,8 @@ class Manifest:
         checksums: of every leaf, independent of the mesh.
         mesh: sizes of the mesh axes that the state was on; empty on a single device.
         versions: of the packages that wrote it.
-        meta: whatever the caller had to say, such as the config and the position in the data.
-        score: what the best checkpoints are chosen by, lower being better; None without one.
+        meta: of the caller, such as the config and the position in the data.
+        score: by which the best checkpoints are chosen, lower being better; None without one.
         serial: how many checkpoints were written into the folder before it.
         files: every file but the manifest and the marker, by path inside the checkpoint.
         format: the version of this layout.
@@ -378,7 +378,7 @@ class Manifest:
 
         Raises:
             CheckpointError: when a newer version of this library wrote it.
-            DamagedCheckpointError: when it is none that was written.
+            DamagedCheckpointError: when it is not one that a save writes.
         """
         what, damaged = f"{MANIFEST} is not one that a save writes", errors.DamagedCheckpointError
         with reworded(what, "use another checkpoint", damaged, MALFORMED):
@@ -393,8 +393,8 @@ class Manifest:
             _check_parts(data)
             kind = {str(kind): kind for kind in StateDictType}[data["type"]]
             files = {name: FileRecord(**record) for name, record in data["files"].items()}
-            whole = {"type": kind, "leaves": leaf_specs(data["leaves"]), "files": files}
-            return cls(**{**data, **whole})
+            parsed = {"type": kind, "leaves": leaf_specs(data["leaves"]), "files": files}
+            return cls(**{**data, **parsed})
 
 
 def _check_parts(data: Mapping[str, Any]) -> None:
@@ -414,7 +414,7 @@ def _check_parts(data: Mapping[str, Any]) -> None:
         raise TypeError("leaves and checksums are not of the same arrays")
     outside = [name for name in data["files"] if name.startswith("/") or ".." in name.split("/")]
     if outside:
-        raise TypeError(f"it names the file {outside[0]!r:.80}, which is none of its own")
+        raise TypeError(f"it names the file {outside[0]!r:.80}, which is not one of a checkpoint")
 
 
 def check_meta(meta: Any) -> None:
@@ -434,7 +434,7 @@ def check_meta(meta: Any) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the packages that a checkpoint depends on, where they are installed."""
+    """The versions of the packages that a checkpoint depends on, if installed."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -443,7 +443,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def mesh_shape(arrays: Iterable[Array]) -> dict[str, int]:
-    """The mesh of the first array that lies on one; empty where none does."""
+    """The mesh of the first array that is placed on one; empty where none is."""
     for array in arrays:
         if isinstance(array.sharding, NamedSharding):
             return {str(axis): size for axis, size in array.sharding.mesh.shape.items()}

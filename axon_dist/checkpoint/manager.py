@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of a run, written behind its back and kept within bounds."""
+"""`CheckpointManager`: the checkpoints of a run, written in the background and deleted by rules."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ class Retention:
         by_age = sorted(entries, key=lambda entry: entry.serial)
         scored = [entry for entry in by_age if not math.isnan(_score(entry))]
         by_score = sorted(scored, key=lambda entry: (_score(entry), -entry.serial))
-        kept = {*by_age[-self.last :], *by_score[: self.best]}
+        retained = {*by_age[-self.last :], *by_score[: self.best]}
         if self.every:
-            kept |= {entry for entry in by_age if entry.step % self.every == 0}
-        return [entry for entry in by_age if entry not in kept]
+            retained |= {entry for entry in by_age if entry.step % self.every == 0}
+        return [entry for entry in by_age if entry not in retained]
 
 
 def _score(entry: Entry) -> float:
@@ -101,7 +101,7 @@ _RETENTION = ArgumentKind(
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a run goes on from.
+    """The checkpoint from which a run goes on.
 
     Args:
         path: of the folder of one checkpoint.
@@ -122,14 +122,14 @@ class Restored:
 class CheckpointManager:
     """The checkpoints of a run in one folder; every process of the run holds one.
 
-    A save that fails does not end the run: it is told, and the checkpoints that are there stay.
+    A save that fails does not end the run: it is reported, and the checkpoints that are there stay.
 
     Args:
         folder: made when needed; also at `gs://` or `s3://`.
         retention: which checkpoints stay.
         type: who writes.
-        background: write while the run goes on; a save then waits for the one before it.
-        tell: takes a sentence for the user whenever something fails.
+        background: write while the run continues; a save then waits for the one before it.
+        tell: called with a sentence for the user whenever something fails.
 
     Raises:
         ConfigError: for an unknown type, or one that cannot be there.
@@ -176,7 +176,7 @@ class CheckpointManager:
         if error is None:
             self.wait()
         elif self._pending is not None:
-            # The other processes may be gone, so this one waits for its own part alone.
+            # The other processes may be gone, so this one waits for its part alone.
             self._pending.join()
 
     def save(
@@ -196,7 +196,7 @@ class CheckpointManager:
             score: what `Retention.best` goes by, lower being better.
 
         Raises:
-            ConfigError: for a step that is negative or no integer; every other failure is told.
+            ConfigError: for a step that is negative or no integer; every other failure is reported.
         """
         path = self.folder / step_name(step)
         NUMBER.or_none().check("CheckpointManager.save", "score", score)
@@ -256,13 +256,13 @@ class CheckpointManager:
         return damages
 
     def restore_newest(self, target: PyTree) -> Restored | None:
-        """Restores the newest good checkpoint, and tells about every newer one that is damaged.
+        """Restores the newest good checkpoint, and reports every newer one that is damaged.
 
         Args:
             target: as for `load_checkpoint`.
 
         Returns:
-            What it found, or None in a folder without checkpoints.
+            The checkpoint and its state, or None in a folder without checkpoints.
 
         Raises:
             CheckpointError: when there are checkpoints and all are damaged, or when one belongs to
@@ -284,7 +284,7 @@ class CheckpointManager:
         return None
 
     def _prepare(self) -> int:
-        """Clears away what killed runs left half-written; returns the next serial number."""
+        """Removes unfinished checkpoints of killed runs; returns the next serial number."""
         if isinstance(self.folder, Address):
             names = {name.split("/")[0] for name in self.folder.names()}
             for path in (self.folder / name for name in names if step_of(name) is not None):
@@ -313,7 +313,7 @@ class CheckpointManager:
 
     def _paths(self) -> list[Place]:
         if isinstance(self.folder, Address):
-            # Without a marker it is what a killed save left, as a folder `.tmp` is on a disk.
+            # Without a marker it is of a killed save, as a folder `.tmp` is on a disk.
             marked = [n.removesuffix(f"/{MARKER}") for n in self.folder.names() if "/" in n]
             return [self.folder / name for name in marked if step_of(name) is not None]
         if kind_at(self.folder) != "a folder":
@@ -323,7 +323,7 @@ class CheckpointManager:
             return [p for p in sorted(self.folder.iterdir()) if step_of(p.name) is not None]
 
     def _newest_first(self) -> list[Place]:
-        """Every checkpoint; one whose manifest cannot be read stands where its step would."""
+        """Every checkpoint; one whose manifest cannot be read is listed at the step of its name."""
         entries = {entry.step: float(entry.serial) for entry in self.entries()}
 
         def age(path: Place) -> float:

@@ -89,7 +89,7 @@ def save_checkpoint(
         ConfigError: for another type.
         CheckpointError: when the state has no leaves, one that is no array, or two that cannot be
             told apart; when JSON does not hold the meta; when something else than a checkpoint
-            lies at the path, or the disk refuses. What was there stays.
+            is at the path, or the disk refuses. What was there stays.
         UnsupportedError: when a full checkpoint has no name for a dtype.
 
     Example:
@@ -107,9 +107,9 @@ def save_checkpoint(
 
 
 class PendingSave:
-    """A checkpoint on its way to the disk.
+    """A checkpoint that is being written.
 
-    Making one copies the state to host memory and goes on writing in a thread; afterwards the
+    Making one copies the state to host memory and then writes in a thread; afterwards the
     arrays of the state may be donated.
 
     Args:
@@ -119,7 +119,7 @@ class PendingSave:
         meta: what JSON holds.
         score: lower is better; None without one.
         serial: how many checkpoints came before it.
-        then: done by process 0 once the checkpoint has its name.
+        then: run by process 0 once the checkpoint has its name.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PendingSave:
         check_type(folder, type)
         arrays = _arrays_of(state)
         size = sum(array.nbytes for array in arrays.values())
-        name = on_main(lambda: self._make_way(meta, size))
+        name = on_main(lambda: self._claim_name(meta, size))
         stored = {path: to_stored(array) for path, array in arrays.items()}
         manifest = Manifest(
             type=type,
@@ -160,13 +160,13 @@ class PendingSave:
         """Returns when the checkpoint is complete, on every process at once.
 
         Raises:
-            CheckpointError: saying what kept it from being written.
+            CheckpointError: saying what prevented it from being written.
         """
         error = self._written.exception()
         on_main(lambda: _raise(error))
 
     def join(self) -> None:
-        """Returns when this process has done its part, whatever came of it."""
+        """Returns when this process has done its part, failed or not."""
         concurrent.futures.wait([self._written])
 
     def _finish(self, *parts: Any) -> None:
@@ -201,7 +201,7 @@ class PendingSave:
             return bucket.begin(self.folder, stored)
         return STORES[type].begin(staging_of(self.folder), stored, name)
 
-    def _make_way(self, meta: Any, size: int) -> str:
+    def _claim_name(self, meta: Any, size: int) -> str:
         """Makes room for a save, and a name for it that no other one has."""
         check_meta(meta)
         self._run(lambda: check_replaceable(self.folder))
@@ -213,7 +213,7 @@ class PendingSave:
             staging = staging_of(self.folder)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            # Said before the first byte: the stores find out in every thread that writes.
+            # Refused before the first byte: the stores would fail in every thread that writes.
             if (free := shutil.disk_usage(staging).free) < size:
                 raise OSError(f"the disk has {byte_size(free)} left for its {byte_size(size)}")
 
@@ -230,7 +230,7 @@ class PendingSave:
             if is_main() and not isinstance(self.folder, Address):
                 shutil.rmtree(staging_of(self.folder), ignore_errors=True)
             full = os.strerror(errno.ENOSPC)
-            # TensorStore says it in a line for each of the layers it goes through.
+            # TensorStore reports it in a line for each of its layers.
             reason = [full] if full in str(error) else str(error).strip().splitlines()
             reason = reason or [repr(error)]
             raise CheckpointError(
@@ -256,7 +256,7 @@ def _raise(error: BaseException | None) -> None:
 
 @runtime_checkable
 class HasState(Protocol):
-    """What knows the state that it trains, as a `TrainStep` does."""
+    """An object with the shapes and shardings of its state, such as a `TrainStep`."""
 
     @property
     def abstract_state(self) -> PyTree:
@@ -265,7 +265,7 @@ class HasState(Protocol):
 
     @property
     def state_shardings(self) -> PyTree:
-        """Where it lies."""
+        """Its folder."""
         ...
 
 
@@ -328,12 +328,12 @@ def load_checkpoint(
 
 def _state_of(step: HasState, parts: str | Collection[str] | None) -> PyTree:
     """The state of a step, or some of its fields, as targets."""
-    whole = target_of(step.abstract_state, step.state_shardings)
+    state = target_of(step.abstract_state, step.state_shardings)
     if parts is None:
-        return whole
+        return state
     if isinstance(parts, str):
-        return getattr(whole, parts)
-    return {name: getattr(whole, name) for name in parts}
+        return getattr(state, parts)
+    return {name: getattr(state, name) for name in parts}
 
 
 def _check_leaves(
@@ -344,10 +344,10 @@ def _check_leaves(
 ) -> None:
     wanted = {path: spec_of(target) for path, target in targets.items()}
 
-    def is_asked(path):
+    def is_selected(path):
         return parts is None or path.split("/")[0] in parts
 
-    saved = {path: spec for path, spec in manifest.leaves.items() if is_asked(path)}
+    saved = {path: spec for path, spec in manifest.leaves.items() if is_selected(path)}
     unlike = differences(saved, wanted)
     if unlike:
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """The folder of a checkpoint on disk: sealed when complete, checked before it is read.
 
 Orbax stores arrays without a checksum over their values, so a flipped byte in them would be
-restored silently. The checksum of a leaf is taken on the devices before it leaves them and again
-after it came back, and so covers the whole way; the checksum of a file names the one at fault.
+restored silently. The checksum of a leaf is computed on the devices before it leaves them and again
+after it came back, and so covers the whole path; the checksum of a file names the one at fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _GOLDEN = 0x9E3779B1
 
 @jax.jit  # traced once for all leaves of a shape
 def leaf_checksum(x: Array) -> Array:
-    """Mixes every element with its position into 32 bits, wherever the array lives.
+    """Mixes every element with its position into 32 bits, wherever the array is.
 
     With `u_i` the bits of element i in row-major order, all modulo 2^32,
 
@@ -75,7 +75,7 @@ def leaf_checksum(x: Array) -> Array:
 
 
 def leaf_checksums(leaves: Mapping[LeafPath, Array]) -> dict[LeafPath, Array]:
-    """Starts computing the checksums of leaves; nothing waits for them.
+    """Starts computing the checksums of leaves, asynchronously.
 
     Args:
         leaves: arrays, in device or host memory; those on the same devices share one program.
@@ -158,7 +158,7 @@ def publish(folder: Path) -> None:
     """Gives a sealed checkpoint its name, in place of one that had it."""
     replaced = replaced_of(folder)
     if folder.exists():
-        # What a save left there that was killed after its checkpoint had the name.
+        # Of a save that was killed after its checkpoint had the name.
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(folder, replaced)
     os.rename(staging_of(folder), folder)
@@ -316,13 +316,13 @@ def _problem_of(path: Path, record: FileRecord) -> str | None:
 def check_replaceable(folder: Place) -> None:
     """Raises unless a save into a folder loses nothing but an earlier checkpoint.
 
-    A save takes three names: that of the checkpoint, and two that last as long as it does.
+    A save takes three names: that of the checkpoint, and two that exist while it lasts.
 
     Args:
         folder: of the checkpoint, which need not exist.
 
     Raises:
-        CheckpointError: saying what lies there.
+        CheckpointError: saying what is there.
     """
     if not folder.name or folder.name == ".." or folder.name.endswith(UNFINISHED):
         raise CheckpointError(
@@ -347,7 +347,7 @@ def check_replaceable(folder: Place) -> None:
 
 
 def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
-    """Describes what lies at a path if it is anything but an empty folder or a checkpoint.
+    """Describes what is at a path if it is anything but an empty folder or a checkpoint.
 
     A checkpoint holds the entries that `layout.py` names and no others, whatever state they are
     in, and one of them says so: the marker, whose name is enough, or the manifest by its contents.
@@ -358,7 +358,7 @@ def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
             removed; it then needs neither marker nor manifest.
 
     Returns:
-        What lies there; None where it may be removed.
+        What is there; None where it may be removed.
     """
     if isinstance(path, Address):
         names = sorted({name.split("/")[0] for name in path.names()})

@@ -1,11 +1,11 @@
-"""How values are kept in files: by Orbax, or as safetensors; a new way is a row of `STORES`.
+"""How values are stored in files: by Orbax, or as safetensors; a new way is a row of `STORES`.
 
     8 bytes      N, the length of the header, little-endian
     N bytes      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest     the values, row-major, without gaps
 
-The writer is our own because it takes one array after the other, where the library wants all of
-them at once. Source: https://github.com/huggingface/safetensors#format
+The writer here takes one array after the other; the library's wants all of them at once. Source:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 def plan_order(leaves: Mapping[str, Any]) -> list[str]:
-    """The order in which `write_tensors` wants the arrays: wide elements first.
+    """The order in which `write_tensors` takes the arrays: wide elements first.
 
     Each array then starts at a multiple of its element size.
 
@@ -135,7 +135,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Where an array lies in a file.
+    """The place of an array in a file.
 
     Args:
         path: the file.
@@ -155,7 +155,7 @@ class TensorEntry:
         return self.dtype.itemsize * math.prod(self.shape)
 
     def open(self) -> np.ndarray:
-        """Maps it into memory, read-only; what was touched is given back with the last view."""
+        """Maps it into memory, read-only; its pages are released with the last view."""
         if not self.size:
             return np.zeros(self.shape, self.dtype)
         raw = np.memmap(self.path, np.uint8, "r", self.start, self.size)
@@ -166,7 +166,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
     """Reads the header of a file alone.
 
     Returns:
-        Where each array lies, by name.
+        The place of each array, by name.
 
     Raises:
         CheckpointError: when it is no safetensors file, or was cut off.
@@ -176,7 +176,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
     with reworded(what, "name another file", CheckpointError, kinds):
         if (kind := kind_at(path)) not in (None, "a file"):
             raise ValueError(f"it is {kind} and no file")
-        # Something else may have taken the name meanwhile, and must not be waited for either.
+        # Something else may have the name by now, and must not block the open either.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             size = os.fstat(file.fileno()).st_size
@@ -184,8 +184,8 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
                 raise ValueError(f"its header would have {length} bytes")
             text = file.read(length).decode()
         header = json.loads(text, object_pairs_hook=_with_names_once)
-        said = header.pop(_METADATA, None) or {}
-        if odd := [name for name, value in said.items() if not isinstance(value, str)]:
+        metadata = header.pop(_METADATA, None) or {}
+        if odd := [name for name, value in metadata.items() if not isinstance(value, str)]:
             raise ValueError(f"its {_METADATA} has {odd[0]!r:.80}, which is no text")
         entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
         _check_filled(entries, 8 + length, size)
@@ -209,7 +209,7 @@ def _entry(
 
 
 def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
-    """A section of JSON, which would have the last of two with the same name."""
+    """A section of JSON; of two entries of a name it would have the last, so this refuses them."""
     section = dict(pairs)
     if len(section) < len(pairs):
         [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
@@ -218,7 +218,7 @@ def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
 
 
 def _check_filled(entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
-    """Raises unless the arrays lie side by side and fill the file, as the format wants it."""
+    """Raises unless the arrays are consecutive and fill the file, as the format demands."""
     end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
         if entry.start != end:
@@ -285,9 +285,9 @@ class OrbaxStore:
 
 
 class _Barriers:
-    """Where the processes of a save wait for each other; one that fails is not waited for.
+    """The barriers of the processes of a save; none waits for a process that has failed.
 
-    At those of Orbax the others wait 20 minutes for a process whose disk is full.
+    At barriers of Orbax the others wait 20 minutes for a process whose disk is full.
 
     Args:
         save: its name, another one for every save.
@@ -297,7 +297,7 @@ class _Barriers:
         self._prefix, self._passed, self._is_open = f"axon/save/{save}/", 0, True
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Returns when all processes are here; raises what one of them has failed by."""
+        """Returns when all processes have come; raises the error of one that failed."""
         self._is_open = False
         store = SharedStore()
         store.wait(f"{self._prefix}{self._passed}", timeout_ms / 1000)
@@ -308,12 +308,12 @@ class _Barriers:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Tells the other processes what this one fails by, at the barrier that comes next."""
+        """Sends the error of this process to the others, at their next barrier."""
         try:
             yield
         except Exception as error:
             if self._is_open:
-                # A process alone has no store, and nobody to tell.
+                # A single process has no store and no other to signal.
                 with contextlib.suppress(Exception):
                     SharedStore().set(f"{self._prefix}failed/{process_id()}", str(error))
                     self(key="", timeout_ms=_PATIENCE_MS)
@@ -379,7 +379,7 @@ def gather(leaves: Iterable[Array]) -> Iterator[np.ndarray]:
     """
     for leaf in leaves:
         is_here = leaf.is_fully_addressable or leaf.is_fully_replicated
-        # A copy, for on a CPU the array of numpy would share memory with one that gets donated.
+        # A copy: on a CPU the array of numpy would share memory with one that is donated.
         values = np.array(leaf if is_here else multihost_utils.process_allgather(leaf, tiled=True))
         if is_main():
             yield values

@@ -24,7 +24,7 @@ from axon_dist.mesh.chips import machine_of, unknown_chip
 from .values import fitted
 
 EMULATED = 4
-"""How many devices are made up where there are too few for a mesh with two axes."""
+"""How many devices are emulated where there are too few for a mesh with two axes."""
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -36,27 +36,27 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.numerics:
         # Before anything starts the backend, whose devices are counted then.
         World.emulate(EMULATED)
-    found = devices()
+    info = devices()
     _section(console, "Versions", versions())
-    _section(console, "Devices", found)
-    _section(console, "Meshes", _meshes(found))
-    if "devices" in found:
+    _section(console, "Devices", info)
+    _section(console, "Meshes", _meshes(info))
+    if "devices" in info:
         _section(console, "Attention", attention_rows(World.init()))
     _section(console, "Extras", _extras())
     are_right = not arguments.numerics or _numerics(console, arguments.numerics == "full")
-    return 0 if "devices" in found and are_right else 1
+    return 0 if "devices" in info and are_right else 1
 
 
 def _numerics(console: Console, full: bool) -> bool:
     """Prints what the sentinels found; returns whether all gradients are right."""
     here, emulated = World.init().mesh, World.emulate(EMULATED).mesh
     fits = here.size >= EMULATED and here.size % 2 == 0
-    chosen = list((here if fits else emulated).devices.flat)
-    findings = check_numerics(chosen, full=full)
+    selected = list((here if fits else emulated).devices.flat)
+    findings = check_numerics(selected, full=full)
     wrong = [finding for finding in findings if not finding.is_right]
     worst = max((finding.error for finding in findings if finding.is_right), default=0.0)
     rows: dict[str, object] = {
-        "devices": f"{len(chosen)} x {chosen[0].device_kind}",
+        "devices": f"{len(selected)} x {selected[0].device_kind}",
         "gradients": f"{len(findings) - len(wrong)} of {len(findings)} right, error <= {worst:.1e}",
     }
     for finding in wrong:
@@ -65,8 +65,8 @@ def _numerics(console: Console, full: bool) -> bool:
     return not wrong
 
 
-def _meshes(found: Mapping[str, object]) -> dict[str, str]:
-    count = found.get("devices")
+def _meshes(info: Mapping[str, object]) -> dict[str, str]:
+    count = info.get("devices")
     on = {f"on {count}": "  ".join(mesh_suggestions(count))} if isinstance(count, int) else {}
     return {**on, "emulated": "devices.emulate=8 in a config makes up 8 CPU devices"}
 
@@ -95,9 +95,9 @@ _EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages the library stands on."""
-    found = {name: _version(name) or "missing" for name in _CORE}
-    return {"python": platform.python_version(), **found}
+    """Versions of Python and of the packages that the library needs."""
+    installed = {name: _version(name) or "missing" for name in _CORE}
+    return {"python": platform.python_version(), **installed}
 
 
 def devices() -> dict[str, object]:
@@ -150,14 +150,14 @@ def _missing(distribution: str, extra: str) -> tuple[str, ...]:
     """The distributions that an extra needs and that are not there, through extras of theirs."""
     missing: list[str] = []
     for line in importlib.metadata.requires(distribution) or []:
-        found = _REQUIREMENT.match(line)
-        if found is None or _EXTRA.findall(line) != [extra]:
+        match = _REQUIREMENT.match(line)
+        if match is None or _EXTRA.findall(line) != [extra]:
             continue
-        if _version(found["name"]) is None:
-            missing.append(found["name"])
-        elif found["extras"]:
-            for inner in found["extras"].split(","):
-                missing.extend(_missing(found["name"], inner.strip()))
+        if _version(match["name"]) is None:
+            missing.append(match["name"])
+        elif match["extras"]:
+            for inner in match["extras"].split(","):
+                missing.extend(_missing(match["name"], inner.strip()))
     return tuple(missing)
 
 
@@ -170,12 +170,12 @@ def _version(name: str) -> str | None:
 
 def launch_processes(arguments: argparse.Namespace) -> int:
     """Launches; the exit code is that of the rank that failed first."""
-    given = {name: value for name, value in vars(arguments).items() if name != "verb"}
-    if given["command"][:1] == ["--"]:
-        del given["command"][0]
-    given["command"] = tuple(given["command"])
-    given["log_dir"] = given["log_dir"] or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
-    return launch(LaunchPlan(**given), _tell)
+    options = {name: value for name, value in vars(arguments).items() if name != "verb"}
+    if options["command"][:1] == ["--"]:
+        del options["command"][0]
+    options["command"] = tuple(options["command"])
+    options["log_dir"] = options["log_dir"] or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
+    return launch(LaunchPlan(**options), _tell)
 
 
 def _tell(line: str) -> None:

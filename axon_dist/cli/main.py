@@ -28,7 +28,7 @@ from .verbs import VERBS
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _LONGEST = 2000
-"""The longest message in letters; one that repeats more of what somebody typed loses its middle."""
+"""The longest message in letters; the middle of a longer one is cut."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows `axon`; None takes those of the process.
 
     Returns:
-        The exit code: 0, 2 for a mistake of the user, 130 when interrupted for good, 1 for what
-        nobody expected, whose traceback goes to a file, or whatever the verb returns.
+        The exit code: 0, 2 for a mistake of the user, 130 when interrupted, 1 for an
+        unexpected error, whose traceback goes to a file, or whatever the verb returns.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if set(os.environ.get("COLUMNS", "1")) == {"0"}:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Nobody reads what is left to say, which the interpreter must not find out again at exit.
+        # The reader is gone: flushing at the interpreter's exit must not fail again.
         _silence(sys.stdout)
         return 0
     except (Exception, KeyboardInterrupt) as error:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(error: BaseException) -> int:
-    """Reports what ended a verb; the exit code, where no other process waits for this one."""
+    """Reports the error of a verb; returns the exit code where this process is the only one."""
     launch = importlib.import_module("axon_dist.launch")
     if isinstance(error, AxonDistError):
         _say(f"error: {one_line(error)}")
@@ -95,7 +95,7 @@ def _leave(error: BaseException) -> int:
         file = frame.f_code.co_filename.removeprefix(f"{os.getcwd()}/")
         whose = "loss" if notes[0].startswith("raised by loss_fn") else "code"
         what = f"your {whose} raised {type(error).__name__} at {file}:{line}"
-    _say(f"{what}: {one_line(message)}; {_kept(error)}")
+    _say(f"{what}: {one_line(message)}; {_save_traceback(error)}")
     return launch.leave_after(error)
 
 
@@ -131,7 +131,7 @@ def _silence(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _kept(error: BaseException) -> str:
+def _save_traceback(error: BaseException) -> str:
     """Writes a traceback into a file, and says where it is."""
     if isinstance(error, OSError):
         # A standard output that is full would be found full again at exit.
@@ -248,7 +248,7 @@ def _check_keys(arguments: argparse.Namespace) -> None:
         names = {key.removeprefix(path) for key in keys if key.startswith(path)}
         names = {name for name in names if "." not in name}
         if not names or "factory" in names:
-            # Names of the user's own; or keys that depend on what the section is of.
+            # Names chosen by the user, or keys that depend on the kind of the section.
             continue
         for key, value in section.items():
             is_known = key in names or any(other.endswith(f".{key}") for other in keys)

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _telling() -> Iterator[Tell]:
-    """What shows how far planning is: a line that changes on a terminal, else one for each plan."""
+    """Shows the progress of planning: one changing line on a terminal, else a line per plan."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda name, clause: notice(f"{called(name)}: {clause}")
@@ -69,7 +69,7 @@ def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
 
 
 def _emulated(target: str) -> tuple[Hardware, int]:
-    """Devices that the CPU makes up have no rates: those of another chip rank the plans."""
+    """Emulated devices, which have no rates: plans are ranked by those of another chip."""
     count = parse_target(target).num_devices
     row = hardware(_DEFAULT_HARDWARE)
     share = host_memory() // count
@@ -79,18 +79,18 @@ def _emulated(target: str) -> tuple[Hardware, int]:
 def _plan_size(arguments: argparse.Namespace, memory: int | None) -> int:
     """Plans for a decoder of a number of parameters, and says which."""
     row, num_devices = _devices(arguments)
-    given = {
+    options = {
         "sequence_length": arguments.sequence,
         "optimizer": arguments.optimizer,
         "precision": arguments.precision,
     }
     if num_devices < 1:
         raise ConfigError(f"got --devices {num_devices}; it must be at least 1")
-    whole = -(-_GLOBAL_BATCH // num_devices) * num_devices
+    rounded = -(-_GLOBAL_BATCH // num_devices) * num_devices
     config = config_of_size(
         parse_count(arguments.params),
-        global_batch=whole if arguments.batch is None else arguments.batch,
-        **{name: value for name, value in given.items() if value is not None},
+        global_batch=rounded if arguments.batch is None else arguments.batch,
+        **{name: value for name, value in options.items() if value is not None},
     )
     model, console = config.model, Console(highlight=False)
     console.print(
@@ -99,9 +99,9 @@ def _plan_size(arguments: argparse.Namespace, memory: int | None) -> int:
         f"{model.max_length} tokens"
     )
     with _telling() as tell:
-        found = plan_config(config, row, num_devices, memory, tell=tell)
-    show_config_plans(config.name, found, console)
-    return 0 if found.fits else 1
+        ranking = plan_config(config, row, num_devices, memory, tell=tell)
+    show_config_plans(config.name, ranking, console)
+    return 0 if ranking.fits else 1
 
 
 def config_of_size(
@@ -160,11 +160,11 @@ def _nearest(value: float, multiple: int) -> int:
 
 
 def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
-    """Reads the best arrangements of a config from their own steps, and compiles the best."""
-    given = [f"--{name}" for name in _BESIDE if getattr(arguments, name) is not None]
-    if given:
+    """Ranks the plans of a config by their traced steps, and compiles the best."""
+    typed = [f"--{name}" for name in _BESIDE if getattr(arguments, name) is not None]
+    if typed:
         raise ConfigError(
-            f"got a config together with {', '.join(given)}; a config says these itself: replace "
+            f"got a config together with {', '.join(typed)}; a config says these itself: replace "
             "its values behind it, as in train.global_batch=64"
         )
     if arguments.compile and arguments.target is None:
@@ -178,9 +178,9 @@ def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
         prepare_environment(arguments.target)
     compiled = {"target": arguments.target, "num_compiled": arguments.compile}
     with _telling() as tell:
-        found = plan_config(config, row, num_devices, memory, **compiled, tell=tell)
-    show_config_plans(config.name, found, Console(highlight=False))
-    return 0 if found.fits else 1
+        ranking = plan_config(config, row, num_devices, memory, **compiled, tell=tell)
+    show_config_plans(config.name, ranking, Console(highlight=False))
+    return 0 if ranking.fits else 1
 
 
 _BESIDE = ("batch", "sequence", "optimizer", "precision")
@@ -209,45 +209,45 @@ def unit_of(largest: float) -> tuple[float, str]:
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 
 
-def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
+def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None:
     """Prints the plans of a config, what was refused, and the lines of the best.
 
     Args:
         name: of the config.
-        found: its plans.
+        ranking: its plans.
         console: where to.
     """
-    work, best = found.work, found.best
-    rates = "h100, for emulated devices have none" if found.hardware.name == "cpu" else None
+    work, best = ranking.work, ranking.best
+    rates = "h100, for emulated devices have none" if ranking.hardware.name == "cpu" else None
     console.print(
         f"{name}: {si(work.num_params, 'B')} parameters, {work.global_batch} samples per "
-        f"step, {plural(found.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
-        f"rates of {rates or found.hardware.name}"
+        f"step, {plural(ranking.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
+        f"rates of {rates or ranking.hardware.name}"
     )
     console.print(
         "Best first: what fits into 90 % of the memory, then the shortest predicted step; of steps "
         "within 3 % the simplest. Each was read from its own traced step"
     )
-    console.print(_table(found.plans, best if best.fits else None))
-    console.print(_reason(best), style="bold" if found.fits else "bold red")
-    for why in dict.fromkeys(why for _, why in found.refused):
-        kinds = ", ".join(called(kind) for kind, other in found.refused if other == why)
+    console.print(_table(ranking.plans, best if best.fits else None))
+    console.print(_reason(best), style="bold" if ranking.fits else "bold red")
+    for why in dict.fromkeys(why for _, why in ranking.refused):
+        kinds = ", ".join(called(kind) for kind, other in ranking.refused if other == why)
         console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
-    if found.fits:
+    if ranking.fits:
         _print_lines(best, console)
-    if found.others:
+    if ranking.others:
         console.print("\nFaster, and trains to other numbers than this config:", style="bold")
-        console.print(_table(found.others, None))
-        for other in found.others[:1]:
+        console.print(_table(ranking.others, None))
+        for other in ranking.others[:1]:
             _print_lines(other, console)
 
 
 def _print_lines(plan: ReadPlan, console: Console) -> None:
-    """Prints what a config says to run so, with the options that its strategies had."""
+    """Prints the lines of a config for a plan, with the options that its strategies had."""
     console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
-    lines = {**plan.arrangement.to_config(), "parallel": plain["parallel"]}
-    if plan.changed is not None and plan.arrangement.apart is None:
+    lines = {**plan.candidate.to_config(), "parallel": plain["parallel"]}
+    if plan.changed is not None and plan.candidate.apart is None:
         lines["precision"] = plain["precision"]
     console.print(yaml.safe_dump(lines, sort_keys=False), end="")
 
@@ -265,7 +265,7 @@ def _reason(plan: ReadPlan) -> str:
     if not plan.fits:
         state = byte_size(plan.reading.state)
         return (
-            f"does not fit: {called(plan.arrangement.name)} comes nearest, {need}, of which "
+            f"does not fit: {called(plan.candidate.name)} comes nearest, {need}, of which "
             f"{state} are the train state"
         )
     parts = {
@@ -274,8 +274,8 @@ def _reason(plan: ReadPlan) -> str:
         "the update": time.update,
         "transfers that nothing hides": time.exposed,
     }
-    said = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
-    return f"{called(plan.arrangement.name)}: {need}; a step is {said}"
+    shares = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
+    return f"{called(plan.candidate.name)}: {need}; a step is {shares}"
 
 
 def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
@@ -297,31 +297,31 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
 
 def _title(plan: ReadPlan) -> str:
     """What a plan is called, with what its name does not say."""
-    one = plan.arrangement
+    one = plan.candidate
     schedule, remat = one.schedule if one.pp > 1 else "", "remat" * one.remat
     also = (schedule, _form(plan), remat, plan.changed)
     return ", ".join([called(one.name), *map(str, filter(None, also))])
 
 
 def _form(plan: ReadPlan) -> str | None:
-    """How tokens travel to experts, which the step has chosen by bytes."""
+    """How tokens are sent to experts, which the step chooses by bytes."""
     kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
-    if plan.arrangement.ep == 1:
+    if plan.candidate.ep == 1:
         return None
     return "all_to_all" if "all-to-all" in kinds else "ring"
 
 
 def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
-    reading, arrangement = plan.reading, plan.arrangement
+    reading, candidate = plan.reading, plan.candidate
     sizes = (reading.state + reading.batch, reading.temporaries, reading.peak)
     measured = ("", "") if is_measured else ()
     if plan.measured is not None:
         sent = plan.measured.collectives.total_wire_bytes()
         measured = (digits(plan.measured.memory.peak / unit), digits(sent / unit))
     # What is sent in branches that may not be taken is counted as if they were.
-    bound = "<" if arrangement.pp > 1 else ""
+    bound = "<" if candidate.pp > 1 else ""
     return (
-        f"{_title(plan)}\n{arrangement.mesh} x{arrangement.num_microbatches}",
+        f"{_title(plan)}\n{candidate.mesh} x{candidate.num_microbatches}",
         *(digits(size / unit) for size in sizes),
         "yes" if plan.fits else "no",
         bound + digits(plan.wire_bytes / unit),

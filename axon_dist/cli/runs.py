@@ -43,7 +43,7 @@ from .values import check_output, fitted, notice, write_output
 
 
 class LastingConsole(Console):
-    """A console that falls silent when nobody reads it any more, as after `| head`.
+    """A console that becomes quiet when its reader is gone, as after `| head`.
 
     Rich would end the program, and with it a run of days.
     """
@@ -56,7 +56,7 @@ class LastingConsole(Console):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Goes on without the screen, which the interpreter must not find broken at exit either."""
+        """Continues without the screen, which must not fail at the interpreter's exit either."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -65,8 +65,8 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     return load_config(arguments.config, arguments.overrides)
 
 
-def _given(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
-    """What was typed for the function of a verb, by the names of its arguments."""
+def _keywords(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
+    """The keyword arguments of a verb's function, as typed."""
     return {n: x for n, x in vars(arguments).items() if n not in ("verb", "json", *but)}
 
 
@@ -81,7 +81,7 @@ def _write_json(arguments: argparse.Namespace, plain: object) -> None:
 
 
 def train_config(arguments: argparse.Namespace) -> int:
-    """Trains, and tells about it on the standard output."""
+    """Trains, and reports on the standard output."""
     config = _config(arguments)
     if arguments.dry_run:
         return _dry_run(config, arguments.resume)
@@ -105,7 +105,7 @@ def _dry_run(config: RunConfig, resume: str | None) -> int:
 def evaluate_run(arguments: argparse.Namespace) -> int:
     """Evaluates the model of a run, and prints its metrics."""
 
-    evaluation = evaluate(**_given(arguments), tell=_print)
+    evaluation = evaluate(**_keywords(arguments), tell=_print)
     if process_index():
         return 0
     _print(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
@@ -127,7 +127,7 @@ def _table(evaluation: Evaluation) -> Table:
 
 def generate_texts(arguments: argparse.Namespace) -> int:
     """Continues the prompts, and prints the texts."""
-    completions = generate_text(**_given(arguments), tell=notice)
+    completions = generate_text(**_keywords(arguments), tell=notice)
     if process_index():
         return 0
     console = Console(highlight=False, soft_wrap=True)
@@ -142,10 +142,10 @@ def generate_texts(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Writes the weights, and prints where."""
-    given = _given(arguments, "max_file")
+    keywords = _keywords(arguments, "max_file")
     if arguments.max_file is not None:
-        given["max_file"] = parse_bytes(arguments.max_file)
-    count = export_run(**given, tell=notice)
+        keywords["max_file"] = parse_bytes(arguments.max_file)
+    count = export_run(**keywords, tell=notice)
     _print(f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.path}")
     return 0
 
@@ -170,7 +170,7 @@ def list_keys(arguments: argparse.Namespace) -> int:
 
 
 def check_samples(arguments: argparse.Namespace) -> int:
-    """Prints what was check; 1 when the data come more slowly than the step takes them."""
+    """Prints the check; 1 when data load more slowly than the step takes them."""
     config = _config(arguments)
     check = check_data(config, arguments.samples, arguments.seconds, not arguments.no_step)
     for line in data_lines(check):
@@ -179,7 +179,7 @@ def check_samples(arguments: argparse.Namespace) -> int:
 
 
 def data_lines(check: DataCheck) -> list[str]:
-    """What was check, in words."""
+    """The check in words."""
     lines = [f"data: {check.description}"]
     for number, sample in enumerate(check.samples, start=1):
         lines += [f"--- sample {number}", sample]
@@ -205,9 +205,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     # In a file or a pipe no line needs to be folded.
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, 140))
-    where = examination.target.name if examination.target else "this machine"
+    machine = examination.target.name if examination.target else "this machine"
     console.print(
-        f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {where}"
+        f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {machine}"
     )
     console.print(examination.parameters)
     if examination.attention is not None:
@@ -238,8 +238,8 @@ def verify_config(arguments: argparse.Namespace) -> int:
     except MeshError as error:
         if not arguments.here:
             raise
-        said = str(error).partition(", or emulate other devices")[0]
-        raise MeshError(f"{said}, or leave out --here, which emulates none") from error
+        sentence = str(error).partition(", or emulate other devices")[0]
+        raise MeshError(f"{sentence}, or leave out --here, which emulates none") from error
     table = Table(
         title=f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
     )

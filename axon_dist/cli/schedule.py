@@ -39,7 +39,7 @@ _MOST_SEARCHED = 4096
 
 
 _LONGEST = 60
-"""Lines of a picture that somebody who asks for the best table wants to see."""
+"""The most lines of the picture of a searched schedule."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(picture + "\n")
     console.print(_measures(summarize(schedule, costs)))
-    # What memory rules out is no advice to one who has said how much there is.
+    # A search has a memory limit, which the advice does not know.
     for line in () if arguments.search else split_advice(schedule, costs):
         console.print(line)
     if arguments.svg is not None:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _valid(arguments: argparse.Namespace, console: Console) -> Schedule:
-    """The schedule that is asked for; the grid of one that is wrong is drawn as output."""
+    """The schedule of the arguments; the grid of an invalid one is printed."""
     try:
         schedule = _schedule(arguments)
         validate(schedule)
@@ -108,8 +108,8 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 def _searched(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     limits = {"memory": arguments.memory, "chunks": arguments.chunks}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    schedule = search(*_sizes(arguments), costs, **given).schedule
+    options = {name: limit for name, limit in limits.items() if limit is not None}
+    schedule = search(*_sizes(arguments), costs, **options).schedule
     validate(schedule)
     return schedule
 
@@ -205,9 +205,9 @@ _ALONE = {
 def _check_alone(arguments: argparse.Namespace) -> None:
     for option, (does, others) in _ALONE.items():
         typed = ((name, getattr(arguments, name)) for name in others)
-        given = [_typed(*one) for one in typed if one[1] is not None and one[1] is not False]
-        if getattr(arguments, option.removeprefix("--")) and given:
-            words = " and ".join(given)
+        conflicts = [_typed(*one) for one in typed if one[1] is not None and one[1] is not False]
+        if getattr(arguments, option.removeprefix("--")) and conflicts:
+            words = " and ".join(conflicts)
             raise ConfigError(
                 f"got {words} beside {option}, which {does}; leave out {words}, or {option}"
             )

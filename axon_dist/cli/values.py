@@ -74,7 +74,7 @@ def check_output(option: str, path: str | Path | None) -> None:
 
 
 def fitted(text: str, file: TextIO, indent: int | None = None) -> str:
-    """A text for a file: on a screen lines break between words, and go on where they began."""
+    """A text for a file: on a screen lines break between words, at the indent of their first."""
     if not file.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -88,7 +88,7 @@ def fitted(text: str, file: TextIO, indent: int | None = None) -> str:
 
 
 def notice(text: str) -> None:
-    """Says something of a result that is not the result, on the standard error."""
+    """Prints a remark about a result on the standard error."""
     print(fitted(f"axon: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 

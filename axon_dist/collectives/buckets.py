@@ -88,7 +88,7 @@ def plan_buckets(tree_or_shapes: PyTree, capacity: int = DEFAULT_CAPACITY) -> Bu
 
     Backpropagation finishes the gradients of the last layers first, so in reverse order the first
     bucket is full while the others are still being computed. A gradient that does not fit opens a
-    new bucket; one larger than the capacity gets a bucket of its own. Gradients of different
+    new bucket; one larger than the capacity gets a separate bucket. Gradients of different
     dtypes never share one. Buckets are ordered by when their last gradient is ready.
 
     Args:
@@ -131,10 +131,10 @@ def as_structs(tree_or_shapes: PyTree) -> PyTree:
         )
     if all(_is_shape(leaf) for leaf in leaves):
 
-        def whole(shape):
+        def float32(shape):
             return jax.ShapeDtypeStruct(shape, np.float32)
 
-        return jax.tree.map(whole, tree_or_shapes, is_leaf=_is_shape)
+        return jax.tree.map(float32, tree_or_shapes, is_leaf=_is_shape)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree_or_shapes)
 
 
@@ -223,7 +223,7 @@ class GradSyncStrategy(NamedChoice):
     """As soon as its gradients are there and the bucket before it is done, beside what the
     backward pass still computes."""
     NO_SYNC = "no_sync"
-    """Not at all: every rank keeps its own gradients, to be accumulated and reduced later."""
+    """Not at all: every rank keeps its gradients, to be accumulated and reduced later."""
 
 
 def reduce_buckets(
@@ -248,10 +248,10 @@ def reduce_buckets(
         plan: what `plan_buckets` made of the same tree.
         reduce: maps a list of arrays to the list of their reductions over ranks, elementwise and
             one collective each, such as `lambda gradients: jax.lax.pmean(gradients, "dp")`.
-        strategy: SYNCHRONOUS waits for all gradients first; NO_SYNC returns the tree as it is.
+        strategy: SYNCHRONOUS starts when all gradients are there; NO_SYNC returns the tree.
 
     Returns:
-        The reduced gradients, each of its own shape and dtype.
+        The reduced gradients, each of its shape and dtype.
 
     Raises:
         ConfigError: when the tree is not the one that was planned for.
@@ -291,11 +291,11 @@ def _in_order(buckets: list[list[Array]], leaves: list[Array], plan: BucketPlan)
 
 
 def _wait(leaves: list[Array], before: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Makes every leaf wait for all leaves, or for `before`, as the compiler has to respect.
+    """Makes every leaf depend on all leaves, or on `before`, so that the compiler keeps the order.
 
     The caller goes on with both results: a barrier holds only what is used. XLA:CPU strips
     barriers before it combines all-reduces, and under `check_vma=True` they type all their results
-    varying; there a choice does the same for one more pass over the leaves.
+    varying; there a select does the same for one more pass over the leaves.
     """
     if len({jax.typeof(x).mat.varying for x in leaves + before}) > 1:
         return _choose(leaves, before)
@@ -305,7 +305,7 @@ def _wait(leaves: list[Array], before: list[Array]) -> tuple[list[Array], list[A
 
 
 def _choose(leaves: list[Array], before: list[Array]) -> tuple[list[Array], list[Array]]:
-    """A choice that always falls on the leaf, which XLA cannot know: nothing is below -inf.
+    """A select that always takes the leaf, which XLA cannot know: nothing is below -inf.
 
     Where the compiler has sharded a gradient, its first element is on one device and costs a
     reduction of one number.

@@ -1,8 +1,8 @@
-"""Means over a slow axis of what travels in few bits, with what was lost handed back.
+"""Means over a slow axis of values sent in few bits, with feedback of their errors.
 
-Each rank r has values v_r and sends q_r, which says almost the same in fewer bytes. All get the
-same m, about the mean of the v_r, and rank r keeps e_r, what is missing, to be added to its next
-values. Nothing is lost, only late:
+Each rank r has values v_r and sends q_r, nearly the same in fewer bytes. All get the same m, about
+the mean of the v_r, and rank r keeps the error e_r, to be added to its next values. Nothing is
+lost, only late:
 
     m + mean_r(e_r) = mean_r(v_r)
 """
@@ -50,8 +50,8 @@ class Quantized:
     """Eight bits a number, and a float32 scale for each block of a leaf.
 
     The ranks exchange blocks, so that each averages 1/R of them in float32, round the means, and
-    gather those: `2(R-1)/R · (1 + 4/block)` bytes a number, a quarter of an all-reduce. What the
-    second rounding loses the rank that rounded keeps, R times, for the next mean divides by R.
+    gather those: `2(R-1)/R · (1 + 4/block)` bytes a number, a quarter of an all-reduce. The rank
+    that rounds a mean keeps the error of that, times R, for the next mean divides by R.
 
     Args:
         kind: `"int8"`, or `"fp8"` with 4 bits of exponent and 3 of mantissa.
@@ -88,14 +88,14 @@ class Quantized:
 
         mean = self._unpack(*(apart(share(x)) for x in sent)).mean(0)
         rounded = self._pack(mean)
-        whole = self._unpack(*(jax.lax.all_gather(x, axis, tiled=True) for x in rounded))
+        full = self._unpack(*(jax.lax.all_gather(x, axis, tiled=True) for x in rounded))
         missing = blocks - self._unpack(*sent)
         rank = jax.lax.axis_index(axis)
         twice = ranks * (mean - self._unpack(*rounded))
         start = (rank * mean.shape[0], 0)
         late = jax.lax.dynamic_slice(missing, start, mean.shape) + twice
         missing = jax.lax.dynamic_update_slice(missing, late, start)
-        return self._leaves(whole, values), self._leaves(missing, values)
+        return self._leaves(full, values), self._leaves(missing, values)
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
         """As `Compression.wire_bytes`."""
@@ -103,7 +103,7 @@ class Quantized:
         return 2 * (ranks - 1) * blocks // ranks * (self.block + 4)
 
     def _count(self, sizes: Sequence[int], ranks: int) -> int:
-        # A block never has numbers of two leaves, of which ranks of other axes may share one alone.
+        # No block has numbers of two leaves: ranks of other axes may share only one of them.
         return ranks * math.ceil(sum(math.ceil(size / self.block) for size in sizes) / ranks)
 
     def _blocks(self, values: Sequence[Array], ranks: int) -> Array:
@@ -173,17 +173,17 @@ class TopK:
 
     def _mean(self, value: Array, axis: str, ranks: int) -> tuple[Array, Array]:
         flat = value.reshape(-1)
-        _, places = jax.lax.top_k(jnp.abs(flat), self._kept(flat.size))
-        chosen = flat[places]
-        everywhere, numbers = (jax.lax.all_gather(x, axis, tiled=True) for x in (places, chosen))
+        _, places = jax.lax.top_k(jnp.abs(flat), self._num_sent(flat.size))
+        largest = flat[places]
+        everywhere, numbers = (jax.lax.all_gather(x, axis, tiled=True) for x in (places, largest))
         mean = jnp.zeros_like(flat).at[everywhere].add(numbers / ranks)
         return mean.reshape(value.shape), flat.at[places].set(0).reshape(value.shape)
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
         """As `Compression.wire_bytes`."""
-        return (ranks - 1) * 8 * sum(map(self._kept, sizes))
+        return (ranks - 1) * 8 * sum(map(self._num_sent, sizes))
 
-    def _kept(self, size: int) -> int:
+    def _num_sent(self, size: int) -> int:
         return max(1, math.ceil(self.share * size))
 
 

@@ -35,7 +35,7 @@ def broadcast_from(x: PyTree, group: ProcessGroup, *, src: int) -> PyTree:
     """Gives every rank of the group the value of rank `src`.
 
     It is the sum of `x` on `src` and zeros elsewhere, chosen and not multiplied, so that a NaN on
-    another rank goes nowhere. One all-reduce; XLA has no broadcast on CPU.
+    another rank is not sent. One all-reduce; XLA has no broadcast on CPU.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -92,7 +92,7 @@ def all_gather(x: PyTree, group: ProcessGroup, tiled: bool = False, *, dim: int 
 def gather_tensor(x: PyTree, group: ProcessGroup, dst: int = 0) -> PyTree:
     """Gives rank `dst` the stack of all values, and every other rank zeros.
 
-    One program has one shape per value: the others cannot get nothing, and all pay as to gather.
+    One program has one shape per value: the others get zeros, and all send as in a gather.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -180,7 +180,7 @@ def all_to_all(x: PyTree, group: ProcessGroup, split_dim: int, concat_dim: int) 
 
 
 def own_slice(x: Array, group: ProcessGroup, dim: int) -> Array:
-    """This rank's slice of a value that all ranks of the group hold whole."""
+    """This rank's slice of a value that is replicated over the group."""
     size = x.shape[dim] // group.size
     return jax.lax.dynamic_slice_in_dim(x, position(group) * size, size, dim)
 
@@ -302,7 +302,7 @@ PAIRS = ArgumentKind(
     ),
     GroupError,
 )
-"""What `send_recv` is told."""
+"""The argument `perm` of `send_recv`."""
 
 
 @checked(group=GROUP, perm=PAIRS)
@@ -362,11 +362,11 @@ def shift(x: PyTree, group: ProcessGroup, offset: int = 1, wrap: bool = True) ->
 def ring_all_reduce(x: PyTree, group: ProcessGroup) -> PyTree:
     """Adds up over the group by passing slices around a ring, as libraries do underneath.
 
-    Every rank cuts its value into N slices. In N - 1 steps each slice goes once around the ring
-    and every rank adds its own to it; rank r then holds the sum of slice r + 1. In another N - 1
-    steps the finished slices go around. Every rank sends 2 (N - 1) / N of the value, which is the
-    least possible. It equals `all_reduce_sum` up to the order of the additions, and is here to be
-    read; XLA's own all-reduce knows the wires.
+    Every rank cuts its value into N slices. In N - 1 steps each slice is passed once around the
+    ring and every rank adds its slice to it; rank r then holds the sum of slice r + 1. In another N
+    - 1 steps the finished slices go around. Every rank sends 2 (N - 1) / N of the value, which is
+    the least possible. It equals `all_reduce_sum` up to the order of the additions, and is here to
+    be read; the all-reduce of XLA knows the links.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -485,7 +485,7 @@ class Mailbox:
         return queue.popleft()
 
     def __len__(self) -> int:
-        """How many messages wait, over all ranks and tags."""
+        """How many messages are not received yet, over all ranks and tags."""
         return sum(len(queue) for queue in self._queues.values())
 
     def _address(self, src: int, dst: int, tag: int) -> tuple[int, int, int]:

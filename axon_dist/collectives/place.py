@@ -1,4 +1,4 @@
-"""Where a collective is called, inside `shard_map` or outside; who am I, and waiting for all."""
+"""Where a collective is called, inside `shard_map` or outside; ranks, and the barrier."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def check_arrays(x: PyTree) -> None:
     if x is None:
         raise DTypeError("a collective got None; give an array, or a pytree of arrays")
     for path, leaf in leaves_with_paths(x):
-        where = f"a collective got {path!r}, which" if path else "a collective got an array, which"
+        named = f"a collective got {path!r}, which" if path else "a collective got an array, which"
         if (problem := problem_of(leaf)) is not None:
-            raise DTypeError(f"{where} {problem}")
+            raise DTypeError(f"{named} {problem}")
         if is_key(leaf):
-            raise DTypeError(f"{where} holds random keys; give jax.random.key_data(keys)")
+            raise DTypeError(f"{named} holds random keys; give jax.random.key_data(keys)")
         if isinstance(leaf, jax.Array):
             continue
         kind = np.asarray(leaf).dtype.kind if isinstance(leaf, _NUMERIC) else "O"
@@ -113,7 +113,7 @@ def has_varying_types(axis: str) -> bool:
 
 
 def position(group: ProcessGroup) -> Array:
-    """This rank's place in its group, int32 from 0; -1 for a rank outside a group by ranks."""
+    """This rank's position in its group, int32 from 0; -1 for a rank outside a group by ranks."""
     index = jax.lax.axis_index(group.axes)
     if group.members is None:
         return index
@@ -130,7 +130,7 @@ def members_or(x: Array, neutral: Any, group: ProcessGroup) -> Array:
 
 
 def keep_outside(result: Array, x: Array, group: ProcessGroup) -> Array:
-    """Gives ranks outside the group their own value back, or zeros where the shape differs."""
+    """Lets ranks outside the group keep their value, or gives zeros where the shape differs."""
     if group.members is None:
         return result
     unchanged = x.astype(result.dtype) if x.shape == result.shape else jnp.zeros_like(result)
@@ -186,7 +186,7 @@ def pad_dim(x: Array, dim: int, parts: int) -> Array:
 
 @checked(group=GROUP)
 def rank(group: ProcessGroup) -> Array:
-    """Returns this rank's place within its group.
+    """Returns this rank's position within its group.
 
     Args:
         group: the ranks among which to count.
@@ -229,7 +229,7 @@ def is_main_process() -> bool:
 
 @checked(group=GROUP)
 def barrier(group: ProcessGroup) -> None:
-    """Waits until every device of the group's mesh, and so every process, has come here.
+    """Waits until every device of the group's mesh, and so every process, has reached it.
 
     Every process that owns devices of the mesh must call it. Work that was started before may
     still run where nothing orders it; to wait for an array, block on the array.
@@ -239,26 +239,26 @@ def barrier(group: ProcessGroup) -> None:
 
     Raises:
         GroupError: inside `shard_map` or `jit`. A compiled program orders its work by the data it
-            hands on, so there is nothing that a barrier could hold back.
+            hands on, so there is nothing that a barrier could delay.
 
     Example:
         >>> from axon_dist.mesh import World
         >>> barrier(World.emulate(4).default_group)
     """
-    met = None if is_inside(group) else _meeting(group.mesh)()
-    if met is None or isinstance(met, Tracer):
+    total = None if is_inside(group) else _sum_over(group.mesh)()
+    if total is None or isinstance(total, Tracer):
         raise GroupError(
             f"barrier was called for the group {group} inside a compiled function, where order "
-            "follows the data and nobody waits; call it outside of jit and shard_map, or make the "
+            "follows the data and nothing waits; call it outside of jit and shard_map, or make the "
             "later value depend on the earlier one with jax.lax.optimization_barrier"
         )
     jax.effects_barrier()
-    met.block_until_ready()
+    total.block_until_ready()
 
 
 @functools.lru_cache(maxsize=32)
-def _meeting(mesh: Mesh) -> Callable[[], Array]:
-    """A sum over all devices: it can finish nowhere before all of them have come to it."""
+def _sum_over(mesh: Mesh) -> Callable[[], Array]:
+    """A sum over all devices, which finishes on none before all have started it."""
 
     def add():
         return jax.lax.psum(jax.lax.axis_index(mesh.axis_names), mesh.axis_names)

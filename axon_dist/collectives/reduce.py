@@ -257,7 +257,7 @@ def tree_sum(x: Array, axes: tuple[str, ...], split: Mapping[str, int]) -> Array
     shape: list[int] = []
     at: dict[str, int] = {}
     for dim, size in enumerate(x.shape):
-        for axis in (axis for axis, found in split.items() if found == dim):
+        for axis in (axis for axis, split_dim in split.items() if split_dim == dim):
             at[axis] = len(shape)
             shape.append(jax.lax.axis_size(axis))
             size //= shape[-1]
@@ -275,9 +275,9 @@ def _halved(x: Array, axis: str, dim: int) -> Array:
     x = x.reshape(*shape[:dim], *[2] * stages, *shape[dim + 1 :])
     for stage in range(stages):
         bit, place = (rank >> stage) & 1, dim + stages - 1 - stage
-        kept, sent = (jax.lax.dynamic_index_in_dim(x, b, place) for b in (bit, 1 - bit))
+        half, sent = (jax.lax.dynamic_index_in_dim(x, b, place) for b in (bit, 1 - bit))
         partners = [(source, source ^ 1 << stage) for source in range(size)]
-        x = kept + jax.lax.ppermute(sent, axis, partners)
+        x = half + jax.lax.ppermute(sent, axis, partners)
     return x.reshape(*shape[:dim], 1, *shape[dim + 1 :])
 
 
@@ -285,5 +285,5 @@ def _copied(x: Array, axis: str) -> Array:
     """The sum over one axis, whole on every rank."""
     size = jax.lax.axis_size(axis)
     rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
-    whole = jax.lax.all_gather(_halved(rows, axis, 0), axis, axis=0, tiled=True)
-    return whole.ravel()[: x.size].reshape(x.shape)
+    full = jax.lax.all_gather(_halved(rows, axis, 0), axis, axis=0, tiled=True)
+    return full.ravel()[: x.size].reshape(x.shape)

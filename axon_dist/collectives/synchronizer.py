@@ -1,4 +1,4 @@
-"""`GradientSynchronizer`: gradients come one by one, are reduced in buckets, and go back."""
+"""`GradientSynchronizer`: takes gradients one by one, and reduces them in buckets."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def sync_gradients(tree: PyTree, group: ProcessGroup) -> PyTree:
     Inside a `shard_map` with `check_vma=True`, JAX itself adds up the gradient with respect to a
     value that is the same on every rank, and types the sum as invariant. Averaging such a gradient
     again would leave it N times too large, so it is only divided by N. Either way the loss that is
-    differentiated must be the rank's own, and not yet averaged over the group.
+    differentiated must be that of the rank, and not yet averaged over the group.
 
     Args:
         tree: a pytree of gradients: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -250,14 +250,14 @@ def _averaged(g: Array, group: ProcessGroup) -> Array:
     if group.members is not None:
         raise GroupError(
             f"got a gradient of shape {g.shape} that JAX has already added up over all ranks, so "
-            f"that those of the group {group} cannot be told apart; differentiate with respect to "
+            f"that those of the group {group} cannot be separated; differentiate with respect to "
             f"jax.lax.pcast(params, {group.axes}, to='varying'), or with check_vma=False"
         )
     return all_sum(g, pending) / group.size
 
 
 class GradientBucket:
-    """Collects gradients into one flat array, and gives them back as they were.
+    """Collects gradients into one flat array, and cuts it into them again.
 
     Args:
         capacity: how many elements fit.
@@ -330,16 +330,16 @@ class GradientBucket:
         return jnp.concatenate(flat) if flat else jnp.zeros(0, self.dtype)
 
     def extract(self, data: Array | None = None) -> list[Array]:
-        """Gives the gradients back in their own shapes and dtypes, and keeps them.
+        """Returns the gradients in their shapes and dtypes, and keeps them.
 
         Args:
-            data: a flat array to cut instead of the bucket's own, such as the reduced one.
+            data: a flat array to cut instead of that of the bucket, such as the reduced one.
 
         Returns:
             Arrays in the order in which they were added.
 
         Raises:
-            ConfigError: when `data` has another shape than the bucket's own.
+            ConfigError: when `data` has another shape than that of the bucket.
         """
         flat = self.data if data is None else data
         if flat.shape != (self.size,):

@@ -48,13 +48,13 @@ from .sections import TokenData as TokenData
 from .sections import Trackio as Trackio
 from .sections import TrainConfig as TrainConfig
 from .sections import Wandb as Wandb
-from .user_code import Own as Own
+from .user_code import UserCode as UserCode
 
 explain_calls(globals())
 
 
 def __getattr__(name: str) -> object:
-    """What is built and run lives in `app`, above this room; asked for here, it is found."""
+    """Names of `app`, which is above this room, are still found here."""
     if name == "SCHEDULES":
         warnings.warn("config.SCHEDULES is called config.RATES", DeprecationWarning, stacklevel=2)
         return RATES

@@ -1,4 +1,4 @@
-"""What every key of a config is: type, default and meaning, read from the code that obeys it."""
+"""Every key of a config: type, default and meaning, read from the code that uses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from axon_dist.parallel import STRATEGIES
 
 from .read import HUB, Bound, OneOf, Option, Parsed, extra, options_of, write
 from .schema import RunConfig
-from .user_code import PATH, Own
+from .user_code import PATH, UserCode
 
 _WORDS = {
     int: "integer",
@@ -48,7 +48,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Some keys that stand together.
+    """The keys of one section.
 
     Args:
         path: of the section, such as `optimizer`; empty for the top.
@@ -108,8 +108,8 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
         for row in sections
         for key in row.keys
     ]
-    if found := [row for row in keys if row.keys[0].path == section]:
-        return found
+    if matches := [row for row in keys if row.keys[0].path == section]:
+        return matches
     paths = {*kinds, *(row.path for row in sections if row.path), *(r.keys[0].path for r in keys)}
     hint = did_you_mean(section, paths).partition(" Valid")[0]
     raise ConfigError(f"there is no section or key {section!r:.80}.{hint} axon config lists them")
@@ -139,7 +139,7 @@ def _keys(thing: Callable[..., object], path: str) -> tuple[Key, ...]:
 
 
 def _inside(hint: object, path: str) -> Iterator[Section]:
-    """The sections that a type brings along."""
+    """The sections within a type."""
     if (choice := extra(hint, OneOf)) is not None:
         for name, cls in choice.table.items():
             first, *others = _sections(
@@ -148,8 +148,8 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
             more = (Key(f"{path}.{HUB}", "text", "", _HUB),) if name in choice.hubs else ()
             yield dataclasses.replace(first, keys=(*more, *first.keys))
             yield from others
-        for key, own in choice.own.items():
-            yield _own(key, own, path)
+        for key, cls in choice.user_code.items():
+            yield _user_section(key, cls, path)
     elif typing.get_origin(hint) in (Union, types.UnionType, tuple):
         for option in typing.get_args(hint):
             yield from _inside(option, path)
@@ -157,8 +157,8 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
         yield from _sections(hint, path)
 
 
-def _own(key: str, cls: type[Own], path: str) -> Section:
-    """A thing of the user's own: where it is found, and what the library reads beside it."""
+def _user_section(key: str, cls: type[UserCode], path: str) -> Section:
+    """A section of user code: its path, and the keys that the library reads beside it."""
     place = Key(f"{path}.{key}", PATH, "", "where it is found.")
     return Section(path, f"{key}: {PATH}", first_sentence(cls), (place, *_keys(cls, path)))
 
@@ -175,10 +175,10 @@ def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
         >>> meanings_of(Key)["default"]
         'as YAML writes it; empty for a section, and for a key that has none.'
     """
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for one in reversed(getattr(thing, "__mro__", (thing,))):
-        found.update(_documented(one))
-    return found
+        meanings.update(_documented(one))
+    return meanings
 
 
 def _documented(thing: Callable[..., object]) -> dict[str, str]:
@@ -232,9 +232,9 @@ def _annotated(hint: object, inner: object) -> str:
     if parsed := extra(hint, Parsed):
         return parsed.form
     if choice := extra(hint, OneOf):
-        own = [f"{{{key}: ...}}" for key in choice.own]
+        custom = [f"{{{key}: ...}}" for key in choice.user_code]
         named = [f"section with {choice.tag}: {_one_of(choice.table)}"] if choice.table else []
-        return " or ".join([*named, *own])
+        return " or ".join([*named, *custom])
     return type_in_words(inner)
 
 

@@ -44,7 +44,7 @@ from .sections import (
     SyntheticImageData,
     TokenSection,
 )
-from .user_code import Own, parameters_of
+from .user_code import UserCode, parameters_of
 
 NO_LIMIT = 2**31
 """What the labels of a model that does not say how many classes it has must be below."""
@@ -209,13 +209,13 @@ class Classification(Task[_Pictures]):
 
 
 def _channels(model: object) -> int:
-    """Numbers per pixel; a model of the user's own that does not say is taken to see colors."""
+    """Numbers per pixel; 3 for a user's model without `channels`."""
     return getattr(model, "channels", 3)
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnTask(Task[OwnData]):
-    """Samples of the user's own, which a model and a loss take as they are."""
+class UserTask(Task[OwnData]):
+    """The task of a user's samples, which a model and a loss take as they are."""
 
     data = (OwnData,)
     item = "samples"
@@ -230,7 +230,7 @@ class OwnTask(Task[OwnData]):
         return Loader(data.samples, **options)
 
     def unit(self, data: OwnData) -> str:
-        """The loss alone knows."""
+        """Empty: only the loss knows it."""
         return ""
 
 
@@ -284,14 +284,14 @@ def with_hub_weights(data: Mapping[str, object]) -> Mapping[str, object]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnModel(Own):
+class OwnModel(UserCode):
     """A model of the user's own: `model: {factory: package.module:make, ...}`.
 
     The factory is called with `rngs` and the keys beside it, and returns an `nnx.Module`.
     """
 
     section: ClassVar[str] = "model"
-    given: ClassVar[tuple[str, ...]] = ("rngs",)
+    provided: ClassVar[tuple[str, ...]] = ("rngs",)
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
         """Calls the factory.
@@ -309,7 +309,7 @@ class OwnModel(Own):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossFactory(Own):
+class LossFactory(UserCode):
     """A loss of the user's own: `loss: {factory: package.module:make, ...}` returns it."""
 
     section: ClassVar[str] = "loss"
@@ -332,13 +332,13 @@ class LossFactory(Own):
         """
         made = self.call()
         if not callable(made):
-            own = "; to name the function itself, write loss: {function: ...}"
-            raise self.returned(made, f"a function of a model and a batch{own}")
+            hint = "; to name the function itself, write loss: {function: ...}"
+            raise self.returned(made, f"a function of a model and a batch{hint}")
         return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossFunction(Own):
+class LossFunction(UserCode):
     """A loss of the user's own: `loss: {function: package.module:loss}` is `loss(model, batch)`.
 
     The keys beside it are given by keyword in every call.
@@ -354,61 +354,61 @@ class LossFunction(Own):
         return functools.partial(function, **self.options) if self.options else function
 
 
-OwnLoss: TypeAlias = LossFactory | LossFunction
-"""A loss of the user's own, in either form."""
+UserLoss: TypeAlias = LossFactory | LossFunction
+"""A user's loss, in either form."""
 
-LOSSES: MappingProxyType[str, type[OwnLoss]] = MappingProxyType(
+LOSSES: MappingProxyType[str, type[UserLoss]] = MappingProxyType(
     {"function": LossFunction, "factory": LossFactory}
 )
-"""How a loss of the user's own is named."""
+"""The keys by which a user's loss is named."""
 
 
 def kind_of(
     sizes: object, data: object = None, loss: LossFactory | LossFunction | None = None
 ) -> ModelKind:
-    """The row of the sizes of a model, its task as data and a loss of the user's own make it.
+    """The row of the sizes of a model, with the task that the data and a user's loss make it.
 
     Args:
-        sizes: of one of the kinds, or a model of the user's own.
-        data: the data section, by which a model of the user's own gets its task.
+        sizes: of one of the kinds, or a user's model.
+        data: the data section, from which a user's model gets its task.
         loss: in place of the task's own.
 
     Raises:
-        ConfigError: when there is no loss for data of the user's own.
+        ConfigError: when there is no loss for a user's data.
 
     Example:
         >>> kind_of(ViTConfig()).task.item
         'images'
     """
-    own_loss = None if loss is None else loss.loss_fn()
+    user_loss = None if loss is None else loss.loss_fn()
     if isinstance(sizes, OwnModel):
-        row = ModelKind(OwnModel, OwnModel.make, _task_of(data, own_loss), {})
+        row = ModelKind(OwnModel, OwnModel.make, _task_of(data, user_loss), {})
     else:
         row = next(kind for kind in MODELS.values() if kind.sizes is type(sizes))
-    task = OwnTask(row.task.loss_fn) if isinstance(data, OwnData) else row.task
-    if own_loss is not None:
-        task = dataclasses.replace(task, loss_fn=own_loss)
+    task = UserTask(row.task.loss_fn) if isinstance(data, OwnData) else row.task
+    if user_loss is not None:
+        task = dataclasses.replace(task, loss_fn=user_loss)
     return row if task is row.task else dataclasses.replace(row, task=task)
 
 
-def _task_of(data: object, own_loss: LossFn | None) -> Task[Any]:
-    """What a model of the user's own learns: what its data are there for."""
+def _task_of(data: object, user_loss: LossFn | None) -> Task[Any]:
+    """The task of a user's model, which follows from its data."""
     if not isinstance(data, OwnData):
         tasks = (kind.task for kind in MODELS.values())
         return next(task for task in tasks if isinstance(data, task.data))
-    if own_loss is None:
+    if user_loss is None:
         raise ConfigError(
             "loss: missing, and for a model and data of your own there is none; set "
             "loss: {function: package.module:loss}, a function of a model and a batch"
         )
-    return OwnTask(own_loss)
+    return UserTask(user_loss)
 
 
 def make_model(sizes: object, seed: int) -> nnx.Module:
-    """Makes the model; a factory of it gives arrays that are born where they live.
+    """Makes the model; used as a factory, its arrays are made on their devices.
 
     Args:
-        sizes: of one of the kinds, or a model of the user's own.
+        sizes: of one of the kinds, or a user's model.
         seed: of the initial weights and of dropout.
     """
     rngs = nnx.Rngs(seed)

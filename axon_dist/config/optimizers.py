@@ -24,7 +24,7 @@ from axon_dist.optim import by_path, hidden_matrices, matrices, muon
 
 from .rates import RATES, Cosine, RateSchedule
 from .read import Fraction, Natural, NonNegative, OneOf, Positive
-from .user_code import Own
+from .user_code import UserCode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Optimizer(abc.ABC):
 
         Args:
             num_steps: of the run.
-            make_model: makes the model, for an optimizer that tells its layers apart.
+            make_model: makes the model, for an optimizer that treats its layers differently.
 
         Raises:
             ConfigError: when the schedule does not fit the run, or a group has no parameter.
@@ -117,15 +117,15 @@ class Optimizer(abc.ABC):
             if not group.frozen
         }
         rate = self.schedule.build(self.learning_rate, num_steps)
-        own = self.transform(rate, make_model)
-        return by_path({p: one(make_model) for p, one in members.items()}, own) if members else own
+        base = self.transform(rate, make_model)
+        return by_path({p: f(make_model) for p, f in members.items()}, base) if members else base
 
     def _member(self, group: Group, num_steps: int) -> Callable[..., Transform]:
         """The optimizer of a group, from the function that makes the model."""
         peak = group.rate * self.learning_rate
         decays = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-        own = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
-        return functools.partial(own.transform, self.schedule.build(peak, num_steps))
+        member = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
+        return functools.partial(member.transform, self.schedule.build(peak, num_steps))
 
     def _check_groups(self, make_model: Factory) -> None:
         with nnx.use_eager_sharding(False):
@@ -174,7 +174,7 @@ class Decaying(Optimizer):
 
     @property
     def mask(self) -> Callable[[PyTree], PyTree] | None:
-        """Which parameters decay, as optax is told it; None for all."""
+        """The mask of decaying parameters for optax; None for all."""
         return None if self.decay == "all" else matrices
 
 
@@ -319,7 +319,7 @@ OPTIMIZERS: MappingProxyType[str, type[Optimizer]] = MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnOptimizer(Own):
+class OwnOptimizer(UserCode):
     """An optimizer of the user's own: `optimizer: {factory: package.module:make, ...}`.
 
     The factory is called with the keys beside it, and with `num_steps`, the length of the run,
@@ -341,8 +341,8 @@ class OwnOptimizer(Own):
             ConfigError: when it returns something else.
 
         Example:
-            >>> own = OwnOptimizer(path="optax:sgd", options={"learning_rate": 0.5})
-            >>> float(own.build(10).update({"w": 1.0}, own.build(10).init({"w": 1.0}))[0]["w"])
+            >>> sgd = OwnOptimizer(path="optax:sgd", options={"learning_rate": 0.5})
+            >>> float(sgd.build(10).update({"w": 1.0}, sgd.build(10).init({"w": 1.0}))[0]["w"])
             -0.5
         """
         made = self.call(num_steps=num_steps)
@@ -351,4 +351,4 @@ class OwnOptimizer(Own):
         return made
 
     def rates(self, num_steps: int) -> None:
-        """Nothing is known of its learning rate."""
+        """None: its learning rate is unknown."""

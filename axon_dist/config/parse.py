@@ -41,12 +41,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_untrusted(
     path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> RunConfig:
-    """Reads a run from a file that somebody else may have written; nothing it names is imported.
+    """Reads a run from an untrusted file; functions that it names are not imported.
 
     Args:
         path: a YAML file.
         overrides: of the caller's own, which may name functions.
-        trust: whether functions that the file names are imported all the same.
+        trust: whether functions that the file names may be imported.
 
     Raises:
         ConfigError: as `load_config`, and when the file names a function and is not trusted.
@@ -84,11 +84,11 @@ def functions_in(data: object, at: str = "") -> list[tuple[str, object]]:
         [('loss.function', 'losses:mine')]
     """
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        return [found for n, part in enumerate(data) for found in functions_in(part, f"{at}[{n}]")]
+        return [pair for n, part in enumerate(data) for pair in functions_in(part, f"{at}[{n}]")]
     if not isinstance(data, Mapping):
         return []
-    found: list[tuple[str, object]] = []
+    functions: list[tuple[str, object]] = []
     for key, value in data.items():
-        where = f"{at}.{key}".lstrip(".")
-        found += [(where, value)] if key in _CODE else functions_in(value, where)
-    return found
+        path = f"{at}.{key}".lstrip(".")
+        functions += [(path, value)] if key in _CODE else functions_in(value, path)
+    return functions

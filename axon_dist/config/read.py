@@ -19,7 +19,7 @@ import numpy as np
 
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 
-from .user_code import PATH, Own
+from .user_code import PATH, UserCode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Bound:
 
     Args:
         text: the condition in words, to follow "must be".
-        holds: tells whether a value meets it.
+        holds: whether a value meets it.
 
     Example:
         >>> Bound("at least 1", lambda value: value >= 1).holds(0)
@@ -43,7 +43,7 @@ HUB = "hub"
 """The key of a section whose value is a snapshot of a hub's repository."""
 
 
-# Python 3.11 takes the hash of what stands in an optional annotation, and tables have none.
+# Python 3.11 hashes what is in an optional annotation, and mappings cannot be hashed.
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
     """A section that is one of several dataclasses; a tag in it says which.
@@ -55,7 +55,7 @@ class OneOf:
         table: the dataclasses by name; the first is meant when the tag is missing.
         tag: the key that holds the name.
         presets: for each name, sets of values by preset name; other keys override them.
-        own: what may stand there of the user's own, by the key that holds its dotted path.
+        user_code: sections that name code of the user, by the key that holds its dotted path.
         hubs: for each name that has it, what reads the value of the key `hub`, a snapshot, as
             values; other keys override them.
 
@@ -69,7 +69,7 @@ class OneOf:
     presets: Mapping[str, Mapping[str, Mapping[str, object]]] = dataclasses.field(
         default_factory=dict
     )
-    own: Mapping[str, type[Own]] = dataclasses.field(default_factory=dict)
+    user_code: Mapping[str, type[UserCode]] = dataclasses.field(default_factory=dict)
     hubs: Mapping[str, Callable[[Any], Mapping[str, object]]] = dataclasses.field(
         default_factory=dict
     )
@@ -80,13 +80,13 @@ class OneOf:
         return next(iter(self.table))
 
     def name_of(self, value: object) -> str:
-        """The name under which the type of a value stands in the table."""
+        """The name of the type of a value in the table."""
         return next(name for name, cls in self.table.items() if type(value) is cls)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A value that another part of the library reads from several spellings.
+    """A value that can be written in several forms, which another part of the library reads.
 
     Args:
         read: takes plain data; raises `ValueError` or `TypeError` for what it cannot read.
@@ -124,7 +124,7 @@ Port: TypeAlias = Annotated[int, _from(1, 65535)]
 """Of TCP, on this host."""
 
 Devices: TypeAlias = Annotated[int, _from(1, 1024)]
-"""CPU devices that are made up, each with threads of its own."""
+"""Emulated CPU devices, each with its own threads."""
 
 Positive: TypeAlias = Annotated[
     float, Bound("above 0 and at most 3e38, in float32", lambda value: 1e-37 <= value <= 3e38)
@@ -156,7 +156,7 @@ def read(hint: object, value: object, path: str = "") -> Any:
             an enum (written as its member's name in small letters), or any type `Annotated` with a
             `Bound`, a `OneOf` or a `Parsed`.
         value: dicts, lists and scalars.
-        path: the dotted key the value stands under; it opens every message.
+        path: the dotted key of the value, with which every message begins.
 
     Returns:
         The value, of the type.
@@ -200,9 +200,9 @@ def write(value: object, hint: object = None) -> Any:
         >>> write((1, 2))
         [1, 2]
     """
-    if isinstance(value, Own):
-        ours = {name: getattr(value, name) for name in options_of(type(value))}
-        return {value.key: value.path, **ours, **value.options}
+    if isinstance(value, UserCode):
+        library_keys = {name: getattr(value, name) for name in options_of(type(value))}
+        return {value.key: value.path, **library_keys, **value.options}
     if (choice := extra(hint, OneOf)) is not None:
         return {choice.tag: choice.name_of(value), **write(value)}
     if (parsed := extra(hint, Parsed)) is not None:
@@ -236,8 +236,8 @@ class Option:
 def options_of(thing: Callable[..., object]) -> dict[str, Option]:
     """What a config can say to a dataclass, or to a function that makes a strategy.
 
-    What the library gives itself is left out: the path and the options of a thing of the user's
-    own, and the model and the world of a strategy.
+    What the library provides is left out: the path and the options of user code, and the model
+    and the world of a strategy.
 
     Example:
         >>> options_of(Parsed)["form"].hint
@@ -248,12 +248,12 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
         made = {f.name: f.default_factory for f in dataclasses.fields(thing)}
         defaults = {f.name: f.default for f in dataclasses.fields(thing)}
         defaults |= {name: make() for name, make in made.items() if make is not MISSING}
-        given = ("path", "options") if issubclass(typing.cast(type, thing), Own) else ()
+        excluded = ("path", "options") if issubclass(typing.cast(type, thing), UserCode) else ()
     else:
         parameters = inspect.signature(thing).parameters.values()
         defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
-        given = ("model", "world")
-    return {n: Option(hints[n], default) for n, default in defaults.items() if n not in given}
+        excluded = ("model", "world")
+    return {n: Option(hints[n], default) for n, default in defaults.items() if n not in excluded}
 
 
 def _says_missing(path: str, name: str) -> str:
@@ -293,10 +293,10 @@ def read_options(
 
 
 def _section_with(key: str, options: Mapping[str, Option]) -> str:
-    """A section and a key of it, for a key that stands a level too high; else nothing."""
+    """The section and key meant by a key that is written one level too high; else ""."""
     for name, option in options.items():
         hints = [option.hint, *typing.get_args(option.hint)]
-        tables = [found for hint in hints if (found := extra(hint, OneOf))]
+        tables = [table for hint in hints if (table := extra(hint, OneOf))]
         kinds = [kind for table in tables for kind in table.table.values()]
         sections = [x for x in kinds + hints if dataclasses.is_dataclass(x)]
         if key in {field.name for section in sections for field in dataclasses.fields(section)}:
@@ -324,7 +324,7 @@ def _read_dataclass(cls: Any, data: object, path: str) -> Any:
 
 
 def _checked(make: Callable[[], _T], path: str) -> _T:
-    """Makes a value that checks itself, with the path put before what it complains about."""
+    """Makes a value that checks itself, with the path put before the message of its error."""
     try:
         made = make()
         validate = getattr(made, "validate", None)
@@ -333,8 +333,8 @@ def _checked(make: Callable[[], _T], path: str) -> _T:
         return made
     except AxonDistError as error:
         message = str(error)
-        says_where = not path or message.startswith(path)
-        raise ConfigError(message if says_where else f"{path}: {message}") from error
+        names_path = not path or message.startswith(path)
+        raise ConfigError(message if names_path else f"{path}: {message}") from error
 
 
 def _section(data: object, path: str) -> Mapping[str, object]:
@@ -366,16 +366,16 @@ def _read_annotated(hint: object, value: object, path: str) -> Any:
 
 
 def _read_choice(choice: OneOf, value: object, path: str) -> Any:
-    if choice.own and isinstance(value, str) and ":" in value:
-        value = {next(iter(choice.own)): value}
-    for key in choice.own:
+    if choice.user_code and isinstance(value, str) and ":" in value:
+        value = {next(iter(choice.user_code)): value}
+    for key in choice.user_code:
         if isinstance(value, Mapping) and key in value:
-            return _read_own(choice, key, value, path)
+            return _read_user_code(choice, key, value, path)
     if not choice.table:
-        keys = " or ".join(f"{{{key}: {PATH}}}" for key in choice.own)
+        keys = " or ".join(f"{{{key}: {PATH}}}" for key in choice.user_code)
         raise ConfigError(f"{path}: got {value!r:.80}, which must be {keys}")
-    given = {choice.tag: value} if isinstance(value, str) else _section(value, path)
-    data = dict(given)
+    section = {choice.tag: value} if isinstance(value, str) else _section(value, path)
+    data = dict(section)
     name: Any = data.pop(choice.tag, choice.default)
     variant = _pick(choice.table, name, _join(path, choice.tag))
     preset = data.pop("preset", None) if name in choice.presets else None
@@ -389,25 +389,25 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
     return _read_dataclass(variant, data, path)
 
 
-def _read_own(choice: OneOf, key: str, value: Mapping[str, object], path: str) -> Own:
-    """Reads a thing of the user's own, whose options are read by nothing but itself."""
-    others = [other for other in (choice.tag, *choice.own) if other in value and other != key]
+def _read_user_code(choice: OneOf, key: str, value: Mapping[str, object], path: str) -> UserCode:
+    """Reads a section of user code, whose options only the user's function reads."""
+    others = [other for other in (choice.tag, *choice.user_code) if other in value and other != key]
     if others:
         raise ConfigError(
             f"{path}: got {key} and {others[0]}, which both say what it is; leave one of them out"
         )
-    cls, function = choice.own[key], value[key]
+    cls, function = choice.user_code[key], value[key]
     ours = options_of(cls)
-    given = {name: item for name, item in value.items() if name in ours}
-    given = read_options(ours, given, path)
+    known = {name: item for name, item in value.items() if name in ours}
+    known = read_options(ours, known, path)
     if not isinstance(function, str):
         raise ConfigError(f"{path}: got {function!r:.80}, which must be a path such as {PATH}")
     rest = {str(name): x for name, x in value.items() if name not in (key, *ours)}
-    return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **given), path)
+    return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **known), path)
 
 
 def _pick(table: Mapping[Any, _T], name: object, path: str) -> _T:
-    # Only a text can be a name; a list is not even looked up.
+    # Only a text can be a name; a list cannot be hashed.
     if not isinstance(name, (str, int)) or name not in table:
         raise ConfigError(f"{path}: there is no {name!r:.80}.{did_you_mean(str(name), table)}")
     return table[name]
@@ -421,7 +421,7 @@ def _read_union(hint: object, value: object, path: str) -> Any:
     possible = [option for option in options if option is not types.NoneType]
     has_keys = isinstance(value, Mapping)
     fitting = [option for option in possible if _has_keys(option) == has_keys]
-    # What is wrong with a section says the one of them that knows its keys.
+    # The type that has the keys of a section reports what is wrong with it.
     fitting.sort(key=lambda option: isinstance(value, Mapping) and not _knows(option, value))
     errors = []
     for option in fitting or possible:

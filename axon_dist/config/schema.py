@@ -24,8 +24,8 @@ from .models import (
     LOSSES,
     MODELS,
     ModelKind,
-    OwnLoss,
     OwnModel,
+    UserLoss,
     kind_of,
     sizes_of_hub,
     with_hub_weights,
@@ -77,7 +77,7 @@ def strategy_options(value: object) -> StrategyOptions:
     """Reads `ddp`, `[full_shard, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
 
     Raises:
-        ValueError: for anything else, none, or a strategy that stands twice.
+        ValueError: for anything else, none, or a strategy that is named twice.
 
     Example:
         >>> dict(strategy_options("ddp"))
@@ -145,9 +145,9 @@ def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, J
             raise ConfigError(f"parallel.{name:.80}: there is no such strategy.{hint}")
     return {
         name: read_options(
-            options_of(STRATEGIES[name]), given, f"parallel.{name}", "option", _says_missing
+            options_of(STRATEGIES[name]), options, f"parallel.{name}", "option", _says_missing
         )
-        for name, given in parallel.items()
+        for name, options in parallel.items()
     }
 
 
@@ -186,7 +186,7 @@ class RunConfig:
         run_dir: the folder for what the run writes, also at `gs://` or `s3://`; None makes
             `runs/<name>-<time>`.
         mesh: axes and sizes, outer to inner; one size may be -1.
-        devices: which devices the mesh is laid over.
+        devices: which devices the mesh is made of.
         model: the sizes of the model, under the `kind` it is of; or `{factory: module:name, ...}`.
         data: what the model is trained on, under the `kind` it is of; or a factory.
         loss: in place of that of the model's kind, `{function: module:name, ...}` or a factory.
@@ -198,7 +198,7 @@ class RunConfig:
             the strategies.
         remat: what the backward pass recomputes; `auto` as little as the memory of a device allows,
             which is asked of the compiled step; None leaves it to the strategies.
-        unroll: up to how many blocks are written out rather than run by a loop; None is 4, and 1
+        unroll: up to how many blocks are unrolled rather than run by a loop; None is 4, and 1
             where they are recomputed, loop themselves, or microbatches are added up. It changes no
             number.
         weights: files with the first weights; None draws them.
@@ -242,15 +242,15 @@ class RunConfig:
             {name: kind.sizes for name, kind in MODELS.items()},
             tag="kind",
             presets={name: kind.presets for name, kind in MODELS.items()},
-            own={"factory": OwnModel},
+            user_code={"factory": OwnModel},
             hubs={"transformer": sizes_of_hub},
         ),
     ] = MODELS["transformer"].sizes()
-    data: Annotated[Any, OneOf(DATA, tag="kind", own={"factory": OwnData})] = TextData()
-    loss: Annotated[OwnLoss, OneOf({}, own=LOSSES)] | None = None
+    data: Annotated[Any, OneOf(DATA, tag="kind", user_code={"factory": OwnData})] = TextData()
+    loss: Annotated[UserLoss, OneOf({}, user_code=LOSSES)] | None = None
     validation: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     optimizer: Annotated[
-        Optimizer | OwnOptimizer, OneOf(OPTIMIZERS, own={"factory": OwnOptimizer})
+        Optimizer | OwnOptimizer, OneOf(OPTIMIZERS, user_code={"factory": OwnOptimizer})
     ] = AdamW()
     parallel: Annotated[
         StrategyOptions,
@@ -309,9 +309,9 @@ class RunConfig:
         for key, path in (("run_dir", self.run_dir), ("checkpoint.dir", self.checkpoint.dir)):
             if path is not None:
                 as_place(path, key)
-        kept = self.checkpoint
-        if (kept.dir or self.run_dir) is not None:
-            check_type(as_place(kept.dir or self.run_dir, "checkpoint.dir"), kept.type)
+        checkpoint = self.checkpoint
+        if (checkpoint.dir or self.run_dir) is not None:
+            check_type(as_place(checkpoint.dir or self.run_dir, "checkpoint.dir"), checkpoint.type)
         self._check_task()
         if self.train.global_batch % self.train.accumulate:
             raise ConfigError(
@@ -330,10 +330,10 @@ class RunConfig:
         task = self.kind.task
         if not isinstance(self.data, task.data):
             model = next(name for name, row in MODELS.items() if row.sizes is type(self.model))
-            given = next(name for name, row in DATA.items() if row is type(self.data))
+            kind = next(name for name, row in DATA.items() if row is type(self.data))
             *others, last = (name for name, row in DATA.items() if row in task.data)
             raise ConfigError(
-                f"data.kind: got {given}, and the model is a {model}, which needs "
+                f"data.kind: got {kind}, and the model is a {model}, which needs "
                 f"{', '.join(others)} or {last}; change data.kind or model.kind"
             )
         task.check(self.model, self.data)

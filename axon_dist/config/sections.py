@@ -35,7 +35,7 @@ from axon_dist.optim import Spikes
 from axon_dist.step import Nonfinite
 
 from .read import Ahead, Count, Devices, Fraction, Natural, NonNegative, OneOf, Port, Positive
-from .user_code import Own
+from .user_code import UserCode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class DevicesConfig:
     """Which devices a run takes.
 
     Args:
-        emulate: make up this many CPU devices; None takes the devices that there are.
+        emulate: this many CPU devices are emulated; None takes the real devices.
     """
 
     emulate: Devices | None = None
@@ -88,7 +88,7 @@ class BestConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long a run trains, on how much at a time, and how often it says so.
+    """How long a run trains, on how much at a time, and how often it reports.
 
     Args:
         steps: optimizer steps.
@@ -429,11 +429,11 @@ class ImageRecordsData(LoadOptions, ImageRecords):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticImageData(LoadOptions, SyntheticImages):
-    """Which images a run makes up."""
+    """Which images a run generates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnData(LoadOptions, Own):
+class OwnData(LoadOptions, UserCode):
     """Samples of the user's own: `data: {factory: package.module:make, ...}`.
 
     The factory returns two sequences of samples, for training and for validation, each with a

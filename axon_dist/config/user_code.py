@@ -1,4 +1,4 @@
-"""Things of the user's own: functions by dotted path, called with the keys that stand beside it."""
+"""User code: functions by dotted path, called with the keys beside it in the config."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PATH = "package.module:name"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Own:
+class UserCode:
     """A section that says `{factory: package.module:name, key: value}`.
 
-    It stands for `package.module.name(key=value, **given)`, called when the run is built. The
+    It means `package.module.name(key=value, **provided)`, called when the run is built. The
     module is found as `python -m` finds it, from the current folder first.
 
     Args:
@@ -29,27 +29,27 @@ class Own:
         options: the keyword arguments that the config gives it.
 
     Example:
-        >>> own = Own(path="collections:Counter", options={"axes": 3})
-        >>> own.call()
+        >>> code = UserCode(path="collections:Counter", options={"axes": 3})
+        >>> code.call()
         Counter({'axes': 3})
     """
 
     key: ClassVar[str] = "factory"
-    """Under which the path stands."""
+    """The key that holds the path."""
     section: ClassVar[str] = ""
     """What the section is called."""
-    given: ClassVar[tuple[str, ...]] = ()
-    """What the library gives it besides, by keyword."""
+    provided: ClassVar[tuple[str, ...]] = ()
+    """Further keyword arguments, which the library provides."""
     offered: ClassVar[tuple[str, ...]] = ()
-    """What it is given where it takes it."""
+    """Keyword arguments that the library provides where the function takes them."""
     by_position: ClassVar[tuple[str, ...]] = ()
-    """What it is called with in front, in words."""
+    """The positional arguments of later calls, in words."""
 
     path: str
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def validate(self) -> None:
-        """Imports it and checks that it takes what it will be given; calls nothing.
+        """Imports it and checks that it takes its arguments; calls nothing.
 
         Raises:
             ConfigError: when it cannot be found, or takes other arguments.
@@ -63,64 +63,64 @@ class Own:
             ConfigError: when there is no such module or no such name in it, when importing the
                 module fails, or it cannot be called.
         """
-        return find(self.path, self.where)
+        return find(self.path, self.full_key)
 
     @property
-    def where(self) -> str:
+    def full_key(self) -> str:
         """The key of the config that names it."""
         return f"{self.section}.{self.key}".lstrip(".")
 
     def returned(self, made: object, what: str) -> ConfigError:
-        """The error of a function that returned something else than what it must."""
+        """The error of a function that returned a value of the wrong type."""
         kind = type(made).__name__
-        return ConfigError(f"{self.where}: {self.path} returns a {kind}, which must be {what}")
+        return ConfigError(f"{self.full_key}: {self.path} returns a {kind}, which must be {what}")
 
-    def call(self, **given: object) -> Any:
-        """Calls it with the options and what is given."""
+    def call(self, **arguments: object) -> Any:
+        """Calls it with the options and further keyword arguments."""
         function = self.find()
-        taken = parameters_of(function)
-        offered = {name for name in self.offered if taken is not None and name not in taken}
-        given = {name: value for name, value in given.items() if name not in offered}
+        params = parameters_of(function)
+        offered = {name for name in self.offered if params is not None and name not in params}
+        arguments = {name: value for name, value in arguments.items() if name not in offered}
         try:
-            return function(**self.options, **given)
+            return function(**self.options, **arguments)
         except SystemExit as error:
             raise ConfigError(
-                f"{self.where}: {self.path} ended the program by SystemExit({error.code!r}); let "
-                "it raise an error, or return what it makes"
+                f"{self.full_key}: {self.path} ended the program by SystemExit({error.code!r}); "
+                "let it raise an error, or return what it makes"
             ) from error
         except Exception as error:
             if not isinstance(error, AxonDistError):
-                error.add_note(f"raised by {self.where}, {self.path}")
+                error.add_note(f"raised by {self.full_key}, {self.path}")
             raise
 
     def _check_signature(self, function: Callable[..., object]) -> None:
-        given = next((name for name in self.given if name in self.options), None)
-        if given is not None:
+        reserved = next((name for name in self.provided if name in self.options), None)
+        if reserved is not None:
             raise ConfigError(
-                f"{self.section}.{given}: the run itself gives {self.path} this argument; leave it "
-                "out"
+                f"{self.section}.{reserved}: the run itself gives {self.path} this argument; leave "
+                "it out"
             )
-        taken = parameters_of(function)
-        if taken is None:
+        params = parameters_of(function)
+        if params is None:
             return
-        options = [p for p in list(taken.values())[len(self.by_position) :] if p.kind in _BY_NAME]
+        options = [p for p in list(params.values())[len(self.by_position) :] if p.kind in _BY_NAME]
         valid = {p.name for p in options}
-        accepts_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        accepts_any = any(p.kind is p.VAR_KEYWORD for p in params.values())
         for name in () if accepts_any else self.options:
             if name not in valid:
-                valid -= {*self.given, *self.offered}
+                valid -= {*self.provided, *self.offered}
                 hint = did_you_mean(name, valid) if valid else " It takes none."
                 raise ConfigError(
                     f"{self.section}.{name}: {self.path} takes no such argument.{hint}"
                 )
-        offered = [name for name in self.offered if name in taken]
-        named = dict.fromkeys((*self.options, *self.given, *offered))
+        offered = [name for name in self.offered if name in params]
+        named = dict.fromkeys((*self.options, *self.provided, *offered))
         try:
-            inspect.Signature(list(taken.values())).bind(*self.by_position, **named)
+            inspect.Signature(list(params.values())).bind(*self.by_position, **named)
         except TypeError as error:
             words = [*self.by_position, *(_GIVEN.get(name, name) for name in named)]
             raise ConfigError(
-                f"{self.where}: {self.path} takes ({', '.join(taken)}) and is called "
+                f"{self.full_key}: {self.path} takes ({', '.join(params)}) and is called "
                 f"with {' and '.join(words) or 'nothing'}: {error}; set what is missing beside "
                 f"{self.key}, and let it take the rest"
             ) from None
@@ -130,12 +130,12 @@ _GIVEN = {"rngs": "rngs, an nnx.Rngs"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def find(path: str, where: str) -> Callable[..., Any]:
+def find(path: str, key: str) -> Callable[..., Any]:
     """Imports what can be called by its dotted path.
 
     Args:
         path: `package.module:name`, where the name may have dots, or `package.module.name`.
-        where: the key of the config, which opens every message.
+        key: the key of the config, which opens every message.
 
     Raises:
         ConfigError: when there is no such module or no such name in it, when importing the module
@@ -152,23 +152,23 @@ def find(path: str, where: str) -> Callable[..., Any]:
     module_name, _, names = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not names:
         raise ConfigError(
-            f"{where}: got {path!r:.80}, which must be the path of a function or class, such as "
+            f"{key}: got {path!r:.80}, which must be the path of a function or class, such as "
             f"{PATH}"
         )
-    found: Any = _import(module_name, where)
+    target: Any = _import(module_name, key)
     for name in names.split("."):
-        if not hasattr(found, name):
-            what = f"the module {module_name}" if inspect.ismodule(found) else found.__name__
-            raise ConfigError(f"{where}: {what} has no {name!r}.{_nearest(name, dir(found))}")
-        found = getattr(found, name)
-    if not callable(found):
+        if not hasattr(target, name):
+            what = f"the module {module_name}" if inspect.ismodule(target) else target.__name__
+            raise ConfigError(f"{key}: {what} has no {name!r}.{_nearest(name, dir(target))}")
+        target = getattr(target, name)
+    if not callable(target):
         raise ConfigError(
-            f"{where}: {path} is {found!r:.80}, which must be a function or class; name one"
+            f"{key}: {path} is {target!r:.80}, which must be a function or class; name one"
         )
-    return found
+    return target
 
 
-def _import(name: str, where: str) -> Any:
+def _import(name: str, key: str) -> Any:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -177,18 +177,18 @@ def _import(name: str, where: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{where}: there is no module {error.name!r}, neither in {here} nor where Python "
+                f"{key}: there is no module {error.name!r}, neither in {here} nor where Python "
                 "looks; correct the path, or start in the folder that holds it"
             ) from error
-        raise ConfigError(_says_failed(name, where, error)) from error
-    except (Exception, SystemExit) as error:  # a module of the user's own may raise anything
-        raise ConfigError(_says_failed(name, where, error)) from error
+        raise ConfigError(_says_failed(name, key, error)) from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise ConfigError(_says_failed(name, key, error)) from error
 
 
-def _says_failed(name: str, where: str, error: BaseException) -> str:
+def _says_failed(name: str, key: str, error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        f"{where}: importing {name} fails with {type(error).__name__}: {error} "
+        f"{key}: importing {name} fails with {type(error).__name__}: {error} "
         f"({last.filename}:{last.lineno}); python -c 'import {name}' shows all of it"
     )
 
@@ -202,7 +202,7 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
     """What a function or class takes, or None where that cannot be known."""
     try:
-        # A class of modules says (*args, **kwargs) of itself, whatever its own method takes.
+        # The signature of an nnx class is (*args, **kwargs), whatever its __init__ takes.
         if inspect.isclass(function):
             _, *rest = inspect.signature(function.__init__).parameters.items()
             return dict(rest)

@@ -1,4 +1,4 @@
-"""What a public function is given, compared with its annotations.
+"""The arguments of a public function, compared with its annotations.
 
 An annotation says what an argument can be where it names plain values, arrays, classes, or
 containers of these; a kind says more, such as that a number is at least 1. Plain Python: the kinds
@@ -137,7 +137,7 @@ def _comparison(
 def explain_calls(room: dict[str, Any]) -> None:
     """Has public functions and methods of a room that fail say which argument is of a wrong kind.
 
-    A function refuses what it knows best itself. Where Python, numpy or JAX fails in it, its
+    Errors of this library pass. Where Python, numpy or JAX fails in a function, its
     arguments are compared with their annotations, and the first that does not fit is the error.
 
     Args:
@@ -213,19 +213,19 @@ _LAYERS = ("flax.nnx.nn", "flax.linen")
 
 
 def _explain(
-    error: Exception, function: Callable[..., Any], who: str, given: Sequence[object]
+    error: Exception, function: Callable[..., Any], who: str, arguments: Sequence[object]
 ) -> None:
-    """Raises `ConfigError` where no code of the user's, but what was given makes a function fail.
+    """Raises `ConfigError` where a function's arguments, and no code of the user's, make it fail.
 
     Args:
-        error: what Python or JAX says.
+        error: of Python or JAX.
         function: that failed.
         who: its name in messages.
-        given: its arguments.
+        arguments: what it was called with.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
-    # A layer of Flax fails over what the user's model is, and says so itself.
+    # An error within a layer of Flax is about the user's model, and its message says so.
     of_layers = (str(f.f_globals.get("__name__")) for f in frames if f.f_code.co_name == "__call__")
     others = rooms - _LIBRARIES - sys.stdlib_module_names
     if others or any(name.startswith(_LAYERS) for name in of_layers):
@@ -239,15 +239,15 @@ def _explain(
     if isinstance(error, NameError) and "unbound axis name" in text:
         raise ConfigError(f"{who} {_UNBOUND.format(text)}") from error
     ours = [f for f in frames if str(f.f_globals.get("__name__")).startswith("axon_dist.")]
-    own, named = inspect.unwrap(function), ", ".join(map(_brief, given))
+    unwrapped, named = inspect.unwrap(function), ", ".join(map(_brief, arguments))
     # Elsewhere what fails further down may be a mistake of this package.
-    is_own = ours[-1].f_code.co_qualname.startswith(own.__qualname__)
-    is_own = is_own or own.__module__.split(".")[1] in _COMPUTING
-    if is_own and isinstance(error, _OF_VALUES) and not isinstance(error, FloatingPointError):
+    is_misuse = ours[-1].f_code.co_qualname.startswith(unwrapped.__qualname__)
+    is_misuse = is_misuse or unwrapped.__module__.split(".")[1] in _COMPUTING
+    if is_misuse and isinstance(error, _OF_VALUES) and not isinstance(error, FloatingPointError):
         raise ConfigError(
             f"{who} can make nothing of {named}: {text}; give what its docstring says"
         ) from error
-    if is_own and (isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED")):
+    if is_misuse and (isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED")):
         raise OutOfMemoryError(
             f"{who} got {named}, and there is no memory for it ({text}); give smaller numbers"
         ) from error
@@ -296,11 +296,11 @@ def _hints(thing: Any, has_failed: bool = False) -> dict[str, Any]:
 
 
 def kind_of(hint: Any) -> ArgumentKind | None:
-    """What an annotation allows; None where it names more than is known here.
+    """The kind of an annotation; None where it names other types.
 
     Args:
         hint: of plain values, containers, functions, arrays, and of classes of this package, JAX
-            and Flax; an enum's members have names of their own, and are looked up by these.
+            and Flax; enums are left to `NamedChoice`, which looks members up by name.
 
     Example:
         >>> kind_of(tuple[float, ...] | None).advice, kind_of(str | enum.Enum)
@@ -393,7 +393,7 @@ SIZE = ArgumentKind("a whole number, at least 0", lambda x: is_whole(x) and x >=
 COUNT = ArgumentKind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
 NUMBER = ArgumentKind("a finite number", is_number)
 REAL = ArgumentKind("a number", lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool))
-"""A number, of which somebody else says what it must be."""
+"""A number, finite or not; the caller checks its range."""
 TEXT = ArgumentKind("a text", lambda x: isinstance(x, str))
 TEXTS = dataclasses.replace(TEXT.several(), advice="a list of texts")
 FUNCTION = ArgumentKind("a function", callable)
@@ -405,7 +405,7 @@ ARRAY = ArgumentKind("an array of numbers", _is_array)
 NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.several().holds(x))
 _ANYTHING = ArgumentKind("what the docstring says", lambda _: True)
 _KNOWN = "axon_dist.", "flax.", "jax", "optax."
-"""Where classes come from whose instances nothing else stands in for."""
+"""Modules whose classes are checked by `isinstance`: no other class replaces them."""
 _PLAIN: MappingProxyType[type, ArgumentKind] = MappingProxyType(
     {
         int: WHOLE,

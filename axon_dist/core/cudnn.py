@@ -1,8 +1,8 @@
-"""cuDNN's fused attention, traced for the machine that is compiled for.
+"""cuDNN's fused attention, traced for the target machine.
 
 Whether it runs follows from dtypes, shapes and the target's chip. JAX's own call asks the process
-that traces whether cuDNN is installed and which GPU it has, so that a step for a machine that is
-not here would be another one wherever no CUDA is installed.
+that traces whether cuDNN is installed and which GPU it has, so that a step for
+another machine would be traced differently where no CUDA is installed.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _forward(query: Array, key: Array, value: Array, bias: Array | None, causal:
     return out, (query, key, value, bias, log_weight, out)
 
 
-def _backward(causal: bool, kept: tuple, cotangent: Array):
-    query, key, value, bias, log_weight, out = kept
+def _backward(causal: bool, residuals: tuple, cotangent: Array):
+    query, key, value, bias, log_weight, out = residuals
     gradients = cudnn_attention_gradients(
         query, key, value, bias, causal, log_weight, out, cotangent
     )
@@ -106,12 +106,12 @@ def cudnn_attention_forward(
     Returns:
         `[B, T, H, K]`, and float32 `[B, H, T]` where they are kept.
     """
-    found = kernels._dot_product_attention_fwd_p_wrapper.bind(
+    outputs = kernels._dot_product_attention_fwd_p_wrapper.bind(
         *_cudnn_operands(query, key, value, bias),
         **_cudnn_parameters(query, bias, causal),
         is_training=keeps_weights,
     )
-    return tuple(found[: 1 + keeps_weights])
+    return tuple(outputs[: 1 + keeps_weights])
 
 
 def _cudnn_operands(
@@ -128,7 +128,7 @@ def _cudnn_parameters(query: Array, bias: Array | None, causal: bool) -> dict[st
     more = {"score_mod": None} if "score_mod" in names else {}
     return {
         "scale": query.shape[-1] ** -0.5,
-        "seed": 42,  # of a dropout that there is none of
+        "seed": 42,  # dropout is off
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),
         "mask_type": kernels.MaskType.CAUSAL if causal else kernels.MaskType.NO_MASK,

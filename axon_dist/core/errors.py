@@ -28,7 +28,7 @@ class MeshError(AxonDistError, ValueError):
 
 
 class GroupError(AxonDistError, ValueError):
-    """A process group is malformed, or a rank or root lies outside it."""
+    """A process group is malformed, or a rank or root is not a member."""
 
 
 class DivisibilityError(AxonDistError, ValueError):
@@ -64,7 +64,7 @@ class OutOfMemoryError(AxonDistError, MemoryError):
 
 
 class NonfiniteError(AxonDistError, ArithmeticError):
-    """A loss or a gradient is not finite, and the run was told to stop then."""
+    """A loss or a gradient is not finite, and the run stops there."""
 
 
 class CheckpointError(AxonDistError, ValueError):
@@ -92,7 +92,7 @@ class BackendStartedError(AxonDistError, RuntimeError):
 
 
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-"""What Python raises over data that a file or a stranger gives and that is none of what it says."""
+"""What Python raises over malformed data of a file or a network peer."""
 
 _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -150,7 +150,7 @@ def reworded(
     kind: type[AxonDistError] = ConfigError,
     of: type[Exception] | tuple[type[Exception], ...] = OSError,
 ) -> Iterator[None]:
-    """Has what fails within a block be said in one sentence; errors of this library pass.
+    """Rewords errors within a block as one sentence; errors of this library pass.
 
     Args:
         what: cannot be done, or is not what it should be, to open the sentence.
@@ -255,7 +255,7 @@ class Requirement(Generic[T]):
         sentence: str,
         when: Callable[[T], Mapping[str, object] | None],
     ) -> Requirement[T]:
-        """A requirement by when it is broken and what is said then.
+        """A requirement by the condition that breaks it and the message.
 
         Args:
             name: what must hold, in a few words.
@@ -271,15 +271,15 @@ class Requirement(Generic[T]):
         """
 
         def check(subject: T) -> None:
-            found = when(subject)
-            if found is not None:
-                raise error(sentence.format(**found))
+            values = when(subject)
+            if values is not None:
+                raise error(sentence.format(**values))
 
         return cls(name, check)
 
 
 def check_all(rules: tuple[Requirement[T], ...], subject: T) -> None:
-    """Raises what the first requirement says that does not hold, if there is one."""
+    """Raises the error of the first requirement that does not hold, if there is one."""
     for rule in rules:
         rule.check(subject)
 

@@ -1,9 +1,8 @@
 """Files that somebody names: paths of this machine, and objects in buckets at `gs://` and `s3://`.
 
-What lies at a path is said in one sentence, bounded, and never waited for. tensorstore speaks to
-both kinds of bucket: it finds the credentials, takes a request again that was throttled, cut short
-or not answered, and has what stands for a version of an object, a generation of GCS or an ETag of
-S3.
+Reads are bounded in size and never block, and errors are one sentence. tensorstore reads and writes
+both kinds of bucket: it finds the credentials, retries a request that was throttled, cut short or
+not answered, and returns the version of an object, a generation of GCS or an ETag of S3.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 from .errors import AxonDistError, ConfigError, StoreError, reworded
 
 MOST_TEXT = 2**24
-"""A file that people write, such as a config, or that says what others hold, is no larger."""
+"""The largest size of a config, an index or another text, in bytes."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 # Path("gs://bucket") has one slash left.
@@ -39,12 +38,12 @@ _KINDS = (
 )
 
 
-def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> Path:
+def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> Path:
     """A path that can be one on this machine, `~` and `~user` resolved; nothing is looked up.
 
     Args:
         text: a text or a path.
-        where: the key, option or argument that names it; it opens the message.
+        label: the key, option or argument that names it; it opens the message.
         error: the kind of error.
 
     Raises:
@@ -57,30 +56,30 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
         'nobody-here' whose home that could be; write the path out
     """
     if not isinstance(text, (str, os.PathLike)):
-        raise error(f"{where}: got {text!r:.80}, a {type(text).__name__}, which must be a path")
+        raise error(f"{label}: got {text!r:.80}, a {type(text).__name__}, which must be a path")
     shown = repr(str(text))[:80]
     try:
         name = os.fsencode(text)
     except UnicodeEncodeError as cause:
-        raise error(f"{where}: got {shown}, which no file name can hold; correct it") from cause
+        raise error(f"{label}: got {shown}, which no file name can hold; correct it") from cause
     if _SCHEME.match(str(text)):
         # As a path it would be a folder of this machine, which is lost with it.
         raise error(
-            f"{where}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data, "
+            f"{label}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data, "
             "weights and model.hub may be at gs:// and s3://, all else is a file of this machine: "
             "mount the store as a folder (gcsfuse, mountpoint-s3) and name that, or copy to it and "
             "from it"
         )
     if not name:
-        raise error(f"{where}: got an empty path; name a file or folder, or leave it out")
+        raise error(f"{label}: got an empty path; name a file or folder, or leave it out")
     if any(letter < 32 or letter == 127 for letter in name):
         raise error(
-            f"{where}: got {shown}, a path with a line break or another control character; take "
+            f"{label}: got {shown}, a path with a line break or another control character; take "
             "that out"
         )
     if len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME:
         raise error(
-            f"{where}: got {shown}..., of {len(name)} bytes; a path has at most {_LONGEST_PATH}, "
+            f"{label}: got {shown}..., of {len(name)} bytes; a path has at most {_LONGEST_PATH}, "
             f"and each name in it at most {_LONGEST_NAME}"
         )
     try:
@@ -88,15 +87,15 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
     except RuntimeError as cause:
         user = Path(text).parts[0][1:]
         raise error(
-            f"{where}: got {shown}, and there is no user {user!r} whose home that could be; write "
+            f"{label}: got {shown}, and there is no user {user!r} whose home that could be; write "
             "the path out"
         ) from cause
 
 
 def kind_at(path: Path) -> str | None:
-    """What lies at a path, in words: `a file`, `a folder`, `a pipe`...; None for nothing.
+    """The kind of file at a path, in words: `a file`, `a folder`, `a pipe`...; None for nothing.
 
-    A link that leads nowhere, or into a folder that may not be entered, is nothing.
+    A broken link, or one into a folder that may not be entered, is nothing.
 
     Example:
         >>> kind_at(Path("/dev/null")), kind_at(Path("/no/such"))
@@ -112,7 +111,7 @@ def kind_at(path: Path) -> str | None:
 def read_bytes(
     path: Path, what: str, error: type[AxonDistError] = ConfigError, most: int = MOST_TEXT
 ) -> bytes:
-    """The contents of a file; of nothing else, so that no pipe or device is waited for.
+    """The contents of a file; of nothing else, so that no pipe or device blocks it.
 
     Args:
         path: of the file.
@@ -132,9 +131,9 @@ def read_bytes(
     kind = kind_at(path)
     if kind not in (None, "a file"):
         raise error(f"cannot read {what}: it is {kind} and no file; name a file")
-    told = reworded(f"cannot read {what}", "name another file", error)
-    # Something else may have taken the name meanwhile, and must not be waited for either.
-    with told, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    rewording = reworded(f"cannot read {what}", "name another file", error)
+    # A pipe may have been put there meanwhile, which must not block either.
+    with rewording, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         contents = file.read(most + 1) if size <= most else b""
     if size > most or len(contents) > most:
@@ -185,7 +184,7 @@ _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "30s"}
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Address:
-    """Of an object, and of the folder of those whose names go on with a slash after its own.
+    """The address of an object, and of the folder of the objects named `object/...`.
 
     Args:
         scheme: `gs` or `s3`.
@@ -222,10 +221,10 @@ class Address:
         if self.scheme == "gs":
             return {"driver": "gcs", "bucket": self.bucket, "gcs_request_retries": _RETRIES}
         env = os.environ.get
-        where = {"endpoint": env("AWS_ENDPOINT_URL"), "aws_region": env("AWS_REGION")}
+        environment = {"endpoint": env("AWS_ENDPOINT_URL"), "aws_region": env("AWS_REGION")}
         spec = {"driver": "s3", "bucket": self.bucket, "use_conditional_write": True}
-        said = {key: value for key, value in where.items() if value}
-        return {**spec, **said, "s3_request_retries": _RETRIES}
+        options = {key: value for key, value in environment.items() if value}
+        return {**spec, **options, "s3_request_retries": _RETRIES}
 
     def read(self) -> bytes | None:
         """The contents of the object, or None where there is none."""
@@ -233,11 +232,11 @@ class Address:
 
     def found(self) -> tuple[bytes | None, bytes]:
         """The contents of the object, or None where there is none, and its version."""
-        found = self._done(self._store.read(self.key))
-        return found.value if found.state == "value" else None, found.stamp.generation
+        result = self._done(self._store.read(self.key))
+        return result.value if result.state == "value" else None, result.stamp.generation
 
     def version(self) -> bytes:
-        """What stands for the object as it is now, or for there being none."""
+        """The version of the object as it is now, also where there is none."""
         return self._done(self._store.read(self.key, byte_range=slice(0, 0))).stamp.generation
 
     def write(self, contents: bytes, version: bytes | None = None) -> bytes | None:
@@ -245,11 +244,11 @@ class Address:
 
         Args:
             contents: of it.
-            version: what must be there for it, as `version` returns it; None for anything.
+            version: which it must have before, as `version` returns it; None for any.
 
         Returns:
-            The version it has now; None where another one was there. A request that was not
-            answered is made again, and may then have found what it wrote itself.
+            The version it has now; None where it had another one. A request that was not
+            answered is retried, and may then find what it wrote itself.
         """
         made = self._done(self._store.write(self.key, contents, if_equal=version))
         return made.generation or None
@@ -263,7 +262,7 @@ class Address:
         return sorted(name.decode() for name in listed)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes objects of the folder; those that are not there are gone already."""
+        """Removes objects of the folder; those that do not exist are ignored."""
         doomed = [(self / name).key for name in names]
         for future in [self._store.write(key, None) for key in doomed]:
             self._done(future)
@@ -272,10 +271,10 @@ class Address:
         """A copy of the object on this machine, made unless this version of it was copied before.
 
         Raises:
-            StoreError: when there is none, it cannot be read, or the disk refuses.
+            StoreError: when there is none, it cannot be read, or the disk cannot be written.
         """
         version = self.version()
-        path = _kept(f"{self} {version!r}") / self.name
+        path = _cache_path(f"{self} {version!r}") / self.name
         if path.is_file():
             return path
         what = f"{self} cannot be copied to {str(path)!r}"
@@ -283,10 +282,10 @@ class Address:
         with reworded(what, advice, StoreError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                for found in self._blocks():
-                    if found.stamp.generation != version:
+                for block in self._blocks():
+                    if block.stamp.generation != version:
                         raise StoreError(f"{self} was replaced or removed meanwhile; try again")
-                    file.write(found.value)
+                    file.write(block.value)
             os.replace(file.name, path)
         return path
 
@@ -317,7 +316,7 @@ class Address:
             raise self.refused(error) from error
 
     def refused(self, error: Exception) -> StoreError:
-        """What tensorstore says of the bucket, and what to do."""
+        """The error of tensorstore about the bucket, with what to do."""
         reason = (str(error).partition(" [")[0].strip() or repr(error)).splitlines()[0]
         return StoreError(
             f"{self}: {reason}; check the name, that these credentials may read and write it, and "
@@ -326,7 +325,7 @@ class Address:
 
 
 def _tensorstore() -> Any:
-    # A quarter of a second, which a run on a disk does not need here.
+    # Importing it takes a quarter of a second, which a run without buckets does not need.
     return importlib.import_module("tensorstore")
 
 
@@ -339,12 +338,12 @@ Place = Path | Address
 """A folder or file of this machine, or one in a bucket."""
 
 
-def as_place(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> Place:
+def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> Place:
     """A path of this machine, as `as_path`, or an address in a bucket; nothing is looked up.
 
     Args:
         text: a text, a path or an address.
-        where: the key, option or argument that names it; it opens the message.
+        label: the key, option or argument that names it; it opens the message.
         error: the kind of error.
 
     Raises:
@@ -358,13 +357,13 @@ def as_place(text: Any, where: str, error: type[AxonDistError] = ConfigError) ->
         return text
     match = _ADDRESS.fullmatch(str(text)) if isinstance(text, (str, Path)) else None
     if match is None:
-        return as_path(text, where, error)
+        return as_path(text, label, error)
     key = (match[3] or "").rstrip("/")
     parts = key.split("/") if key else []
     is_named = key.isprintable() and len(key.encode(errors="surrogateescape")) <= _KEY
     if not is_named or any(part in ("", ".", "..") for part in parts):
         raise error(
-            f"{where}: got {str(text)!r:.80}, and the name of an object has no empty part, no . or "
+            f"{label}: got {str(text)!r:.80}, and the name of an object has no empty part, no . or "
             f".., no control character, and at most {_KEY} bytes; correct it"
         )
     return Address(match[1], match[2], key)
@@ -390,7 +389,7 @@ def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
     if not names:
         raise StoreError(f"there is nothing of that kind at {folder}; correct the address")
     copies = all_fetched(folder / name for name in names)
-    path = _kept(f"{folder} {list(zip(names, copies, strict=True))}")
+    path = _cache_path(f"{folder} {list(zip(names, copies, strict=True))}")
     for name, copy in zip(names, copies, strict=True):
         link = path / name
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -399,7 +398,7 @@ def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
     return path
 
 
-def _kept(what: str) -> Path:
-    """Where copies of objects lie; all of it may be removed at any time."""
+def _cache_path(what: str) -> Path:
+    """The folder of copies of objects; it may be removed at any time."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "axon_dist" / hashlib.sha256(what.encode()).hexdigest()[:32]

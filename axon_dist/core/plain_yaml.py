@@ -24,7 +24,7 @@ def read_yaml(path: str | Path) -> JsonDict:
     with `x-` are there for that alone, and left out.
 
     Raises:
-        ConfigError: when the file cannot be read, is no YAML, holds something else, or says
+        ConfigError: when the file cannot be read, is no YAML, holds something else, or has
             a key twice.
     """
     what = f"the config {str(path)!r}"
@@ -53,7 +53,7 @@ def apply_override(data: Mapping[str, object], override: str) -> JsonDict:
         override: `key.path=value`.
 
     Raises:
-        ConfigError: when there is no `=`, the value is no YAML, or the path leads through a value.
+        ConfigError: when there is no `=`, the value is no YAML, or an outer key has a value.
 
     Example:
         >>> apply_override({"train": {"steps": 10}}, "train.steps=20")
@@ -98,15 +98,15 @@ _OF_1_1 = re.compile(r"[-+]?0[0-7_]+|.*:.*|yes|no|on|off", re.IGNORECASE)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand only once; PyYAML would take the last one silently.
+    """YAML in which a key may occur only once; PyYAML would use the last one silently.
 
-    What `<<` brings along gives way to the keys of the section itself.
+    Keys of a section override those that `<<` merges into it.
     """
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Reads a value and all within it; to look so deep for thousands would take minutes."""
+        """Reads a value and all within it; parsing thousands of levels would take minutes."""
         if self._depth > _DEEPEST:
             problem = f"values within values, more than {_DEEPEST} deep"
             raise ComposerError(None, None, problem, self.get_mark())
@@ -130,7 +130,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Puts what `<<` brings in front of the keys of a section; reading it begins with this."""
-        # A section that others merge comes here again, its own `<<` written out already.
+        # Called again for a section that others merge, with its `<<` expanded already.
         if not hasattr(node, "is_checked"):
             node.is_checked = True  # type: ignore[attr-defined]
             self._check_keys([key for key, _ in node.value if key.tag != _MERGE])
@@ -143,40 +143,40 @@ class _StrictLoader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 problem = f"the key {key!r:.80} is no text"
             elif key in seen:
-                problem = f"the key {key!r:.80} stands twice"
+                problem = f"the key {key!r:.80} occurs twice"
             else:
                 seen.add(key)
                 continue
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, what: str) -> Any:
     try:
         loader = _StrictLoader(text)
         root = loader.get_single_node()
-        _check_size(root, where)
+        _check_size(root, what)
         data = None if root is None else loader.construct_document(root)
-        _check_plain(data, where)
+        _check_plain(data, what)
         return data
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-        raise ConfigError(f"{where} is not YAML{line}: {problem}") from error
+        raise ConfigError(f"{what} is not YAML{line}: {problem}") from error
     except RecursionError as error:
         raise ConfigError(
-            f"{where} has values within values, too deep to be read; a config has a handful of "
+            f"{what} has values within values, too deep to be read; a config has a handful of "
             "levels"
         ) from error
     except ConfigError:
         raise
     except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
-        # PyYAML lets through what Python says of dates that are none, of endless numbers, and of
-        # a tag such as !!bool before what is none.
-        raise ConfigError(f"{where} has a value that cannot be read: {error}") from error
+        # PyYAML does not catch the errors of Python about invalid dates, infinite numbers, and a
+        # tag such as !!bool on another value.
+        raise ConfigError(f"{what} has a value that cannot be read: {error}") from error
 
 
-def _check_size(root: yaml.Node | None, where: str) -> None:
+def _check_size(root: yaml.Node | None, what: str) -> None:
     """Counts values as often as aliases repeat them, before any is made.
 
     Raises:
@@ -193,7 +193,7 @@ def _check_size(root: yaml.Node | None, where: str) -> None:
 
     if root is not None and size(root) > _MOST_VALUES:
         raise ConfigError(
-            f"{where} comes to more than {_MOST_VALUES} values, or has one inside itself, once its "
+            f"{what} comes to more than {_MOST_VALUES} values, or has one inside itself, once its "
             "aliases (*name) are written out; write fewer"
         )
 
@@ -204,33 +204,33 @@ def _inside(node: yaml.Node) -> list[yaml.Node]:
     return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
-def _check_plain(data: object, where: str) -> None:
+def _check_plain(data: object, what: str) -> None:
     """Raises `ConfigError` unless data are what JSON holds too, in numbers of 64 bits."""
     if isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"{where} has the key {str(key)!r:.80}, a {type(key).__name__}; keys are "
+                    f"{what} has the key {str(key)!r:.80}, a {type(key).__name__}; keys are "
                     "texts: correct it, or put it in quotes"
                 )
-            _check_plain(key, where)
-            _check_plain(value, where)
+            _check_plain(key, what)
+            _check_plain(value, what)
     elif isinstance(data, list):
         for value in data:
-            _check_plain(value, where)
+            _check_plain(value, what)
     elif isinstance(data, int) and not -(2**63) <= data < 2**63:
         raise ConfigError(
-            f"{where} has a whole number of {data.bit_length()} bits; numbers have at most 63"
+            f"{what} has a whole number of {data.bit_length()} bits; numbers have at most 63"
         )
     elif isinstance(data, str) and not data.isascii():
         try:
             data.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{where} has a text that is none, {data!r:.80}: half a character; correct it"
+                f"{what} has a text that is none, {data!r:.80}: half a character; correct it"
             ) from error
     elif not isinstance(data, (str, int, float, bool, type(None))):
         raise ConfigError(
-            f"{where} has a {type(data).__name__}, {data!s:.80}, where only texts, numbers, true, "
+            f"{what} has a {type(data).__name__}, {data!s:.80}, where only texts, numbers, true, "
             "false, null, lists and sections can be; put a text in quotes"
         )

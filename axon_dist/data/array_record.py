@@ -50,20 +50,20 @@ class ArrayRecordSource(DocumentSource):
         with reworded(what, "write it anew", of=Exception):
             records = _opened(path).read(first, stop)
         for number, record in enumerate(records, start=first):
-            where = f"record {number} of {path}"
+            origin = f"record {number} of {path}"
             if record[:1] == b"{":
-                yield where, object_of(record, where)
+                yield origin, object_of(record, origin)
                 continue
-            what = f"{where} is neither JSON nor a tf.train.Example"
+            what = f"{origin} is neither JSON nor a tf.train.Example"
             with reworded(what, "write it anew", of=DecodeError):
-                yield where, example_of(record)
+                yield origin, example_of(record)
 
 
 def _opened(path: Path) -> Any:
     if kind_at(path) != "a file":
         raise ConfigError(f"{path} is {kind_at(path)}, and must be a file; correct data.files")
     module: Any = importlib.import_module("array_record.python.array_record_module")
-    # Bytes that lie make whatever they like of a reader in C++.
+    # Corrupt bytes may make a reader in C++ do anything.
     advice = "write it anew, or take it out of data.files"
     with reworded(f"{path} is no file of ArrayRecord", advice, of=Exception):
         return module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
@@ -86,7 +86,7 @@ _MESSAGES: Mapping[str, Mapping[int, tuple[int | str, int]]] = MappingProxyType(
 
 @functools.cache
 def _example() -> Any:
-    """The class of an Example; TensorFlow's own would need TensorFlow."""
+    """The class of an Example; that of TensorFlow would need TensorFlow."""
     file = descriptor_pb2.FileDescriptorProto(name="axon_dist.proto", package="axon_dist")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -114,8 +114,8 @@ def example_of(data: bytes) -> dict[str, Any]:
         >>> example_of(bytes.fromhex("0a120a100a0161120b0a090a0768656c6c6f2121"))
         {'a': b'hello!!'}
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for entry in _example().FromString(data).f1.f1:
         listed = [x for _, values in entry.f2.ListFields() for x in values.f1]
-        found[entry.f1] = listed[0] if len(listed) == 1 else listed
-    return found
+        fields[entry.f1] = listed[0] if len(listed) == 1 else listed
+    return fields

@@ -50,11 +50,11 @@ def rows_of(
     """
     columns = {name: table.column(name) for name in wanted}
     for row in range(count):
-        where = f"row {first + row} of {path}"
+        origin = f"row {first + row} of {path}"
         # Such as a time out of range, or bytes that are no UTF-8.
-        with reworded(f"{where} cannot be read", "correct or remove it", of=Exception):
-            found = {name: column[row].as_py() for name, column in columns.items()}
-        yield where, found
+        with reworded(f"{origin} cannot be read", "correct or remove it", of=Exception):
+            record = {name: column[row].as_py() for name, column in columns.items()}
+        yield origin, record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +156,12 @@ def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
             while file.tell() < file.size():
                 message = arrow.ipc.read_message(file)
                 batch = arrow.ipc.read_record_batch(message, schema)
-                # Of bytes that lie, reading a value would end the process.
+                # Of corrupt bytes, reading a value would end the process.
                 batch.validate(full=True)
                 yield batch, file.tell()
     except EOFError:
         return  # the mark at the end of a stream
-    except Exception as error:  # whatever bytes that lie make of a reader in C++
+    except Exception as error:  # whatever corrupt bytes make a reader in C++ raise
         raise ConfigError(
             f"{path} is no stream of Arrow that pyarrow reads ({error}): save the data set "
             "anew with save_to_disk, or take it out of data.files"
@@ -179,22 +179,22 @@ def _files_of(text: str) -> Sequence[TextFile]:
     advice = "write org/name, org/name:subset@split, or a folder of save_to_disk"
     with reworded(what, advice, of=Exception):
         if Path(path).is_dir():
-            found = datasets.load_from_disk(path)
-            found = found[split or "train"] if hasattr(found, "keys") else found
+            dataset = datasets.load_from_disk(path)
+            dataset = dataset[split or "train"] if hasattr(dataset, "keys") else dataset
         else:
-            found = datasets.load_dataset(path, subset or None, split=split or "train")
-    files = [TextFile((at := Path(row["filename"])).name, at) for row in found.cache_files]
+            dataset = datasets.load_dataset(path, subset or None, split=split or "train")
+    files = [TextFile((at := Path(row["filename"])).name, at) for row in dataset.cache_files]
     stored = sum(map(_num_rows, files))
-    if not files or stored != len(found):
+    if not files or stored != len(dataset):
         raise ConfigError(
-            f"data.files: {text!r} has {len(found)} rows, and its files have {stored}, for rows "
+            f"data.files: {text!r} has {len(dataset)} rows, and its files have {stored}, for rows "
             "were selected, or it is in memory; save it with save_to_disk, and name that folder"
         )
     return files
 
 
 def _num_rows(file: TextFile) -> int:
-    """Of a file that `datasets` wrote and has mapped; only what tells of batches is read."""
+    """Of a file that `datasets` wrote and has mapped; only what describes its batches is read."""
     arrow = require("pyarrow", "parquet", str(file.path))
     with arrow.memory_map(str(file.path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
         return sum(batch.num_rows for batch in stream)

@@ -1,4 +1,4 @@
-"""How a chat becomes one text: templates by name, and those of hubs in a process of their own."""
+"""How a chat becomes one text: templates by name, and those of hubs, each in a separate process."""
 
 from __future__ import annotations
 
@@ -61,28 +61,28 @@ class Turns:
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat."""
         pieces: list[tuple[str, bool]] = []
-        given = self.begin
+        prompt = self.begin
         for message in messages:
-            role, said = message["role"], message["content"] + self.tail
+            role, content = message["role"], message["content"] + self.tail
             if role not in self.heads:
                 raise ValueError(
                     f"the role {role!r:.80}, which the template {self.name!r} does not have."
                     f"{did_you_mean(role[:80], self.heads)}"
                 )
-            given += self.heads[role]
+            prompt += self.heads[role]
             if role == LEARNED:
-                pieces += [(given, False), (said, True)]
-                given = ""
+                pieces += [(prompt, False), (content, True)]
+                prompt = ""
             else:
-                given += said
-        return [*pieces, (given, False)] if given else pieces
+                prompt += content
+        return [*pieces, (prompt, False)] if prompt else pieces
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rendered:
     """A template of a hub's tokenizer, in Jinja.
 
-    What is learned of a turn is what it adds to the text that ends where an answer is asked for.
+    A turn of an assistant is learned from where the text that asks for an answer ends.
 
     Args:
         name: what people call it.
@@ -110,37 +110,37 @@ class Rendered:
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat."""
         turns = [n for n, message in enumerate(messages) if message["role"] == LEARNED]
-        asked = [(n + more, not more) for n in turns for more in (0, 1)]
+        prefixes = [(n + more, not more) for n in turns for more in (0, 1)]
         try:
-            whole, *ends = self._process.texts(messages, asked)
+            text, *ends = self._process.texts(messages, prefixes)
         except ValueError as error:
             raise ValueError(f"messages that its template refuses: {error}") from error
         pieces: list[tuple[str, bool]] = []
         end = 0
-        for number, asks, said in zip(turns, ends[::2], ends[1::2], strict=True):
-            if asks is None or said is None or not end <= asks <= said:
+        for number, prompt_end, answer_end in zip(turns, ends[::2], ends[1::2], strict=True):
+            if prompt_end is None or answer_end is None or not end <= prompt_end <= answer_end:
                 raise ValueError(
                     f"message {number + 1}, which the template {self.name!r} writes otherwise "
-                    "where more follows it, so that nobody can tell what of the text is the "
+                    "where more follows it, so that it is not known what of the text is the "
                     "answer; choose data.template among " + ", ".join(TEMPLATES)
                 )
-            pieces += [(whole[end:asks], False), (whole[asks:said], True)]
-            end = said
-        return [*pieces, (whole[end:], False)] if end < len(whole) else pieces
+            pieces += [(text[end:prompt_end], False), (text[prompt_end:answer_end], True)]
+            end = answer_end
+        return [*pieces, (text[end:], False)] if end < len(text) else pieces
 
 
 ChatTemplate: TypeAlias = Turns | Rendered
 """How messages become one text, of which the assistant's turns and their ends are learned."""
 
 MOST_LETTERS = 2**24
-"""Of what a template makes of a chat."""
+"""The most letters of the text of a chat."""
 
 _MEMORY, _SECONDS = 2**30, 5.0
-"""What the process of a template may take, and how long for one chat."""
+"""Bytes that the process of a template may use, and seconds for one chat."""
 
 
 class TemplateProcess:
-    """A template in a process of its own, for it is a stranger's program.
+    """A template in a separate process, because it is a program that is not trusted.
 
     Args:
         source: the template.
@@ -148,26 +148,26 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]):
-        self._given = source, tokens
+        self._setup = source, tokens
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
-    def texts(self, messages: Sequence[Message], asked: Sequence[tuple[int, bool]]) -> list[Any]:
-        """What it makes of some messages.
+    def texts(self, messages: Sequence[Message], prefixes: Sequence[tuple[int, bool]]) -> list[Any]:
+        """The text of some messages.
 
         Args:
             messages: those of a chat.
-            asked: how many of the first, and whether an answer to them is asked for.
+            prefixes: how many of the first, and whether an answer to them is asked for.
 
         Returns:
-            The text, and for each that is asked how many of its letters are the text of so many
+            The text, and for each prefix how many of its letters are the text of so many
             messages; None where that is no beginning of it.
 
         Raises:
-            ValueError: saying in one line why it makes nothing of them.
+            ValueError: saying in one line why it refuses them.
         """
         with self._lock:
-            return self._answer(self._started(), (messages, asked))
+            return self._answer(self._started(), (messages, prefixes))
 
     def start(self) -> None:
         """Raises `ValueError` unless it can be read."""
@@ -177,7 +177,7 @@ class TemplateProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._running is None:
             self._running = self._start()
-            self._answer(self._running, self._given)
+            self._answer(self._running, self._setup)
         return self._running
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -217,7 +217,7 @@ class TemplateProcess:
 
 
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""What a process needs to find Python's libraries; a template is to know nothing else."""
+"""What a process needs to find Python's libraries; a template sees no other variable."""
 
 
 def _line_of(file: int, deadline: float) -> bytes:
@@ -282,18 +282,18 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
         return TEMPLATES[template]
     if template is not None:
         path = Path(template).expanduser()
-        found = _template_in(path) if path.is_file() else None
-        if found is None:
+        parsed = _template_in(path) if path.is_file() else None
+        if parsed is None:
             why = "has no chat_template" if path.is_file() else "is neither a template nor a file"
             raise ConfigError(
                 f"data.template={template!r} {why}; name a file of Jinja, a "
                 f"tokenizer_config.json, or one of {', '.join(TEMPLATES)}"
             )
-        return found
+        return parsed
     for name in _BESIDE if tokenizer is not None else ():
         path = Path(tokenizer or "").expanduser().parent / name
-        if path.is_file() and (found := _template_in(path)) is not None:
-            return found
+        if path.is_file() and (parsed := _template_in(path)) is not None:
+            return parsed
     return TEMPLATES["plain"]
 
 

@@ -1,6 +1,6 @@
 """Runs one chat template, within bounds of memory, time and letters.
 
-A program of its own, started by `chat.py`: it imports nothing of the package, reads a question on
+A separate program, started by `chat.py`: it imports nothing of the package, reads a question on
 every line of its input and answers each with a line, all of them JSON. The first question is the
 template; an answer that is a text says what is wrong.
 """
@@ -19,7 +19,7 @@ from typing import Any
 def main() -> None:
     """Answers until the input ends."""
     memory, seconds, letters = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    # Before any limit: libraries that are missing are no fault of the template.
+    # Before any limit: a missing library is not an error of the template.
     sandbox = importlib.import_module("jinja2.sandbox")
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
@@ -42,9 +42,9 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _renderer(sandbox: Any, given: Any, letters: int) -> Callable[[Any], list[Any]]:
-    source, tokens = given
-    # As the hub's own library sets it up.
+def _renderer(sandbox: Any, setup: Any, letters: int) -> Callable[[Any], list[Any]]:
+    source, tokens = setup
+    # As the library of the hub sets it up.
     box = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -61,10 +61,10 @@ def _renderer(sandbox: Any, given: Any, letters: int) -> Callable[[Any], list[An
         return "".join(parts)
 
     def render(question: Any) -> list[Any]:
-        messages, asked = question
-        whole = text(messages, False)
-        parts = (text(messages[:count], asks) for count, asks in asked)
-        return [whole, *(len(part) if whole.startswith(part) else None for part in parts)]
+        messages, prefixes = question
+        full = text(messages, False)
+        parts = (text(messages[:count], asks) for count, asks in prefixes)
+        return [full, *(len(part) if full.startswith(part) else None for part in parts)]
 
     return render
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from ..core.errors import MALFORMED, ConfigError, did_you_mean, reworded
 from .chat import ChatTemplate, Pieces, check_messages, find_template
-from .files import TextFile, check_disjoint, drawn, find_files, held_fraction, says_little
+from .files import TextFile, check_disjoint, drawn, find_files, held_out_fraction, says_little
 from .packing import PackedRows, TooLong
 from .samples import checksum
 from .store import Document, Folder, Span, TokenStore, digest_of
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, utf8
 
 Record = tuple[str, Any]
-"""Where a record stands, for people, and what it is."""
+"""The origin of a record, such as file and line, for messages; and the record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,10 @@ class DocumentSource:
     """Which files hold records, and which of their fields a model learns.
 
     Records with a text are learned whole. Of records with a prompt and a response, one behind the
-    other, the model sees both and learns the response alone. Rows say which document each token is
-    of: tokens see their own document alone, positions begin anew in each, and the first token of a
-    document is no target. Of records with a chat, a list of `{role, content}`, the model learns
-    what the assistant says, in all of its turns.
+    other, the model sees both and learns the response alone. Rows number the
+    documents of their tokens: tokens see their document alone, positions begin anew in each, and
+    the first token of a document is no target. Of records with a chat, a list of `{role, content}`,
+    the model learns what the assistant says, in all of its turns.
 
     Args:
         files: paths or globs.
@@ -52,9 +52,9 @@ class DocumentSource:
         too_long: what becomes of documents that do not fit into a row: `split` into several,
             `drop`, or `refuse`; None splits texts and refuses prompts and chats, which must not be
             parted from their responses.
-        cache: the folder in which tokens are kept, so that they are made once, by all processes
+        cache: the folder in which tokens are cached, so that they are made once, by all processes
             together; None for `.axon_tokens` beside the first file. They are made again where
-            files, tokenizer or fields are others.
+            files, tokenizer or fields differ.
     """
 
     files: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class DocumentSource:
     cache: str | None = None
 
     suffix: ClassVar[str] = "records"
-    """What the files end in: for messages, and in the names of what is kept of them."""
+    """The suffix of the files: for messages, and in the names of cached files."""
 
     def validate(self) -> None:
         """Checks the values without looking at any file.
@@ -82,15 +82,15 @@ class DocumentSource:
         """
         if not self.files:
             raise ConfigError(f"data.files names no file: name {self.suffix} files.")
-        held_fraction(self.validation_fraction, self.validation_files)
+        held_out_fraction(self.validation_fraction, self.validation_files)
         if (self.prompt is None) != (self.response is None):
             raise ConfigError(
                 f"data.prompt={self.prompt!r} and data.response={self.response!r}: name both "
                 "fields, or neither for records of text"
             )
-        said = {name: x for name in ("text", "prompt", "messages") if (x := getattr(self, name))}
-        if len(said) > 1:
-            named = " and ".join(f"data.{name}={x!r}" for name, x in said.items())
+        fields = {name: x for name in ("text", "prompt", "messages") if (x := getattr(self, name))}
+        if len(fields) > 1:
+            named = " and ".join(f"data.{name}={x!r}" for name, x in fields.items())
             raise ConfigError(f"{named} both say what is read: leave one of them out")
         if self.template is not None and self.messages is None:
             raise ConfigError(
@@ -162,15 +162,15 @@ class DocumentSource:
         document = Fields(tokenizer, self.prompt or "", self.learned, template).document
         files = self.find(self.files)
         folder = Folder(files, self.cache)
-        whole = self.documents(folder, files, how, document)
+        documents = self.documents(folder, files, how, document)
         if self.validation_files:
             validation_files = self.find(self.validation_files)
             check_disjoint(files, validation_files)
-            train = whole
+            train = documents
             validation = self.documents(folder, validation_files, how, document)
         else:
-            is_held = drawn(len(whole), held_fraction(self.validation_fraction), "records")
-            train, validation = (whole.part(side) for side in (~is_held, is_held))
+            held_out = drawn(len(documents), held_out_fraction(self.validation_fraction), "records")
+            train, validation = (documents.part(side) for side in (~held_out, held_out))
         chats = "" if template is None else f", chats as {template.name}"
         amounts = f"{len(train)} records for training, {len(validation)} for validation"
         default = "refuse" if self._has_mask else "split"
@@ -189,7 +189,7 @@ class DocumentSource:
         )
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
-        """The files that are meant."""
+        """The files that the patterns match."""
         return find_files(patterns)
 
     def documents(
@@ -198,11 +198,11 @@ class DocumentSource:
         files: Sequence[TextFile],
         how: Sequence[object],
         document: Callable[[Record], Document],
-    ) -> KeptDocuments:
-        """Makes documents of all records, or finds those that were made before.
+    ) -> StoredDocuments:
+        """Makes documents of all records, or reads those that were made before.
 
         Args:
-            folder: where they are kept.
+            folder: where they are cached.
             files: what to read.
             how: what documents depend on beside the files.
             document: makes one of a record.
@@ -221,7 +221,7 @@ class DocumentSource:
 
         store = folder.tokens(indexed, how, make)
         digests = [file.digest for file in indexed]
-        return KeptDocuments(
+        return StoredDocuments(
             store, np.arange(len(store)), digest_of(repr((digests, how)).encode()), folder
         )
 
@@ -232,18 +232,18 @@ class DocumentSource:
 
 
 _THREADS = 8
-"""Tokenizers and readers leave Python while they work."""
+"""Tokenizers and readers release the GIL while they work."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeptDocuments:
+class StoredDocuments:
     """Some of the documents of files.
 
     Args:
         store: their tokens.
         numbers: which of them, `[N]`.
         digest: of the files, and of what becomes of them.
-        folder: where more can be kept.
+        folder: where more can be cached.
     """
 
     store: TokenStore
@@ -254,9 +254,9 @@ class KeptDocuments:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def part(self, chosen: np.ndarray) -> KeptDocuments:
+    def part(self, mask: np.ndarray) -> StoredDocuments:
         """Those that a mask `[N]` chooses."""
-        return dataclasses.replace(self, numbers=self.numbers[chosen])
+        return dataclasses.replace(self, numbers=self.numbers[mask])
 
     def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Reads the tokens of one."""
@@ -266,9 +266,9 @@ class KeptDocuments:
         """How many tokens each has."""
         return self.store.lengths[self.numbers]
 
-    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         """Arrays that are computed once of all this."""
-        return self.folder.kept(
+        return self.folder.cached(
             digest_of(name.encode(), self.digest.encode(), self.numbers.tobytes()), make
         )
 
@@ -293,37 +293,37 @@ class Fields:
     text: str
     template: ChatTemplate | None = None
 
-    def document(self, found: Record) -> Document:
+    def document(self, located: Record) -> Document:
         """Makes tokens of a record."""
-        where, record = found
+        origin, record = located
         if self.template is not None:
-            return self.tokenizer.chat(self._chat(record, self.template, where))
-        text = self._field(record, self.text, where)
+            return self.tokenizer.chat(self._chat(record, self.template, origin))
+        text = self._field(record, self.text, origin)
         if self.prompt:
-            both, count = self.tokenizer.answer(self._field(record, self.prompt, where), text)
+            both, count = self.tokenizer.answer(self._field(record, self.prompt, origin), text)
             return both, np.arange(len(both)) >= count
-        return self.tokenizer.encode(utf8(text, where)), None
+        return self.tokenizer.encode(utf8(text, origin)), None
 
-    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, where: str) -> Pieces:
+    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, origin: str) -> Pieces:
         if self.text not in record:
             raise ConfigError(
-                f"{where} has no field {self.text!r}, which must hold a chat; set "
+                f"{origin} has no field {self.text!r}, which must hold a chat; set "
                 f"data.messages.{did_you_mean(self.text, record)}"
             )
         if (wrong := check_messages(record[self.text])) is not None:
             raise ConfigError(
-                f"{where} has {wrong}; write "
+                f"{origin} has {wrong}; write "
                 '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}], or '
                 "remove the line"
             )
         try:
             pieces = template.pieces(record[self.text])
-            utf8("".join(text for text, _ in pieces), where)
+            utf8("".join(text for text, _ in pieces), origin)
             return pieces
         except ValueError as error:
-            raise ConfigError(f"{where} has {error}") from error
+            raise ConfigError(f"{origin} has {error}") from error
 
-    def _field(self, record: Mapping[str, Any], name: str, where: str) -> str:
+    def _field(self, record: Mapping[str, Any], name: str, origin: str) -> str:
         text = record.get(name)
         if isinstance(text, bytes):
             text = text.decode(errors="surrogateescape")
@@ -333,10 +333,10 @@ class Fields:
             what = f"has {text!r:.60} under" if name in record else "has no field"
             pair = "data.prompt and data.response, or " * (option == "text")
             raise ConfigError(
-                f"{where} {what} {name!r}, which must be a text; set "
+                f"{origin} {what} {name!r}, which must be a text; set "
                 f"{pair}data.{option}.{did_you_mean(name, record)}"
             )
-        utf8(text, where)
+        utf8(text, origin)
         return text
 
 
@@ -382,13 +382,13 @@ class JsonlSource(DocumentSource):
                 yield f"{path}:{number}", object_of(text, f"{path}:{number}")
 
 
-def object_of(text: bytes, where: str) -> Mapping[str, Any]:
+def object_of(text: bytes, origin: str) -> Mapping[str, Any]:
     """A JSON object; raises `ConfigError` for anything else."""
-    with reworded(f"{where} is no JSON", "correct or remove it", of=MALFORMED):
+    with reworded(f"{origin} is no JSON", "correct or remove it", of=MALFORMED):
         record = json.loads(text)
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{where} holds {record!r:.60}, which must be an object with fields; "
+            f"{origin} holds {record!r:.60}, which must be an object with fields; "
             'write {"text": ...}'
         )
     return record
@@ -400,7 +400,7 @@ PART = 2**23
 
 def parts_of(path: Path) -> Iterator[bytes]:
     """The bytes of a file, 8 MiB at a time."""
-    told = reworded(f"{path} cannot be read", "take it out of data.files")
-    with told, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    rewording = reworded(f"{path} cannot be read", "take it out of data.files")
+    with rewording, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         while part := file.read(PART):
             yield part

@@ -16,7 +16,7 @@ from ..core.errors import ConfigError, require, reworded
 from ..core.files import kind_at, read_bytes
 from .array_record import ArrayRecordSource
 from .arrow import ARROW, DatasetsSource, ParquetSource
-from .documents import DocumentSource, KeptDocuments, Record
+from .documents import DocumentSource, Record, StoredDocuments
 from .files import TextFile, find_files
 from .images import ImageSet, ImageSource, check_labels
 from .samples import checksum
@@ -28,7 +28,7 @@ SUFFIXES = frozenset(
 """Of files in folders that are images."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""What Pillow may take bytes for; for some others it runs programs."""
+"""The formats that Pillow may decode; for some others it runs programs."""
 
 _MODES: Mapping[int, str] = MappingProxyType({1: "L", 3: "RGB", 4: "RGBA"})
 _MOST_PIXELS, _MOST_BYTES = 2**26, 2**28
@@ -41,7 +41,7 @@ class EncodedImages:
     """Images that are decoded when they are asked for, cut to the middle and resized.
 
     Args:
-        read: from its number to where an image stands, for people, and its bytes.
+        read: the number of an image -> its origin, for messages, and its bytes.
         labels: of all images that `read` knows, integers.
         numbers: which of them these are, `[N]`.
         shape: height, width and channels that they get.
@@ -59,24 +59,24 @@ class EncodedImages:
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decodes some of them."""
-        chosen = self.numbers[numbers]
-        images = [decode(*self.read(number), self.shape) for number in chosen.tolist()]
-        return np.stack(images), self.labels[chosen]
+        stored = self.numbers[numbers]
+        images = [decode(*self.read(number), self.shape) for number in stored.tolist()]
+        return np.stack(images), self.labels[stored]
 
     def checksum(self) -> int:
         """Of what they are read from, and of which they are."""
         return checksum(np.array([self.contents]), self.numbers, self.labels)
 
-    def part(self, chosen: np.ndarray) -> EncodedImages:
+    def part(self, mask: np.ndarray) -> EncodedImages:
         """Those that a mask `[N]` chooses."""
-        return dataclasses.replace(self, numbers=self.numbers[chosen])
+        return dataclasses.replace(self, numbers=self.numbers[mask])
 
 
-def decode(where: str, data: bytes, shape: Shape) -> np.ndarray:
-    """Decodes an image; what its sides have too much of is cut off, then it is resized.
+def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
+    """Decodes an image, crops it to the aspect ratio of the shape and resizes it.
 
     Args:
-        where: it stands, for people.
+        origin: the file or record that holds it, for messages.
         data: the bytes of a file.
         shape: height, width and channels: 1 grey, 3 colors, 4 with transparency.
 
@@ -88,15 +88,15 @@ def decode(where: str, data: bytes, shape: Shape) -> np.ndarray:
     """
     height, width, channels = shape
     pillow, ops = _pillow("Image"), _pillow("ImageOps")
-    # Pillow raises a dozen kinds for bytes that lie.
+    # Pillow raises a dozen kinds of errors for corrupt bytes.
     advice = "write it anew, or remove it"
-    told = reworded(f"{where} is no image that can be decoded", advice, of=Exception)
-    with told, pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
+    rewording = reworded(f"{origin} is no image that can be decoded", advice, of=Exception)
+    with rewording, pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
         if (pixels := image.width * image.height) > _MOST_PIXELS:
             raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
         if image.mode[:1] in "IF":
             raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits")
-        # A JPEG is decoded at half the size or less where twice of what is asked for is left.
+        # A JPEG is decoded at half the size or less where that leaves twice the wanted size.
         image.draft(None, (2 * width, 2 * height))
         fitted = ops.fit(image.convert(_MODES[channels]), (width, height))
         return np.asarray(fitted).reshape(shape)
@@ -117,7 +117,7 @@ def _check_decodes(shape: Shape) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ImageFolder(ImageSource):
-    """Folders with one folder for each class, in which its images lie, as torchvision has them.
+    """Folders with one folder for each class, with its images, as torchvision has them.
 
     Classes are numbered in the order of their names, and those of `validation_files` are the same.
     Images are cut to the middle and resized when they are read.
@@ -150,7 +150,7 @@ class ImageFolder(ImageSource):
                 "name a folder that has one folder for each class"
             )
         paths, sizes, labels = zip(*sorted(rows), strict=True)
-        # Arrays of bytes, for worker processes get a copy each.
+        # Arrays of bytes, because each worker process gets a copy.
         names, labels = np.array(paths), np.array(labels)
         check_labels(labels, num_classes, self.files)
         inside = [os.fsencode(os.path.join(*Path(os.fsdecode(p)).parts[-2:])) for p in paths]
@@ -170,7 +170,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def _images_in(folder: Path) -> list[tuple[str, int]]:
     """The paths of the images below a folder, and their sizes."""
-    found: list[tuple[str, int]] = []
+    sized: list[tuple[str, int]] = []
     for root, folders, files in os.walk(folder):
         if links := [name for name in folders if os.path.islink(os.path.join(root, name))]:
             raise ConfigError(
@@ -181,14 +181,14 @@ def _images_in(folder: Path) -> list[tuple[str, int]]:
         for path in (os.path.join(root, name) for name in images):
             if (kind := kind_at(Path(path))) != "a file":
                 raise ConfigError(f"{path} is {kind or 'a link to nothing'}, no file; remove it")
-            found.append((path, os.path.getsize(path)))
-    return found
+            sized.append((path, os.path.getsize(path)))
+    return sized
 
 
 READERS: MappingProxyType[str, type[DocumentSource]] = MappingProxyType(
     {".parquet": ParquetSource, ARROW: DatasetsSource, ".array_record": ArrayRecordSource}
 )
-"""What reads files of records, by what their names end in, or have before a last number."""
+"""The readers of files of records, by the suffix of their names, without a last number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ class ImageRecords(ImageSource):
     """Records with an image and a label, in parquet, Arrow or ArrayRecord by the names of files.
 
     An image is the bytes of a JPEG, a PNG..., or `{bytes: ...}`, as Hugging Face's data sets of
-    images have it. The first run copies images to where any can be found at once, `cache`.
+    images have it. The first run copies images to `cache`, where each can be read at random.
 
     Args:
         image: the field of the image.
@@ -222,28 +222,28 @@ class ImageRecords(ImageSource):
         reader = READERS[end](files=self.files, prompt=self.label, response=self.image)
         folder = Folder(files, self.cache)
         how = ["image", self.image, self.label]
-        kept = reader.documents(folder, files, how, self._document)
-        [labels] = kept.kept("labels", lambda: [_labels(kept)])
+        documents = reader.documents(folder, files, how, self._document)
+        [labels] = documents.cached("labels", lambda: [_labels(documents)])
         check_labels(labels, num_classes, self.files)
 
         def encoded(number: int) -> tuple[str, bytes]:
-            data = kept.take(number)[0].tobytes()
+            data = documents.take(number)[0].tobytes()
             return f"image {number} of {', '.join(self.files)}", data[_LABEL:]
 
-        return EncodedImages(encoded, labels, np.arange(len(labels)), shape, kept.checksum())
+        return EncodedImages(encoded, labels, np.arange(len(labels)), shape, documents.checksum())
 
-    def _document(self, found: Record) -> Document:
+    def _document(self, located: Record) -> Document:
         """The label as eight bytes, and the image."""
-        where, record = found
+        name, record = located
         image, label = record.get(self.image), record.get(self.label)
         image = image.get("bytes") if isinstance(image, Mapping) else image
         if not isinstance(image, bytes) or not image:
             raise ConfigError(
-                f"{where} has no bytes under {self.image!r}, which must be an image; set data.image"
+                f"{name} has no bytes under {self.image!r}, which must be an image; set data.image"
             )
         if not isinstance(label, int) or not -(2**63) <= label < 2**63:
             raise ConfigError(
-                f"{where} has {label!r:.60} under {self.label!r}, which must be a whole number; "
+                f"{name} has {label!r:.60} under {self.label!r}, which must be a whole number; "
                 "set data.label"
             )
         return np.frombuffer(label.to_bytes(_LABEL, "little", signed=True) + image, np.uint8), None
@@ -252,6 +252,6 @@ class ImageRecords(ImageSource):
 _LABEL = 8
 
 
-def _labels(kept: KeptDocuments) -> np.ndarray:
-    heads = [kept.store.take(number, _LABEL)[0].tobytes() for number in range(len(kept))]
+def _labels(documents: StoredDocuments) -> np.ndarray:
+    heads = [documents.store.take(number, _LABEL)[0].tobytes() for number in range(len(documents))]
     return np.array([int.from_bytes(head, "little", signed=True) for head in heads])

@@ -49,8 +49,8 @@ class TextFile:
 
     def read(self) -> bytes:
         """The bytes that count."""
-        told = reworded(f"{self.path} cannot be read", "take it out of data.files")
-        with told, self.path.open("rb") as file:
+        rewording = reworded(f"{self.path} cannot be read", "take it out of data.files")
+        with rewording, self.path.open("rb") as file:
             file.seek(self.start)
             return file.read(self.size)
 
@@ -78,7 +78,7 @@ def find_files(patterns: Sequence[str], kind: str = "a file") -> tuple[TextFile,
 
 
 def standard_library_files() -> tuple[TextFile, ...]:
-    """Lists the sources of Python's own standard library, real text that every machine has.
+    """Lists the sources of Python's standard library, real text that every machine has.
 
     Raises:
         ConfigError: this Python came without its sources.
@@ -87,7 +87,7 @@ def standard_library_files() -> tuple[TextFile, ...]:
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
     prose = sorted(path for path in relative if _NOT_PROSE.isdisjoint(path.parts))
     if not prose:
-        raise ConfigError(f"no Python sources in {root}: name files of your own in data.files.")
+        raise ConfigError(f"no Python sources in {root}: name your files in data.files.")
     return tuple(TextFile(path.as_posix(), root / path) for path in prose)
 
 
@@ -97,7 +97,7 @@ def split_files(
     """Splits files into training and validation by a hash of their names.
 
     A file falls on the validation side when the first eight bytes of the SHA-256 of its name, read
-    as a number in [0, 1), lie below `fraction`. So its side depends on nothing else: not on order,
+    as a number in [0, 1), is below `fraction`. So its side depends on nothing else: not on order,
     machine, or which other files there are.
 
     Args:
@@ -122,7 +122,7 @@ FEW = 10
 """Where fewer files than this are expected on one side, a share of them is no share of bytes."""
 
 _LINE = 2**16
-"""A line that is longer is cut in its midst."""
+"""A line that is longer is cut within."""
 
 
 def split_bytes(
@@ -179,16 +179,16 @@ def _cut(file: TextFile, size: int) -> int:
     before = dataclasses.replace(file, start=begin, stop=place).read()
     if b"\n" in before:
         return begin + before.rindex(b"\n") + 1
-    # In UTF-8 a byte 10xxxxxx goes on with a letter that began before.
+    # In UTF-8 a byte 10xxxxxx continues a letter.
     rest = dataclasses.replace(file, start=place, stop=file.start + file.size).read()[:4]
     return place + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
 
 
-HELD_FRACTION = 0.1
-"""What is held out where nothing is said."""
+HELD_OUT_FRACTION = 0.1
+"""The default of `data.validation_fraction`."""
 
 
-def held_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
+def held_out_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
     """The share to hold out where no files are named for validation.
 
     Args:
@@ -196,14 +196,14 @@ def held_fraction(fraction: float | None, validation_files: Sequence[str] = ()) 
         validation_files: what `data.validation_files` says.
 
     Raises:
-        ConfigError: when the fraction is not one, or both are said.
+        ConfigError: when the fraction is not one, or both are given.
 
     Example:
-        >>> held_fraction(None)
+        >>> held_out_fraction(None)
         0.1
     """
     if fraction is None:
-        return HELD_FRACTION
+        return HELD_OUT_FRACTION
     if not 0.0 < fraction < 1.0:
         raise ConfigError(
             f"data.validation_fraction={fraction} must lie between 0 and 1, for example 0.1."
@@ -222,14 +222,14 @@ def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
     Raises:
         ConfigError: when it takes none or all of them.
     """
-    num_held = round(count * fraction)
-    if num_held in (0, count):
-        empty = "training" if num_held else "validation"
+    num_validation = round(count * fraction)
+    if num_validation in (0, count):
+        empty = "training" if num_validation else "validation"
         raise ConfigError(
             f"data.validation_fraction={fraction} of {count} {what} leaves none for {empty}: give "
             f"more {what}, or change the fraction."
         )
-    return random_of(2, 0).permutation(count) < num_held
+    return random_of(2, 0).permutation(count) < num_validation
 
 
 def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) -> None:
@@ -335,7 +335,7 @@ def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:
 
     Args:
         files: which are going to be read.
-        factor: bytes of memory for each of theirs.
+        factor: bytes of memory for each byte of a file.
 
     Raises:
         ConfigError: when they are larger than the memory of this host.

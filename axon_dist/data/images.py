@@ -12,7 +12,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError, reworded
 from axon_dist.core.files import host_memory
 
-from .files import TextFile, check_disjoint, check_fits, drawn, find_files, held_fraction
+from .files import TextFile, check_disjoint, check_fits, drawn, find_files, held_out_fraction
 from .samples import checksum, random_of
 
 _MOST_IMAGES, _MOST_PIXELS = 2**28, 2**15
@@ -51,7 +51,7 @@ class ImageSource:
                 "data.files names no file: name .npz files with images and labels, or take images "
                 "that are made up, data.kind=synthetic_images."
             )
-        held_fraction(self.validation_fraction, self.validation_files)
+        held_out_fraction(self.validation_fraction, self.validation_files)
         _check_size(self.image_size)
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
@@ -73,9 +73,9 @@ class ImageSource:
         """
         check_fits(files)
         parts = [_read_file(file.path, shape) for file in files]
-        whole = ArrayImages(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-        check_labels(whole.labels, num_classes, self.files)
-        return whole
+        images = ArrayImages(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        check_labels(images.labels, num_classes, self.files)
+        return images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class SyntheticImages:
                 f"data.num_images={self.num_images} must be at least 2 and at most {_MOST_IMAGES}; "
                 "change it."
             )
-        held_fraction(self.validation_fraction)
+        held_out_fraction(self.validation_fraction)
         _check_size(self.image_size)
 
 
@@ -125,7 +125,7 @@ class ImageSet(Protocol):
         """The same for the same images and labels alone."""
         ...
 
-    def part(self, chosen: np.ndarray) -> ImageSet:
+    def part(self, mask: np.ndarray) -> ImageSet:
         """Those that a mask `[N]` chooses."""
         ...
 
@@ -164,21 +164,21 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
     """
     source.validate()
     shape = (source.image_size, source.image_size, channels)
-    whole: ImageSet
+    images: ImageSet
     files: Sequence[TextFile] = ()
     if isinstance(source, SyntheticImages):
-        whole = MadeImages(np.arange(source.num_images), shape, num_classes)
+        images = MadeImages(np.arange(source.num_images), shape, num_classes)
         origin = "synthetic images"
     else:
         files = source.find(source.files)
-        whole, origin = source.read(files, shape, num_classes), ", ".join(source.files)
+        images, origin = source.read(files, shape, num_classes), ", ".join(source.files)
     if isinstance(source, ImageSource) and source.validation_files:
         validation_files = source.find(source.validation_files)
         check_disjoint(files, validation_files)
-        train, validation = whole, source.read(validation_files, shape, num_classes)
+        train, validation = images, source.read(validation_files, shape, num_classes)
     else:
-        is_held = drawn(len(whole), held_fraction(source.validation_fraction))
-        train, validation = whole.part(~is_held), whole.part(is_held)
+        held_out = drawn(len(images), held_out_fraction(source.validation_fraction))
+        train, validation = images.part(~held_out), images.part(held_out)
     size = " x ".join(map(str, shape))
     amounts = f"{len(train)} for training, {len(validation)} for validation, of {size}"
     return Images(train, validation, shape, f"{origin}: {amounts}")
@@ -207,9 +207,9 @@ class ArrayImages:
         """Of every pixel and label."""
         return checksum(self.images, self.labels)
 
-    def part(self, chosen: np.ndarray) -> ArrayImages:
+    def part(self, mask: np.ndarray) -> ArrayImages:
         """Those that a mask `[N]` chooses."""
-        return ArrayImages(self.images[chosen], self.labels[chosen])
+        return ArrayImages(self.images[mask], self.labels[mask])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -239,9 +239,9 @@ class MadeImages:
         """Of what the images are computed from."""
         return checksum(self.numbers, np.array((*self.shape, self.num_classes)))
 
-    def part(self, chosen: np.ndarray) -> MadeImages:
+    def part(self, mask: np.ndarray) -> MadeImages:
         """Those that a mask `[N]` chooses."""
-        return dataclasses.replace(self, numbers=self.numbers[chosen])
+        return dataclasses.replace(self, numbers=self.numbers[mask])
 
     def _draw(self, number: int) -> tuple[np.ndarray, int]:
         height, width, channels = self.shape
@@ -265,12 +265,12 @@ def check_labels(labels: np.ndarray, num_classes: int, files: Sequence[str]) -> 
 
 
 def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    # numpy, zipfile and zlib raise a dozen kinds for bytes that lie.
+    # numpy, zipfile and zlib raise a dozen kinds of errors for corrupt bytes.
     what = f"{path} is not an .npz file with the arrays images and labels"
     advice = "write it with np.savez(path, images=..., labels=...)"
-    told = reworded(what, advice, of=Exception)
+    rewording = reworded(what, advice, of=Exception)
     # Opened here: of an archive that is none, numpy leaves the file open.
-    with told, path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with rewording, path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         _check_unpacked(arrays)
         images, labels = arrays["images"], arrays["labels"]
     _check_arrays(path, images, labels, shape)

@@ -31,7 +31,7 @@ class Loader:
     """Endless batches of samples.
 
     An iterator over this process's rows of each global batch. The order of samples depends on the
-    samples and the seed alone. Where it stands is one number, the samples handed out so far over
+    samples and the seed alone. Its state is one number, the samples handed out so far over
     all processes: batches loaded ahead but not handed out yet are not counted, so a resumed run
     repeats none and skips none.
 
@@ -98,7 +98,7 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, int]:
-        """Says where the run stands, as JSON: the same on every process and for any number of them.
+        """The position in the data, as JSON: the same on every process and for any number of them.
 
         Returns:
             `samples_seen`, and the `seed` and the identity of the samples that it counts in, such
@@ -107,7 +107,7 @@ class Loader:
         return {"samples_seen": self._samples_seen, "seed": self.seed, **self.samples.identity}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on where `state` was taken, whatever the batch and the number of processes were.
+        """Goes on where `state` was called, whatever the batch and the number of processes were.
 
         Args:
             state: what `state()` returned, of a loader with these samples and seed.
@@ -170,13 +170,13 @@ class Loader:
         return _known(self.samples.validation(rows), self._vocab_size)
 
     def _start(self) -> Generator[LocalBatch]:
-        """The batches from here on, made ahead by a thread, of those that workers make by it."""
+        """The batches from here on, made ahead by a thread or by workers."""
         load = functools.partial(_load, self.samples, self._order, self._places, self._vocab_size)
         starts = itertools.count(self._samples_seen, self.global_batch)
-        made = (
+        batches = (
             by_workers(load, starts, self._num_workers) if self._num_workers else map(load, starts)
         )
-        return ahead(made, self._num_ahead) if self._num_ahead else (batch for batch in made)
+        return ahead(batches, self._num_ahead) if self._num_ahead else (batch for batch in batches)
 
 
 def _load(
@@ -269,7 +269,7 @@ class Pictures(TwoSides):
 
 
 def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) -> np.ndarray:
-    """Which rows of a global batch a process has, microbatch by microbatch.
+    """The rows of a global batch that a process has, microbatch by microbatch.
 
     Example:
         >>> _places(8, 2, (0, 2)).tolist(), _places(8, 2, (1, 2)).tolist()
@@ -287,7 +287,7 @@ def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) ->
 
 
 def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
-    """The batch, whose tokens a model of so many knows; looking up others gives wrong rows."""
+    """The batch, whose tokens are checked: looking up others gives wrong rows."""
     if vocab_size is not None and (largest := int(batch["tokens"].max())) >= vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
@@ -332,7 +332,7 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
 
 
 def ahead(items: Iterator[T], count: int) -> Generator[T]:
-    """The same items, of which a thread makes so many before they are asked for.
+    """The same items, so many of which a thread makes ahead.
 
     Example:
         >>> list(itertools.islice(ahead(map(str, itertools.count()), 2), 3))
@@ -354,15 +354,15 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
             items.close()
 
 
-def by_workers(make: Callable[[int], T], given: Iterator[int], count: int) -> Generator[T]:
-    """What a function makes of endless numbers, in their order, each in one of some processes.
+def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> Generator[T]:
+    """The results of a function for endless numbers, in their order, made by some processes.
 
-    A process has one number to go on with while its last item waits. It ends with the process that
-    it works for, and not by a signal to all of them, on which that one goes on until it has saved.
+    A worker makes its next item while its last one waits to be read. It ends with the process that
+    started it, and not by a signal to the group, on which that process runs on until it has saved.
 
     Args:
         make: the function; every process gets a copy.
-        given: the numbers.
+        numbers: what `make` is called with.
         count: how many processes.
 
     Raises:
@@ -378,11 +378,11 @@ def by_workers(make: Callable[[int], T], given: Iterator[int], count: int) -> Ge
             process = context.Process(target=_work, args=(theirs, function), daemon=True)
             process.start()
             theirs.close()
-            ours.send(next(given))
+            ours.send(next(numbers))
             workers.append((ours, process))
         for pipe, process in itertools.cycle(workers):
             try:
-                pipe.send(next(given))
+                pipe.send(next(numbers))
                 item = pipe.recv()
             except (EOFError, OSError) as error:
                 process.join(1)
@@ -405,7 +405,7 @@ def _stop(workers: list[tuple[Any, Any]]) -> None:
 
 
 def _work(pipe: Any, function: bytes) -> None:
-    """Answers numbers until nobody asks any more."""
+    """Answers numbers until the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     make = pickle.loads(function)
@@ -418,7 +418,7 @@ def _work(pipe: Any, function: bytes) -> None:
             item = make(number)
         except AxonDistError as error:
             item = error
-        except Exception as error:  # of a user's own samples, and perhaps not to be pickled
+        except Exception as error:  # of a user's samples, and perhaps not to be pickled
             item = RuntimeError(f"{type(error).__name__}: {error}")
         try:
             pipe.send(item)

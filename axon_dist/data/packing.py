@@ -1,4 +1,4 @@
-"""Documents of many lengths in rows of one length, each token knowing its document."""
+"""Documents of many lengths in rows of one length, with the document of each token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TooLong: TypeAlias = Literal["split", "drop", "refuse"]
 
 
 class Documents(Protocol):
-    """Documents by number, turned into tokens when they are asked for, in whatever thread asks."""
+    """Documents by number, tokenized when they are read, in the thread that reads them."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -34,8 +34,8 @@ class Documents(Protocol):
         """How many tokens each has, int64 `[N]`."""
         ...
 
-    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-        """What `make` computes of these documents, computed once if that can be kept."""
+    def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """What `make` computes of these documents, computed once if it can be cached."""
         ...
 
     def checksum(self) -> int:
@@ -44,7 +44,7 @@ class Documents(Protocol):
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Puts things of some lengths into rows, each into the row that it fills best.
+    """Packs items of some lengths into rows, each into the row that it fills best.
 
     The longest come first, each into the open row with the least room that is enough (best fit
     decreasing, which needs at most 11/9 of the fewest rows possible).
@@ -54,7 +54,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         capacity: of a row.
 
     Returns:
-        For each row the numbers of what is in it.
+        For each row the numbers of its items.
 
     Example:
         >>> pack(np.array([3, 5, 2, 4, 1]), 5)
@@ -85,7 +85,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Which pieces of which documents stand in which row.
+    """The pieces of documents in each row.
 
     Args:
         documents: where the pieces come from.
@@ -116,8 +116,8 @@ class RowLayout:
         for row, number in enumerate(numbers.tolist()):
             place = 0
             first = int(self.ends[number - 1]) if number else 0
-            chosen = self.order[first : int(self.ends[number])]
-            for segment, piece in enumerate(self.pieces[chosen].tolist(), start=1):
+            placed = self.order[first : int(self.ends[number])]
+            for segment, piece in enumerate(self.pieces[placed].tolist(), start=1):
                 document, start, stop = piece
                 ids, is_learned = self.documents.take(document)
                 here = slice(place, place + stop - start)
@@ -135,8 +135,8 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
         documents: what to lay out.
         length: tokens a model sees, T.
         packed: whether a row holds as many documents as fit, or one.
-        too_long: what becomes of those of more than T + 1 tokens. Those that are split lie in
-            pieces that share one token, so that every token but the first is a target once.
+        too_long: what becomes of those of more than T + 1 tokens. Consecutive pieces of one that
+            is split share one token, so that every token but the first is a target once.
 
     Raises:
         ConfigError: when one is too long and that is refused, or nothing is left.
@@ -150,9 +150,9 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
             "data.too_long to drop or split"
         )
     is_kept = (lengths >= 2) & ((lengths <= length + 1) | (too_long == "split"))
-    chosen = np.flatnonzero(is_kept)
-    counts = np.maximum(-(-(lengths[chosen] - 1) // length), 1)
-    document = np.repeat(chosen, counts)
+    retained = np.flatnonzero(is_kept)
+    counts = np.maximum(-(-(lengths[retained] - 1) // length), 1)
+    document = np.repeat(retained, counts)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     start = number * length
     stop = np.minimum(start + length + 1, lengths[document])
@@ -170,8 +170,8 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
 
     order, ends = np.arange(len(pieces)), np.arange(1, len(pieces) + 1)
     if packed:
-        order, ends = documents.kept(f"rows of {length} {too_long}", packed_rows)
-    return RowLayout(documents, pieces, order, ends, len(lengths) - len(chosen))
+        order, ends = documents.cached(f"rows of {length} {too_long}", packed_rows)
+    return RowLayout(documents, pieces, order, ends, len(lengths) - len(retained))
 
 
 class PackedRows(TwoSides):

@@ -1,9 +1,9 @@
-"""`Samples`: what a loader hands out, by number; sequences of the user's own, and mixtures.
+"""`Samples`: the samples of a loader, by number; sequences of the user, and mixtures.
 
 Sample `g` of an endless run is the window at place `g mod W` of epoch `g div W`, W windows in the
 stream, shuffled anew each epoch. A global batch of B is the next B samples, and process `p` of `P`
-holds its rows `[p B/P, (p+1) B/P)`. Nothing but the counter says where a run stands, so it can go
-on with another number of processes or another batch.
+holds its rows `[p B/P, (p+1) B/P)`. The counter alone is the state of a run, so it can
+go on with another number of processes or another batch.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def local_rows(global_batch: int, process: int, num_processes: int) -> slice:
 
 
 def shuffled(num_samples: int, seed: int) -> grain.MapDataset[int]:
-    """Orders samples for an endless run, each epoch shuffled in its own way.
+    """Orders samples for an endless run, each epoch in another order.
 
     Args:
         num_samples: samples per epoch.
@@ -166,7 +166,7 @@ LocalBatch = dict[str, np.ndarray]
 
 @runtime_checkable
 class Samples(Protocol):
-    """What a loader hands out, sample by sample.
+    """The samples of a loader.
 
     It may have a method `order(seed)`, a grain dataset whose item `g` is the number of sample `g`
     of an endless run; without it every epoch is shuffled anew.
@@ -179,7 +179,7 @@ class Samples(Protocol):
 
     @property
     def identity(self) -> dict[str, int]:
-        """What the order of samples counts in; `num_samples` of training is part of it.
+        """What the order of samples depends on; `num_samples` of training is part of it.
 
         `contents` is a checksum of the samples: other files of the same size are other data.
         """
@@ -191,7 +191,7 @@ class Samples(Protocol):
 
     @property
     def num_validation(self) -> int:
-        """How many validation samples there are that share nothing; `spread` gives so many."""
+        """How many disjoint validation samples there are; `spread` gives so many."""
         ...
 
     def spread(self, count: int) -> np.ndarray:
@@ -248,7 +248,7 @@ class TwoSides:
         return len(self.sides[1])
 
     def spread(self, count: int) -> np.ndarray:
-        """Numbers all over the validation samples."""
+        """Evenly spaced numbers of validation samples."""
         return spread_starts(len(self.sides[1]), 0, count)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
@@ -257,7 +257,7 @@ class TwoSides:
 
 
 _CHECKED = 64
-"""So many samples of a sequence of the user's own go into its checksum."""
+"""So many samples of a user's sequence go into its checksum."""
 
 
 class Sequences(TwoSides):
@@ -287,7 +287,7 @@ class Sequences(TwoSides):
         self.sides = train, validation
         self.description: str = description
         self.example = _arrays(train, 0)
-        self.given_dtypes = {name: x.dtype.name for name, x in _given(train[0]).items()}
+        self.given_dtypes = {name: x.dtype.name for name, x in _sample_arrays(train[0]).items()}
 
     @property
     def identity(self) -> dict[str, int]:
@@ -320,7 +320,7 @@ class Sequences(TwoSides):
 
 def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
     sample = side[number]
-    arrays = {name: _narrow(array) for name, array in _given(sample).items()}
+    arrays = {name: _narrow(array) for name, array in _sample_arrays(sample).items()}
     odd = [name for name, array in arrays.items() if array.dtype.kind not in "biufc"]
     if odd or not arrays:
         raise ConfigError(
@@ -330,7 +330,7 @@ def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _given(sample: Any) -> dict[str, np.ndarray]:
+def _sample_arrays(sample: Any) -> dict[str, np.ndarray]:
     named = sample if isinstance(sample, Mapping) else {"x": sample}
     return {str(name): np.asarray(value) for name, value in named.items()}
 
@@ -360,8 +360,8 @@ class Mixture:
     """Samples of several sources, so many of each as its weight says in every stretch of the run.
 
     Which source sample `g` of a run is of, and which of its samples it is, depends on `g`, the
-    weights and the seed alone. Each source has its own epochs: one that is small for its weight
-    comes around more often.
+    weights and the seed alone. Each source has separate epochs: one that is small for its weight
+    is repeated more often.
 
     Args:
         parts: the sources, of one length.
@@ -428,7 +428,7 @@ class Mixture:
 
     @property
     def num_validation(self) -> int:
-        """So many that no part gives one twice."""
+        """So many that no part repeats one."""
         counts = [part.num_validation for part in self._parts]
         return max(1, int((np.array(counts) / self._shares).min()))
 
@@ -438,12 +438,12 @@ class Mixture:
             [grain.MapDataset.source([n]).repeat() for n in range(len(self._parts))],
             self._shares.tolist(),
         )
-        which = np.array([order[g] for g in range(count)])
+        part_of = np.array([order[g] for g in range(count)])
         places = np.zeros(count, np.int64)
         for number, part in enumerate(self._parts):
-            if chosen := int((which == number).sum()):
-                places[which == number] = part.spread(chosen)
-        return np.stack([which, places], axis=1)
+            if num := int((part_of == number).sum()):
+                places[part_of == number] = part.spread(num)
+        return np.stack([part_of, places], axis=1)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
         """Takes validation samples of the parts."""

@@ -1,4 +1,4 @@
-"""Tokens that are made once: files beside the data, by whichever process comes first, for all.
+"""Tokens that are made once: files beside the data, made by one process for all.
 
 A part of the data is made tokens by one process, and appears under its name when it is complete:
 
@@ -8,7 +8,7 @@ A part of the data is made tokens by one process, and appears under its name whe
     T bytes      which tokens are learned, if they say so
     T x W bytes  the tokens
 
-Its name is a digest of the bytes that it is made of and of how, so that what is there is right.
+Its name is a digest of its source and of the options, so that a part that is there is right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Document = tuple[np.ndarray, np.ndarray | None]
 """Tokens `[n]`, and which of them are learned; None for all."""
 
 Span = tuple[int, int, int, int]
-"""A part of a file: where it begins and ends, how many documents it has, and what came before."""
+"""A part of a file: where it begins and ends, and the numbers of documents in it and before it."""
 
 _FOLDER = ".axon_tokens"
 _MAGIC = b"axontok1"
@@ -48,14 +48,14 @@ _SETTLED = 2 * 10**9
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileNumbers:
-    """Numbers of a file, read when they are asked for: a mapped file that shrinks ends a process.
+    """Numbers of a file, read on demand, not mapped: a mapped file that shrinks ends a process.
 
     Args:
         path: the file.
         dtype: of the numbers.
         start: the byte at which they begin.
         length: how many there are.
-        inode: of the file, so that another one under its name is noticed.
+        inode: of the file, so that another file under its name is noticed.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class FileNumbers:
         return self.length
 
     def __getitem__(self, index: np.ndarray) -> np.ndarray:
-        """A copy of some of them; a run of neighbours is read at once."""
+        """A copy of some of them; consecutive ones are read at once."""
         places = index.ravel()
         ends = np.append(np.flatnonzero(np.diff(places) != 1) + 1, len(places)).tolist()
         numbers = np.empty(len(places), self.dtype)
@@ -87,9 +87,9 @@ class FileNumbers:
         width = self.dtype.itemsize
         size = (stop - first) * width
         moved = "leave files where they are while they are read"
-        told = reworded(f"{self.path} cannot be read any more", moved)
+        rewording = reworded(f"{self.path} cannot be read any more", moved)
         flags = os.O_RDONLY | os.O_NONBLOCK
-        with told, open(os.open(self.path, flags), "rb", buffering=0) as file:
+        with rewording, open(os.open(self.path, flags), "rb", buffering=0) as file:
             is_same = os.fstat(file.fileno()).st_ino == self.inode
             data = os.pread(file.fileno(), size, self.start + first * width)
         if len(data) < size or not is_same:
@@ -102,7 +102,7 @@ class FileNumbers:
 
 
 class TokenStore:
-    """Documents that were made tokens, one behind the other.
+    """The tokens of documents, one after the other.
 
     Args:
         paths: of the parts, complete.
@@ -190,7 +190,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A file, what it contains, and the parts that it is taken in."""
+    """A file, what it contains, and the parts in which it is read."""
 
     path: Path
     digest: str
@@ -202,7 +202,7 @@ Scan = Callable[[Path, Callable[[bytes], None]], list[Span]]
 
 
 class Folder:
-    """A folder beside data in which tokens are kept.
+    """A folder beside data in which tokens are cached.
 
     Args:
         files: the data.
@@ -221,7 +221,7 @@ class Folder:
         except OSError as error:
             if wanted is not None:
                 raise ConfigError(
-                    f"data.cache: tokens cannot be kept in {str(self.path)!r}: {error.strerror}; "
+                    f"data.cache: tokens cannot be cached in {str(self.path)!r}: {error.strerror}; "
                     "name a folder that can be written to"
                 ) from error
             self._temporary = tempfile.TemporaryDirectory(prefix="axon_tokens_")
@@ -242,7 +242,7 @@ class Folder:
         names = "\n".join([kind, *(str(file.path) for file in files)])
         place = self.path / f"{digest_of(names.encode())}.json"
         known = _read_index(place)
-        found, changed = [], False
+        indexed, changed = [], False
         for file in files:
             stamp, row = _stamp(file.path), known.get(str(file.path))
             if row is None or row[0] != stamp or row[1] - max(stamp[1:3]) < _SETTLED:
@@ -255,11 +255,11 @@ class Folder:
                     )
                 row = [stamp, now, digest.hexdigest(), spans]
                 known[str(file.path)] = row
-            found.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
+            indexed.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
         if changed:
             with _written(place) as file:
                 file.write(json.dumps(known).encode())
-        return found
+        return indexed
 
     def tokens(
         self,
@@ -267,7 +267,7 @@ class Folder:
         how: Sequence[object],
         make: Callable[[Path, Span], Iterator[Document]],
     ) -> TokenStore:
-        """Makes the parts that are not there; processes that come meanwhile share the work.
+        """Makes the parts that are missing; processes that start meanwhile share the work.
 
         Args:
             files: the data.
@@ -279,7 +279,7 @@ class Folder:
         names = [digest_of(repr(part).encode()) for part in parts]
         paths = [self.path / f"{name}.tokens" for name in names]
         left = [number for number, path in enumerate(paths) if not _is_complete(path)]
-        # Each process begins elsewhere, so that they seldom meet.
+        # Each process begins with another part, so that they seldom make the same one.
         turn = os.getpid() % max(1, len(left))
         left = left[turn:] + left[:turn]
         while left:
@@ -296,7 +296,7 @@ class Folder:
             left = [number for number in rest if not _is_complete(paths[number])]
         return TokenStore(paths)
 
-    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         """Arrays of numbers that are computed once.
 
         Args:
@@ -326,8 +326,8 @@ def digest_of(*texts: bytes) -> str:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Whether this process has a lock, which it loses with its life."""
-    # A pipe that somebody has put in its place must not be waited for.
+    """Whether this process has a lock, which is released when it ends."""
+    # A pipe in its place must not block.
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -371,9 +371,9 @@ def _read_index(path: Path) -> JsonDict:
 def _written(path: Path) -> Iterator[Any]:
     """A file to write, which appears under its name when all of it is there."""
     advice = "make room, remove what is there, or name another folder"
-    told = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
-    where = path.parent
-    with told, tempfile.NamedTemporaryFile(dir=where, suffix=".tmp", delete=False) as file:
+    rewording = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
+    folder = path.parent
+    with rewording, tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
         try:
             yield file
             file.flush()

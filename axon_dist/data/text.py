@@ -19,7 +19,7 @@ from .files import (
     check_disjoint,
     check_fits,
     find_files,
-    held_fraction,
+    held_out_fraction,
     says_little,
     split_bytes,
     split_files,
@@ -36,13 +36,13 @@ class TextSource:
     """Where text comes from and how it becomes tokens.
 
     Args:
-        files: paths or globs; empty for the source of Python's own standard library.
+        files: paths or globs; empty for the source of Python's standard library.
         validation_files: paths or globs kept for validation; empty to split `files`: many of them
             by their names, few so that the share is one of bytes.
         validation_fraction: the share for validation, in (0, 1), where there are no
             `validation_files`; None for a tenth.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
-        cache: the folder in which the tokens of a tokenizer are kept, so that they are made once,
+        cache: the folder in which the tokens of a tokenizer are cached, so that they are made once,
             by all processes together; None for `.axon_tokens` beside the first file.
         max_bytes: on each side of the split, read only the first files by name, or parts of files,
             that together stay within this many bytes; None for all.
@@ -71,7 +71,7 @@ class TextSource:
                     f"data.{field}={getattr(self, field)!r} is a single text: write a list, even "
                     "of one pattern."
                 )
-        held_fraction(self.validation_fraction, self.validation_files)
+        held_out_fraction(self.validation_fraction, self.validation_files)
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ConfigError(
                 f"data.max_bytes={self.max_bytes} must be at least 1; leave it out to read all."
@@ -128,7 +128,7 @@ def load_text(source: TextSource) -> Text:
         tokenizer = load_tokenizer(source.tokenizer)
         folder = Folder(train, source.cache)
         streams, digests = zip(
-            *(_kept(folder, side, tokenizer) for side in (train, validation)), strict=True
+            *(_indexed(folder, side, tokenizer) for side in (train, validation)), strict=True
         )
         more["validation_bytes"], note = _size(validation), folder.note
         more["contents"] = checksum(np.frombuffer(repr(digests).encode(), np.uint8))
@@ -153,7 +153,7 @@ def _sides(source: TextSource) -> tuple[Sequence[TextFile], Sequence[TextFile]]:
         validation = find_files(source.validation_files)
         check_disjoint(files, validation)
         return files, validation
-    fraction = held_fraction(source.validation_fraction)
+    fraction = held_out_fraction(source.validation_fraction)
     is_few = len(files) * min(fraction, 1 - fraction) < FEW
     train, validation = (split_bytes if is_few else split_files)(files, fraction)
     if not train or not validation:
@@ -179,13 +179,13 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
     return readable
 
 
-def _kept(
+def _indexed(
     folder: Folder, files: Sequence[TextFile], tokenizer: Tokenizer
 ) -> tuple[Any, list[object]]:
     """The tokens of files, each one document, and what they depend on."""
     indexed = [
-        dataclasses.replace(whole, spans=[(file.start, file.start + file.size, 1, 0)])
-        for file, whole in zip(files, folder.index(files, _scan, "text"), strict=True)
+        dataclasses.replace(entry, spans=[(file.start, file.start + file.size, 1, 0)])
+        for file, entry in zip(files, folder.index(files, _scan, "text"), strict=True)
     ]
 
     def make(path: Path, span: Span) -> Iterator[Document]:

@@ -24,7 +24,7 @@ class Tokenizer:
     """A function from the bytes of one document to token ids.
 
     Args:
-        name: what people call it.
+        name: for messages.
         vocab_size: every id is below it.
         encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that holds
             them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
@@ -80,7 +80,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         end_token: a token put behind every document, such as `"<|endoftext|>"`.
 
     Returns:
-        The tokenizer; special tokens are added as the file's own post-processor says.
+        The tokenizer; special tokens are added as the post-processor of the file says.
 
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, it has no such token, or the
@@ -110,8 +110,8 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
 
     def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
         encoded = encoded_by(prompt + text)
-        # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
-        # learn, and a token on the border counts as prompt.
+        # Tokens that the tokenizer adds have no letters; those that it adds at the end are
+        # learned, and a token across the border counts as prompt.
         before = [i for i, (a, b) in enumerate(encoded.offsets) if a < b and a < len(prompt)]
         ids = _ids(path, [*encoded.ids, *added], vocab_size)
         return ids, before[-1] + 1 if before else 0
@@ -142,7 +142,7 @@ def _read(path: str) -> tuple[str, Any]:
     try:
         text = read_text(file, f"data.tokenizer={path!r}", most=_MOST_BYTES)
         model = tokenizers.Tokenizer.from_str(text)
-        # What cuts and fills the texts of a batch would do so with documents.
+        # Truncation and padding would apply to documents, too.
         model.no_truncation()
         model.no_padding()
         state = model.normalizer.__getstate__() if model.normalizer else b"{}"
@@ -163,10 +163,10 @@ _MOST_GROWTH = 64
 
 
 def _growth(normalizer: Any) -> int:
-    """How many letters a normalizer can make of one, where it puts texts in the place of others."""
+    """How many characters a normalizer can make of one, where it replaces texts by others."""
     parts = normalizer.get("normalizers", ())
-    own = max(1, len(normalizer.get("content", "")))
-    return own * math.prod(map(_growth, parts))
+    length = max(1, len(normalizer.get("content", "")))
+    return length * math.prod(map(_growth, parts))
 
 
 def _encoded(path: str, model: Any, text: str, **options: bool) -> Any:
@@ -196,7 +196,7 @@ def _ids(path: str, ids: list[int], vocab_size: int) -> np.ndarray:
 def _tokens_of_chat(
     path: str, model: Any, added: tuple[int, ...], vocab_size: int, pieces: Pieces
 ) -> tuple[np.ndarray, np.ndarray]:
-    # A template says itself where a special token stands.
+    # A template states where it puts each special token.
     text = "".join(text for text, _ in pieces)
     encoded = _encoded(path, model, text, add_special_tokens=False)
     letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
@@ -205,13 +205,13 @@ def _tokens_of_chat(
     return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
 
 
-def utf8(text: str, where: str) -> bytes:
-    """A text as bytes; one of JSON may hold half letters."""
+def utf8(text: str, origin: str) -> bytes:
+    """A text as bytes; one of JSON may hold lone surrogates."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{where} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
+            f"{origin} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
             "remove it"
         ) from error
 
@@ -228,7 +228,7 @@ _MOST_BYTES = 2**28
 
 
 def _num_behind(encoded: Any) -> int:
-    """How many special tokens stand at the end of an encoded text."""
+    """How many special tokens are at the end of an encoded text."""
     return len([*itertools.takewhile(bool, reversed(encoded.special_tokens_mask))])
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..core.errors import ConfigError, reworded
-from .files import check_disjoint, find_files, held_fraction, says_little
+from .files import check_disjoint, find_files, held_out_fraction, says_little
 from .samples import LocalBatch, checksum, num_windows, spread_starts, windows_at
 from .store import FileNumbers
 from .tokenizer import load_tokenizer
@@ -30,8 +30,8 @@ class Text:
         validation: the same of the validation files; no token is in both.
         vocab_size: token ids are below it.
         description: one sentence for people.
-        document_end: the token that ends a document; windows then say where documents meet. None
-            where windows run over them.
+        document_end: the token that ends a document; windows then mark where one document ends and
+            the next begins. None where windows run over them.
         validation_bytes: of the validation files; a byte that ends a document counts.
         show: tokens as people read them.
         contents: a checksum of the text; None computes one of the tokens.
@@ -91,12 +91,12 @@ class Windows:
         return checksum(*map(_in_memory, (self.text.train, self.text.validation)))
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Cuts windows that lie side by side."""
+        """Cuts consecutive windows."""
         return self._cut(self.text.train, numbers * self.length)
 
     @property
     def num_validation(self) -> int:
-        """Windows of the validation text side by side; less than a window of it is left out."""
+        """Consecutive windows of the validation text; a rest shorter than a window is left out."""
         return num_windows(len(self.text.validation), self.length)
 
     @property
@@ -105,7 +105,7 @@ class Windows:
         return self.text.validation_bytes
 
     def spread(self, count: int) -> np.ndarray:
-        """First positions of windows all over the validation text."""
+        """First positions of windows spread over the validation text."""
         return spread_starts(len(self.text.validation), self.length, count)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
@@ -167,7 +167,7 @@ class TokenSource:
             `validation_files`; None for a tenth.
         dtype: of the numbers in files without a header, little-endian.
         document_end: the token behind every document, such as 50256 of GPT-2: tokens then see
-            their own document alone, and the first of a document is no target. None where windows
+            their document alone, and the first of a document is no target. None where windows
             run over the ends of documents.
         tokenizer: a `tokenizer.json` for showing samples to people.
     """
@@ -189,7 +189,7 @@ class TokenSource:
         """
         if not self.files:
             raise ConfigError("data.files names no file: name files of tokens, such as train.bin.")
-        held_fraction(self.validation_fraction, self.validation_files)
+        held_out_fraction(self.validation_fraction, self.validation_files)
         if self.document_end is not None and self.document_end < 0:
             raise ConfigError(
                 f"data.document_end={self.document_end} must be a token, at least 0; change it, or "
@@ -235,10 +235,10 @@ def map_tokens(source: TokenSource) -> Text:
         check_disjoint(find_files(source.files), find_files(source.validation_files))
         validation = _stream(source, source.validation_files)
     else:
-        border = len(train) - round(held_fraction(source.validation_fraction) * len(train))
+        border = len(train) - round(held_out_fraction(source.validation_fraction) * len(train))
         train, validation = train[:border], train[border:]
     seen = [_some(side) for side in (train, validation)]
-    where = ", ".join(source.files)
+    names = ", ".join(source.files)
     more = {}
     if source.tokenizer is not None:
         more["show"] = load_tokenizer(source.tokenizer).decode
@@ -246,7 +246,7 @@ def map_tokens(source: TokenSource) -> Text:
         train=train,
         validation=validation,
         vocab_size=1 + max(end or 0, *(int(part.max(initial=0)) for part in seen)),
-        description=f"{where}: {len(train)} tokens for training, {len(validation)} for validation"
+        description=f"{names}: {len(train)} tokens for training, {len(validation)} for validation"
         + says_little(len(train), len(validation), "tokens"),
         document_end=source.document_end,
         **more,
@@ -286,11 +286,11 @@ class Joined:
             start, stop, _ = index.indices(len(self))
             return Joined(self._parts, self._start + start, self._start + stop)
         places = np.asarray(index) + self._start
-        which = np.searchsorted(self._ends, places, side="right")
+        part_of = np.searchsorted(self._ends, places, side="right")
         tokens = np.empty(places.shape, self._parts[0].dtype)
-        for number in np.unique(which).tolist():
-            chosen, part = which == number, self._parts[number]
-            tokens[chosen] = part[places[chosen] - (self._ends[number] - len(part))]
+        for number in np.unique(part_of).tolist():
+            mask, part = part_of == number, self._parts[number]
+            tokens[mask] = part[places[mask] - (self._ends[number] - len(part))]
         return tokens
 
 
@@ -326,7 +326,7 @@ def _map(path: Path, dtype: str) -> FileNumbers:
 
 
 def _map_npy(path: Path) -> FileNumbers:
-    # numpy raises a dozen kinds for headers that lie.
+    # numpy raises a dozen kinds of errors for corrupt headers.
     advice = "write it with np.save, or name raw tokens .bin"
     with reworded(f"{path} is not an .npy file", advice, of=Exception):
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)

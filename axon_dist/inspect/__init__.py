@@ -1,14 +1,14 @@
-"""The independent witness: what a compiled step sends, stores and computes on each device.
+"""What a compiled step sends, stores and computes on each device.
 
-Strategies claim; this room reads the optimised program that will run, and nothing else: it knows
-no strategy. It reads the text, and judges it by the rates of `mesh.chips`.
+This room reads the text of the optimised program that will run, and nothing else: it knows no
+strategy, so that it can check what one claims. Times follow from the rates of `mesh.chips`.
 
 * `collectives` lists what is sent, over which mesh axis, how often, and whether compute hides it;
   `expect_collectives` and `expect_bytes` turn that into tests.
 * `memory` asks the compiler for bytes per device; `device_bytes` measures what arrays occupy.
-* `carried_bytes` is what a loop keeps from turn to turn, such as the sum of gradients.
+* `carried_bytes` is what a loop carries between iterations, such as the sum of gradients.
 * `kernels` counts the custom calls, fused attention among them, and `expect_kernels` turns that
-  into tests; `recomputed` is what XLA rematerialises of its own accord.
+  into tests; `recomputed` is what XLA rematerialises unasked.
 * `flops` counts matrix operations with the trip counts of loops.
 * `report` joins the three.
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and

@@ -1,8 +1,8 @@
-"""The kernels that a compiled program calls, and what the compiler computes a second time.
+"""The kernels that a compiled program calls, and what the compiler rematerialises.
 
-A fused kernel is a custom call, whose target or name says what it is. That a model asked for one
-proves nothing: a dtype that the kernel does not take, or a platform without it, and the same model
-compiles to products over all scores.
+A fused kernel is a custom call, whose target or name says what it is. Asking for one
+proves nothing: with a dtype that the kernel does not take, or on a platform without it, the same
+model compiles to products over all scores.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def expect_bytes(
         bytes: wire bytes per device and step, ring costs and trip counts included.
         kind: count only one kind of collective, such as `"all-gather"`.
         axis: count only collectives over this mesh axis, or over these axes together.
-        tolerance: the largest allowed deviation, relative to `bytes`; it stands for the small
-            leaves that stay whole.
+        tolerance: the largest allowed deviation, relative to `bytes`; it allows for the small
+            leaves that stay replicated.
 
     Returns:
         The whole ledger, for further questions.
@@ -143,7 +143,7 @@ PALLAS = ("tpu_custom_call", "mosaic", "triton_kernel_call", "__gpu$xla.gpu.trit
 
 _NUMBER = re.compile(r"(\.\d+)+$")
 PADDING = 128
-"""By how much less XLA fills up a dim that does not divide: 50 257 become 50 260 for cuBLAS."""
+"""XLA pads a dim that does not divide by less than this: 50 257 become 50 260 for cuBLAS."""
 
 REMAT = ".remat"
 """What XLA adds to the name of an instruction that it computes again to save memory."""
@@ -151,7 +151,7 @@ REMAT = ".remat"
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """What XLA computes again of its own accord; what the program says itself is not among it.
+    """What XLA rematerialises unasked; what the program recomputes by itself is not counted.
 
     Args:
         count: executions per step.
@@ -200,7 +200,7 @@ def attention_kernels(program: ProgramLike) -> dict[str, int]:
 def recomputed(program: ProgramLike) -> Recomputed:
     """What XLA rematerialises by itself: instructions that are named `.remat`.
 
-    It does so where a program would not fit, and says nothing: the FLOPs are in nobody's account.
+    It does so where a program would not fit, without a message, and counts these FLOPs nowhere.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
@@ -226,14 +226,14 @@ def recomputed(program: ProgramLike) -> Recomputed:
 def largest_logits(program: ProgramLike, classes: int) -> int:
     """The positions of the largest array of floats that has one for each of them and each class.
 
-    What is within a fusion is no array, for it is never in memory as a whole.
+    A value within a fusion does not count, for it is never in memory as a whole.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
         classes: how many classes a device has: of a vocabulary that is split, its part.
 
     Returns:
-        How many; 0 where no array has such a dim, or one that XLA has filled up for alignment.
+        How many; 0 where no array has such a dim, or one that XLA has padded.
     """
     module = as_module(program)
     shapes = (
@@ -274,7 +274,7 @@ def expect_kernels(
         All `kernels` of the program.
 
     Raises:
-        ClaimError: naming what was found.
+        ClaimError: naming what differs.
 
     Example:
         >>> import jax

@@ -59,8 +59,8 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     called = loop.called
     condition = module.computations[called["condition"][0]]
     body = module.computations[called["body"][0]]
-    given = _Call(module, computation, _arguments(module, computation))
-    state = given.value(loop.operands[0])
+    call = _Call(module, computation, _arguments(module, computation))
+    state = call.value(loop.operands[0])
     for iteration in range(_MAX_SIMULATED):
         goes_on = _Call(module, condition, [state]).value(condition.root.name)
         if not isinstance(goes_on, int):
@@ -122,8 +122,8 @@ class _Call:
             return _constant(instruction.arguments)
         if opcode in ("fusion", "call"):
             (callee,) = self._module.called(instruction)
-            given = [self.value(operand) for operand in operands]
-            return _Call(self._module, callee, given).value(callee.root.name)
+            arguments = [self.value(operand) for operand in operands]
+            return _Call(self._module, callee, arguments).value(callee.root.name)
         return self._computed(instruction)
 
     def elements(self, made: Instruction, indices: Iterable[int]) -> Mapping[int, int]:
@@ -142,8 +142,8 @@ class _Call:
         """What an operation makes of integers."""
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "select":
-            chosen = self.value(operands[0])
-            return self.value(operands[1 if chosen else 2]) if isinstance(chosen, int) else None
+            test = self.value(operands[0])
+            return self.value(operands[1 if test else 2]) if isinstance(test, int) else None
         compute = _OPERATIONS.get(opcode)
         if opcode == "compare":
             compute = _COMPARE[instruction.attribute("direction") or ""]
@@ -179,8 +179,8 @@ class Visit:
 def visits(module: Module) -> Iterator[Visit]:
     """Follows loops, branches and calls from the entry of a program.
 
-    Fusions and asynchronous wrappers are not entered: what they hold is scheduled where they are
-    launched. The branches of a conditional all count as executed, but for those marked as rare.
+    Fusions and asynchronous wrappers are not entered: their instructions are scheduled where they
+    are launched. The branches of a conditional all count as executed, but for those marked as rare.
 
     Args:
         module: the parsed HLO of a compiled program.
@@ -214,8 +214,8 @@ def _descend(module: Module, visit: Visit) -> Iterator[Visit]:
 def usually_called(module: Module, instruction: Instruction) -> list[Computation]:
     """What an instruction calls, without the branches that this library marks as rare.
 
-    Experts have slots for what a fair choice brings the busiest; branches with more, and a loop for
-    what exceeds these, are named so. None of them holds a collective.
+    Experts have slots for the load of the busiest under a balanced choice; branches with more, and
+    a loop for what exceeds these, are marked. None of them holds a collective.
     """
     called = list(module.called(instruction))
     if instruction.opcode != "conditional":
@@ -235,8 +235,8 @@ def below_branches(module: Module) -> Iterator[Computation]:
     Yields:
         The computations.
     """
-    every = (i for computation in module.computations.values() for i in computation.instructions)
-    waiting = [name for i in every if i.opcode == "conditional" for name in _named(i)]
+    nodes = (i for computation in module.computations.values() for i in computation.instructions)
+    waiting = [name for i in nodes if i.opcode == "conditional" for name in _named(i)]
     seen: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -252,10 +252,10 @@ def _named(instruction: Instruction) -> Iterator[str]:
 
 
 def carried_bytes(program: ProgramLike) -> int:
-    """Bytes per device that the outermost loop which keeps most rewrites in every turn.
+    """Bytes per device that a loop rewrites in every iteration: of the outermost, the largest.
 
     In a step that accumulates these are the sums over microbatches, of gradients and of a few
-    scalars. What a loop only reads, such as weights, does not count; nor do loops within its turns.
+    scalars. What a loop only reads, such as weights, does not count; nor do loops within it.
 
     Args:
         program: a compiled step, or its text.
@@ -286,11 +286,11 @@ def _outermost(module: Module, computation: Computation) -> Iterator[Instruction
 def _rewritten(module: Module, loop: Instruction) -> int:
     body = module.computations[loop.called["body"][0]]
     pairs = zip(loop.shapes, body.root.operands, strict=True)
-    made = [shape for at, (shape, operand) in enumerate(pairs) if not _is_kept(body, operand, at)]
-    return total_bytes(tuple(made))
+    shapes = [shape for at, (shape, operand) in enumerate(pairs) if not _is_kept(body, operand, at)]
+    return total_bytes(tuple(shapes))
 
 
 def _is_kept(body: Computation, operand: str, position: int) -> bool:
-    """Whether a turn hands on what it was given at a position."""
+    """Whether an iteration returns its argument at a position unchanged."""
     maker = body.by_name[operand]
     return maker.opcode == "get-tuple-element" and maker.attribute("index") == str(position)

@@ -35,7 +35,7 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
     """Counts the matrix operations of one instruction, not of what it calls.
 
     Args:
-        computation: the computation that holds it, where its operands are found.
+        computation: the computation that holds it, which has its operands.
         instruction: a `dot`, a `convolution`, or a custom call to cuBLAS, cuDNN or a kernel that
             states its cost; anything else counts nothing.
 
@@ -64,7 +64,7 @@ def _gemm(computation: Computation, instruction: Instruction, contracted: tuple[
 
 
 def _custom_call(computation: Computation, instruction: Instruction) -> int | None:
-    """The matrix operations of a kernel; None where nothing tells."""
+    """The matrix operations of a kernel; None where they are not known."""
     target, attributes = target_of(instruction), instruction.attributes
     if "matmul" in target or "gemm" in target:
         match = _GEMM_LHS.search(attributes)
@@ -264,7 +264,7 @@ class Flops:
         high: with every conditional on its dearest branch; equal to `low` where there is none.
         unknown_trip: whether a loop was counted once because only the data decide how often it
             runs; the truth is then higher.
-        opaque: custom calls whose work the text does not tell; the truth may be higher.
+        opaque: custom calls whose work the text does not say; the truth may be higher.
     """
 
     low: int

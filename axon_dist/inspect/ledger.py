@@ -32,13 +32,13 @@ Exposure: TypeAlias = Literal["hidden", "light", "exposed"]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What one collective moves, how often, between whom, and whether anything hides it.
+    """What one collective sends, how often, between which devices, and whether compute hides it.
 
     Args:
         name: the instruction's name in the HLO text.
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
             `collective-permute` or `collective-broadcast`.
-        dtypes: XLA's names of the element types that travel, each once.
+        dtypes: XLA's names of the element types that are sent, each once.
         num_arrays: arrays in it; more than one where the compiler combined several.
         bytes_in: bytes of its operands on one device.
         bytes_out: bytes of its results on one device.
@@ -49,12 +49,12 @@ class Collective:
         in_conditional: whether a branch of a conditional leads to it.
         axes: the mesh axes that its groups span; None where no set of axes matches.
         is_async: whether it is started and awaited at different places of the schedule.
-        exposure: `exposed` where it is synchronous or what is scheduled until it is awaited covers
-            next to nothing of it, `light` where that takes less time than the transfer, `hidden`
+        exposure: `exposed` where it is synchronous or what is scheduled until it is awaited hides
+            almost nothing of it, `light` where that takes less time than the transfer, `hidden`
             otherwise.
-        seconds: what one execution takes alone on the wire; None where no rates are known.
-        waited: for how many seconds of one execution the compute units stand still for it; None
-            where no rates are known.
+        seconds: of one execution that has the links alone; None where no rates are known.
+        waited: exposed seconds of one execution, in which the compute units are idle; None where
+            no rates are known.
         op_name: the traced operation it comes from, where the compiler kept it.
         source: `file.py:line` of the user's program, where the compiler kept it.
         is_slow: whether it leaves a node: it spans an axis of `SLOW_AXES`, or devices that the
@@ -120,9 +120,9 @@ def ring_bytes(kind: str, bytes_in: int, bytes_out: int, group_size: int) -> int
         return 0
     if kind == "collective-permute":
         return bytes_in
-    whole = bytes_out if kind == "all-gather" else bytes_in
+    full_bytes = bytes_out if kind == "all-gather" else bytes_in
     passes = 2 if kind == "all-reduce" else 1
-    return passes * whole * (group_size - 1) // group_size
+    return passes * full_bytes * (group_size - 1) // group_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Ledger:
     Args:
         rows: the collectives, in the order of the program.
         mesh_axes: the axes of the mesh the program was compiled for; empty without a mesh.
-        step_seconds: what the program takes at the rates of the machine, transfers that it waits
-            for among it; 0 where no rates are known.
+        step_seconds: the time of the program at the rates of the machine, exposed transfers
+            included; 0 where no rates are known.
 
     Example:
         >>> ledger = Ledger((), mesh_axes=("dp",))
@@ -187,11 +187,11 @@ class Ledger:
         return self.by_exposure().get("exposed", 0)
 
     def light_bytes(self) -> int:
-        """Bytes per step of transfers that compute covers in part, and waits for."""
+        """Bytes per step of transfers that compute hides in part."""
         return self.by_exposure().get("light", 0)
 
     def seconds(self, exposure: Exposure | None = None) -> float:
-        """The time per step that transfers take alone on the wire, at the rates of the machine.
+        """The time per step of transfers that have the links alone, at the rates of the machine.
 
         Args:
             exposure: of those judged so; None for all. Without a machine it is 0.
@@ -229,25 +229,25 @@ class Ledger:
         return sum(row.count for row in self.rows)
 
     def lint(self) -> list[str]:
-        """Says what in the program may hang or be counted wrong.
+        """Lists what in the program may hang or be counted wrong.
 
         A collective-permute names its pairs for all devices at once; when devices take different
-        branches, some never arrive and the program waits for them without end.
+        branches, some never send, and the program waits for them without end.
 
         Returns:
             One sentence per finding.
         """
         findings = []
         for row in self.rows:
-            where = f"{row.name} ({row.source or row.op_name or 'no source known'})"
+            name = f"{row.name} ({row.source or row.op_name or 'no source known'})"
             if row.kind == "collective-permute" and row.in_conditional:
                 findings.append(
-                    f"{where} is a collective-permute inside a conditional: it hangs when devices "
+                    f"{name} is a collective-permute inside a conditional: it hangs when devices "
                     "take different branches; move it out of the branch or mask with jnp.where"
                 )
             if row.unknown_trip:
                 findings.append(
-                    f"{where} is inside a loop whose trip count only the data decide: it is "
+                    f"{name} is inside a loop whose trip count only the data decide: it is "
                     "counted once; use lax.scan or fori_loop with static bounds to have it counted"
                 )
         return findings
@@ -263,7 +263,7 @@ class Ledger:
         """The ledger as a table for a terminal, equal collectives joined, the heaviest first.
 
         Args:
-            exposure: whether to tell what hides each; on CPUs, which send nothing, it says nothing.
+            exposure: whether to show what hides each, which on CPUs, without links, has no meaning.
         """
         title, tight = "collectives per device and step", (0, 1, 0, 0)
         table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=tight)
@@ -289,7 +289,7 @@ class Ledger:
         return table
 
     def _times(self, exposure: Exposure | None) -> str:
-        """How many of the milliseconds on the wire compute covers; nothing without a machine."""
+        """How many milliseconds of the transfers compute hides; "" without a machine."""
         total, waited = self.seconds(exposure), self.waited(exposure)
         return f"{_ms(max(total - waited, 0.0))} of {_ms(total)} ms" if total else ""
 
@@ -310,7 +310,7 @@ class Ledger:
 
     def _no_axis(self, name: str) -> str:
         if not self.mesh_axes:
-            return f"axis {name!r} cannot be told: read the ledger with collectives(program, mesh)"
+            return f"axis {name!r} is not known: read the ledger with collectives(program, mesh)"
         return f"the mesh has no axis {name!r}.{did_you_mean(name, self.mesh_axes)}"
 
 

@@ -1,7 +1,7 @@
 """Reads the text of an optimised HLO module into instructions and computations.
 
 The text is the one interface that every backend offers (`jax.stages.Compiled.as_text`), also for
-devices that are not here. Only what the other files of this room ask for is read.
+devices that are not here. Only what the other files of this room need is read.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def source_lines(lines: list[str]) -> dict[int, str]:
     """Joins the tables at the head of an HLO module.
 
     XLA writes each file name, location and stack frame once and lets instructions name a frame.
-    The innermost frame is the line that asked for the operation.
+    The innermost frame is the line that made the operation.
 
     Args:
         lines: the text of the module, by lines.
@@ -243,7 +243,7 @@ def as_module(program: ProgramLike) -> Module:
         program: what `jax.jit(f).lower(...).compile()` returns, its `as_text()`, or a `Module`.
 
     Returns:
-        The module; read it once and pass it on when several questions are asked of it.
+        The module; read it once and pass it on when several functions read it.
 
     Raises:
         UnsupportedError: the text is not optimised HLO, such as that of a step not yet compiled.

@@ -1,7 +1,7 @@
 """Memory, collectives and FLOPs of one compiled step, together.
 
 The compilers of GPUs and TPUs run without the device. Compiled with the devices of a target, the
-very step that would train there tells its memory, its collectives and its FLOPs on a laptop.
+very step that would train there reports its memory, its collectives and its FLOPs on a laptop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MemoryReport:
     Args:
         arguments: arrays handed to it.
         outputs: arrays it returns.
-        aliased: outputs that take the place of donated arguments.
+        aliased: outputs in the buffers of donated arguments.
         temporaries: everything between. Of TPUs what is in their memory, not what is on the chip.
         generated_code: the program itself.
         host_arguments: arguments that stay in host memory. XLA:CPU counts these as `arguments`.
@@ -58,7 +58,7 @@ class MemoryReport:
     def peak(self) -> int:
         """Arguments, temporaries and the outputs that do not alias an argument.
 
-        XLA's own `peak_memory_in_bytes` leaves the temporaries out on CPU, so it is not used.
+        The `peak_memory_in_bytes` of XLA leaves the temporaries out on CPU, so it is not used.
         """
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
@@ -84,7 +84,7 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
         Bytes per device.
 
     Raises:
-        UnsupportedError: the backend does not tell.
+        UnsupportedError: when the backend reports none.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,8 +102,8 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
     temporaries = stats.temp_size_in_bytes
     places = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if {device.platform for place in places for device in place.device_set} == {"tpu"}:
-        # There the size of temporaries has in it more than is in the chip's memory at once, such as
-        # what lies in its vector memory. XLA's own peak has not: of a 1.3B step on v5p:2x2x2 it is
+        # There the size of temporaries counts more than is in the chip's memory at once, such as
+        # what is in its vector memory. XLA's peak does not: of a 1.3B step on v5p:2x2x2 it is
         # 3.41 GiB, XLA's report of memory in use 3.43, and by that size it would be 3.82.
         between = (
             stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -125,7 +125,7 @@ class LeafBytes:
     """What one array of a tree occupies.
 
     Args:
-        path: where it lives in the tree.
+        path: of the array in the tree.
         shape: its global shape.
         dtype: its element type.
         spec: its partition spec, or the name of its sharding where it has none.
@@ -177,7 +177,7 @@ def leaf_table(tree: ArrayTree) -> Table:
 
 
 AGREED = 0.1
-"""The share by which the FLOPs of a compiled step may differ from those traced unmentioned."""
+"""The share by which the FLOPs of a compiled step may differ from the traced without a warning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,11 +189,11 @@ class Report:
         collectives: what it sends, and whether that is hidden.
         flops: matrix operations it computes.
         attention: fused kernels of attention and how often a step runs each.
-        recomputed: what XLA computes again of its own accord.
+        recomputed: what XLA rematerialises unasked.
         num_devices: devices of the mesh.
         machine: whose rates judged the transfers; None where it is not known.
         is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
-        unknown: what cannot be told because the chip is not known; "" where it is.
+        unknown: what is not known because the chip is not; "" where it is.
         traced_flops: matrix operations of the traced step; None where they were not counted.
     """
 
@@ -216,8 +216,8 @@ class Report:
         return self.flops.high / self.traced_flops
 
     def warnings(self) -> list[str]:
-        """What of the compiled step is not as it should be, a sentence each."""
-        found = [self.unknown] if self.unknown else []
+        """What is wrong with the compiled step, a sentence each."""
+        warnings = [self.unknown] if self.unknown else []
         ratio = self.flops_over_traced
         if ratio is not None and self.traced_flops and abs(ratio - 1) > AGREED:
             (option,) = gpu_pipelining("all_gather")
@@ -225,12 +225,12 @@ class Report:
                 "computes something again; where weights are gathered for microbatches, compare "
                 f"compiler_options={{{option!r}: None}}"
             )
-            found.append(
+            warnings.append(
                 f"the compiled step multiplies {ratio:.2f} x what was traced, "
                 f"{si(self.flops.high)} for {si(self.traced_flops)} FLOPs: the compiler "
                 + (twice if ratio > 1 else "found products that nothing needs")
             )
-        return found + self.collectives.lint()
+        return warnings + self.collectives.lint()
 
     @property
     def fits(self) -> bool | None:

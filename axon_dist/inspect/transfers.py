@@ -1,16 +1,16 @@
-"""The collectives of a compiled program: the independent witness of what a strategy claims.
+"""The collectives of a compiled program, read from its text alone.
 
 Whether the compute scheduled beside a transfer hides it: two clocks run through the schedule of a
-computation, one of the compute units and one of the wire. Compute takes the least time its machine
-allows, and transfers queue up on the wire, so the same matrix product never hides two of them;
-what a loop within sends takes its part of the wire, too. What this calls hidden would be hidden
-even by compute that runs at its peak rate; latency, and the memory bandwidth a transfer takes
-away, are left out.
+computation, one of the compute units and one of the links. Compute takes the least time its machine
+allows, and transfers share the links one after the other, so the same matrix product never hides
+two of them; transfers of a loop within use the links, too. What this calls hidden would be hidden
+even by compute at its peak rate; latency, and the memory bandwidth that a transfer uses, are left
+out.
 
 A collective can be one instruction (`all-gather`), a pair (`all-gather-start`, `all-gather-done`),
 a computation wrapped in an asynchronous pair (`async-start`, or `call-start` for the sparse core of
-a TPU), a part of a fusion, or on TPU a chain of fusions that advance it beside their own compute.
-On GPU a collective-permute can also be taken apart into `send` and `recv`.
+a TPU), a part of a fusion, or on TPU a chain of fusions that advance it while they compute.
+On GPU a collective-permute can also be split into `send` and `recv`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _waits(
     alone: Sequence[float],
     within: Sequence[float],
 ) -> list[float]:
-    """Runs the schedule and returns how long the compute units stand still for each transfer."""
+    """Runs the schedule and returns how long the compute units are idle for each transfer."""
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     for number, transfer in enumerate(sent):
@@ -150,7 +150,7 @@ def _waits(
             clock += waits[number]
             pending.discard(number)
         if called:
-            # A wire that a loop shares serves what waits outside of it so much later.
+            # Transfers of a loop delay those outside of it that share its link.
             wire_free = max(wire_free, clock) + called
             for number in pending:
                 arrival[number] += called if arrival[number] > clock else 0.0
@@ -163,10 +163,10 @@ class Execution(NamedTuple):
 
     Attributes:
         judged: what it launches itself, not in its loops or branches, in order: how much of each
-            is hidden, and the seconds for which compute waits for it, None without a machine.
-        wire: seconds for which it has the wire, with all that it calls.
+            is hidden, and the exposed seconds, None without a machine.
+        wire: seconds for which it uses the links, with all that it calls.
         step: seconds that it takes, one instruction after another, each bound by its matrix
-            operations or its memory traffic, and what it waits for; loops as often as they turn,
+            operations or its memory traffic, with exposed transfers; loops as often as they run,
             and of branches the longest, which some device takes. 0 where no rates are known.
     """
 
@@ -214,13 +214,13 @@ class WireModel:
         waits = _waits(compute, sent, alone, within)
         kinds = [_exposure(*one) for one in zip(alone, waits, beside, strict=True)]
         runs = (
-            taken if i.opcode in _CALLS else least
-            for i, least, (_, taken) in zip(computation.instructions, compute, called, strict=True)
+            spent if i.opcode in _CALLS else least
+            for i, least, (_, spent) in zip(computation.instructions, compute, called, strict=True)
         )
         return Execution(list(zip(sent, kinds, waits, strict=True)), wire, sum(waits) + sum(runs))
 
     def _called(self, computation: Computation, instruction: Instruction) -> tuple[float, float]:
-        """What the computations take that an instruction calls: of the wire, and in all."""
+        """The seconds of the computations that an instruction calls: on the links, and in all."""
         if instruction.opcode not in _CALLS:
             return 0.0, 0.0
         each = [self.timed(called) for called in usually_called(self.module, instruction)]
@@ -238,7 +238,7 @@ class WireModel:
         return bool(size) and any(len({d // size for d in group}) > 1 for group in sent.groups)
 
     def seconds(self, sent: ScheduledCollective) -> float:
-        """What a transfer takes alone on the wire; 0 where no rates are known."""
+        """The seconds of a transfer that has the links alone; 0 where no rates are known."""
         if self.machine is None:
             return 0.0
         return self.machine.wire_seconds(sent.wire_bytes, sent.groups)
@@ -257,7 +257,7 @@ class ScheduledCollective:
     Args:
         module: the program.
         instruction: the collective itself.
-        owner: the computation that holds it, where its operands are found.
+        owner: the computation that holds it, which has its operands.
         start: position in the launching computation at which it starts.
         done: position at which its result is awaited; equal to `start` where it is synchronous.
     """
@@ -277,7 +277,7 @@ class ScheduledCollective:
 
     @functools.cached_property
     def groups(self) -> Groups:
-        """Who takes part; pairs of a collective-permute."""
+        """The devices that take part; pairs of a collective-permute."""
         attributes = self.instruction.attributes
         if self.kind == "collective-permute":
             return source_target_pairs(attributes)
@@ -322,7 +322,7 @@ def collective_kind(instruction: Instruction) -> str | None:
 
 
 def reduced_slice(owner: Computation, instruction: Instruction) -> Instruction | None:
-    """The slice that alone is left of an all-reduce in a fusion of TPUs, which send no more of it.
+    """The slice of an all-reduce that a fusion of TPUs keeps and sends, alone.
 
     Such a fusion, called `all-reduce-scatter`, reduces as a reduce-scatter does (TPU text has no
     other form of one that runs on the cores themselves).

@@ -1,8 +1,8 @@
 """What a program computes where some of its inputs are zero: which results then are one number.
 
 An array is followed as the one number that all its elements are, or as unknown. A product with
-zeros is zero whatever the other factor is, as long as that is finite; so a program of which the
-weights are set to zero says which of its results count nothing that has no weight.
+zeros is zero whatever the other factor is, as long as that is finite; so setting the weights of a
+program to zero shows which of its results count only what has a weight.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ _SUMS = frozenset(("cumsum", "psum", "psum_invariant"))
 # fmt: on
 
 
-def alike(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Alike]) -> list[Alike]:
+def alike(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Alike]) -> list[Alike]:
     """What is known of the outputs of a program.
 
     Args:
         jaxpr: an open jaxpr.
         consts: values of its constants.
-        given: what is known of its inputs.
+        inputs: what is known of its inputs.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> run = lambda w, x: (jnp.sum(w * x), jnp.sum((w + 1) * x), jnp.sum(x / w * w))
         >>> program = jax.make_jaxpr(run)(jnp.ones(3), jnp.ones(3))
-        >>> [found.is_zero for found in alike(program.jaxpr, program.consts, [ZERO, UNKNOWN])]
+        >>> [result.is_zero for result in alike(program.jaxpr, program.consts, [ZERO, UNKNOWN])]
         [True, False, False]
     """
 
     known = [_of_array(value) for value in consts]
-    return interpret(jaxpr, known, given, _run, lambda atom: _of_array(atom.val))
+    return interpret(jaxpr, known, inputs, _run, lambda atom: _of_array(atom.val))
 
 
 def _of_array(value: Any) -> Alike:
@@ -88,27 +88,27 @@ def _of_array(value: Any) -> Alike:
     first = array.flat[0]
     if not (array == first).all():
         return UNKNOWN
-    # An infinity that the program says itself, as masks do, meets samples of any weight.
+    # An infinite constant, as of masks, is there for samples of any weight.
     return Alike(float(first))
 
 
-def _run(equation: JaxprEqn, given: Sequence[Alike]) -> list[Alike]:
+def _run(equation: JaxprEqn, operands: Sequence[Alike]) -> list[Alike]:
     name = equation.primitive.name
-    found = inners(equation)
+    programs = inners(equation)
     if name == "scan":
-        return _scan(equation, given)
-    if found and name not in LOOPS:
-        each = [alike(i.program.jaxpr, i.program.consts, i.inputs(given)) for i in found]
+        return _scan(equation, operands)
+    if programs and name not in LOOPS:
+        each = [alike(i.program.jaxpr, i.program.consts, i.inputs(operands)) for i in programs]
         if len(each[0]) == len(equation.outvars):
             return [_join(values) for values in zip(*each, strict=True)]
-    if len(given) == len(equation.outvars) > 1 and name in KEEPS:
-        return [*given]
-    return [_of_operation(name, equation, given)] * len(equation.outvars)
+    if len(operands) == len(equation.outvars) > 1 and name in KEEPS:
+        return [*operands]
+    return [_of_operation(name, equation, operands)] * len(equation.outvars)
 
 
-def _scan(equation: JaxprEqn, given: Sequence[Alike]) -> list[Alike]:
+def _scan(equation: JaxprEqn, operands: Sequence[Alike]) -> list[Alike]:
     (inner,) = inners(equation)
-    shared, carry, rows = inner.parts(given)
+    shared, carry, rows = inner.parts(operands)
 
     def turn(carry: list[Alike]) -> list[Alike]:
         return alike(inner.program.jaxpr, inner.program.consts, [*shared, *carry, *rows])
@@ -125,86 +125,86 @@ def _join(values: Sequence[Alike]) -> Alike:
     return Alike(None, all(value.is_finite for value in values))
 
 
-def _of_operation(name: str, equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+def _of_operation(name: str, equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
     rule = _RULES.get(name, _computed if name in EACH else None)
-    return _unknown(given) if rule is None else rule(equation, given)
+    return _unknown(operands) if rule is None else rule(equation, operands)
 
 
-def _unknown(given: Sequence[Alike]) -> Alike:
-    return Alike(None, all(value.is_finite for value in given))
+def _unknown(operands: Sequence[Alike]) -> Alike:
+    return Alike(None, all(value.is_finite for value in operands))
 
 
-def _select(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    which, *cases = given
+def _select(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+    which, *cases = operands
     return cases[int(which.value)] if which.value is not None else _join(cases)
 
 
-def _product(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    if any(value.is_zero for value in given):
-        return ZERO if _unknown(given).is_finite else INFINITE
+def _product(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+    if any(value.is_zero for value in operands):
+        return ZERO if _unknown(operands).is_finite else INFINITE
     is_each = equation.primitive.name == "mul"
-    return _computed(equation, given) if is_each else _unknown(given)
+    return _computed(equation, operands) if is_each else _unknown(operands)
 
 
-def _logical(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+def _logical(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
     absorbing = float(equation.primitive.name == "or")
-    if dtype_of(equation.invars[0]) == jnp.bool_ and absorbing in {v.value for v in given}:
+    if dtype_of(equation.invars[0]) == jnp.bool_ and absorbing in {v.value for v in operands}:
         return Alike(absorbing)
-    return _computed(equation, given)
+    return _computed(equation, operands)
 
 
-def _quotient(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    above, below = given
+def _quotient(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+    above, below = operands
     if below.is_zero:
-        # Of a total without weights: nobody reads the quotient where nothing weighs anything.
+        # Of a total without weights: the quotient is not used where all weights are zero.
         is_total = above.is_zero and not shape_of(equation.outvars[0])
         return ZERO if is_total else INFINITE
     if above.is_zero:
-        return ZERO if _unknown(given).is_finite else INFINITE
-    return _computed(equation, given)
+        return ZERO if _unknown(operands).is_finite else INFINITE
+    return _computed(equation, operands)
 
 
-def _sum(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    if given[0].value is None:
-        return given[0]
+def _sum(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+    if operands[0].value is None:
+        return operands[0]
     summed = math.prod(shape_of(equation.invars[0]))
     count = summed / max(math.prod(shape_of(equation.outvars[0])), 1)
-    return dataclasses.replace(given[0], value=given[0].value * count)
+    return dataclasses.replace(operands[0], value=operands[0].value * count)
 
 
-def _sum_of_zeros(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    return ZERO if all(value.is_zero for value in given) else _unknown(given)
+def _sum_of_zeros(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+    return ZERO if all(value.is_zero for value in operands) else _unknown(operands)
 
 
 _RULES: dict[str, Callable[[JaxprEqn, Sequence[Alike]], Alike]] = {
-    **dict.fromkeys(_MOVES, lambda _, given: given[0]),
+    **dict.fromkeys(_MOVES, lambda _, operands: operands[0]),
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_SUMS, _sum_of_zeros),
-    "concatenate": lambda _, given: _join(given),
-    **dict.fromkeys(("pad", "dynamic_update_slice"), lambda _, given: _join(given[:2])),
+    "concatenate": lambda _, operands: _join(operands),
+    **dict.fromkeys(("pad", "dynamic_update_slice"), lambda _, operands: _join(operands[:2])),
     **dict.fromkeys(("and", "or"), _logical),
     "mul": _product,
     "div": _quotient,
     "select_n": _select,
     "reduce_sum": _sum,
-    "scatter-add": lambda _, given: given[0] if given[2].is_zero else _unknown(given),
+    "scatter-add": lambda _, operands: operands[0] if operands[2].is_zero else _unknown(operands),
 }
 
 
-def _computed(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+def _computed(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
     """An operation on each element, done once."""
-    if any(value.value is None for value in given):
-        return _unknown(given)
+    if any(value.value is None for value in operands):
+        return _unknown(operands)
     values = [
         np.asarray(value.value).astype(dtype_of(atom))
-        for value, atom in zip(given, equation.invars, strict=True)
+        for value, atom in zip(operands, equation.invars, strict=True)
     ]
     try:
         (result,) = eval_equation(equation, values)
-        found = _of_array(np.asarray(result).astype(np.float64))
+        known = _of_array(np.asarray(result).astype(np.float64))
     except Exception:  # Shapes or dtypes that a single number does not have.
-        return _unknown(given)
-    if found.value is None:
+        return _unknown(operands)
+    if known.value is None:
         return INFINITE  # What is no number is not equal to itself.
-    spoiled = np.isinf(found.value) and not any(np.isinf(value.value or 0) for value in given)
-    return dataclasses.replace(found, is_finite=_unknown(given).is_finite and not spoiled)
+    spoiled = np.isinf(known.value) and not any(np.isinf(value.value or 0) for value in operands)
+    return dataclasses.replace(known, is_finite=_unknown(operands).is_finite and not spoiled)

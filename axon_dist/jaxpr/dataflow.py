@@ -1,6 +1,6 @@
 """Which dims of a traced model are one and the same: how its kernels feed each other.
 
-Every dim of every array of a jaxpr belongs to a *segment*: the dims that must lie alike for a
+Every dim of every array of a jaxpr belongs to a *segment*: the dims that must be split alike for a
 program to need no communication. Elementwise operations join the dims of their operands, products
 join the dims they contract, and so on. A reshape that cuts a dim in factors links its segment to
 those of the factors. What an operation cannot do on a part of a dim spoils the segment, with the
@@ -28,16 +28,16 @@ class Cut:
     """A dim made of parts: `size = parts * inner`, or the factors of a reshape.
 
     Args:
-        whole: node of the dim.
+        dim: node of the dim.
         piece: node of the part or factor.
-        parts: how many equal blocks lie side by side before the piece's own order; 1 for the
+        parts: how many equal blocks are side by side before the piece's own order; 1 for the
             major factor.
-        by_reshape: whether a reshape tells the blocks apart, rather than slices.
+        by_reshape: whether a reshape separates the blocks, rather than slices.
         repeats: whether the dim is its piece with every element repeated, such as key heads that
             several query heads share.
     """
 
-    whole: int
+    dim: int
     piece: int
     parts: int
     by_reshape: bool
@@ -102,8 +102,8 @@ class Flow:
         return node
 
     def join(self, one: int, other: int) -> None:
-        """Two dims are the same; dims of size 1 say nothing."""
-        # A broadcast dim meets every size, and would make one segment of all that it meets.
+        """Two dims are the same; dims of size 1 are ignored."""
+        # A broadcast dim goes with any size, and would join all of those into one segment.
         if self.sizes[one] == self.sizes[other] != 1:
             self._parent[self.find(other)] = self.find(one)
 
@@ -114,10 +114,10 @@ class Flow:
 
     def reasons(self) -> dict[int, str]:
         """Why each spoiled segment is."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for node, why in self.spoiled.items():
-            found.setdefault(self.find(node), why)
-        return found
+            reasons.setdefault(self.find(node), why)
+        return reasons
 
 
 @dataclasses.dataclass
@@ -139,7 +139,7 @@ def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[FlowValue]) -> list[FlowVa
     """Follows a jaxpr equation by equation.
 
     Args:
-        flow: receives what is found.
+        flow: collects the segments.
         jaxpr: an open jaxpr.
         values: what is known about its inputs.
 
@@ -197,9 +197,9 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
         return False
     (shape,) = results
 
-    def repeats(given):
-        return len(given) == len(shape) and all(
-            size in (full, 1) for size, full in zip(given, shape, strict=True)
+    def repeats(sizes):
+        return len(sizes) == len(shape) and all(
+            size in (full, 1) for size, full in zip(sizes, shape, strict=True)
         )
 
     return all(not shape_of(v) or repeats(shape_of(v)) for v in equation.invars)
@@ -217,9 +217,9 @@ def _follow_equation(
             for node in value.dims:
                 flow.spoil(node, f"goes through {name}")
         return results
-    # What is looked up is no batch of what says where.
-    given = operands[:1] if name == "gather" else operands
-    step = _Step(flow, equation, known, list(given), results)
+    # The indices of a gather share no batch dim with its result.
+    sources = operands[:1] if name == "gather" else operands
+    step = _Step(flow, equation, known, list(sources), results)
     step.repeat()
     for factor, role in enumerate(known.roles):
         step.follow_factor(factor, role)
@@ -233,7 +233,7 @@ def _follow_equation(
 
 @dataclasses.dataclass
 class _Step:
-    """One equation that runs no program of its own."""
+    """One equation that runs no inner program."""
 
     flow: Flow
     equation: JaxprEqn
@@ -246,7 +246,7 @@ class _Step:
         return self.equation.primitive.name
 
     def follow_factor(self, factor: int, role: Role) -> None:
-        """Joins what lies alike, notes what is cut, and spoils what cannot be split."""
+        """Joins dims that are split alike, notes cuts, and spoils dims that cannot be split."""
         ins = self._nodes(factor, self.factors.operands, self.operands)
         outs = self._nodes(factor, self.factors.results, self.results)
         if role is Role.PASSES and not self._cut(factor, ins, outs):
@@ -265,13 +265,13 @@ class _Step:
         elif role is Role.PART:
             self._take_part(ins[0], outs)
         elif role is Role.JOINED:
-            self._lie_beside(ins, outs[0])
+            self._align(ins, outs[0])
 
     def repeat(self) -> None:
         """Notes the dims that a broadcast makes."""
-        kept = self.equation.params.get("broadcast_dimensions", ())
+        dims = self.equation.params.get("broadcast_dimensions", ())
         if self.name == "broadcast_in_dim":
-            new = [node for dim, node in enumerate(self.results[0].dims) if dim not in kept]
+            new = [node for dim, node in enumerate(self.results[0].dims) if dim not in dims]
             self.flow.repeated.update(new)
 
     def multiply(self) -> None:
@@ -323,8 +323,8 @@ class _Step:
             self.equation.params["slice_sizes"],
         )
         rows, table = numbers.collapsed_slice_dims, self.operands[0].dims
-        taken = [sizes[d] == self.flow.sizes[node] for d, node in enumerate(table) if d not in rows]
-        return all(taken) and rows == numbers.start_index_map
+        fits = [sizes[d] == self.flow.sizes[node] for d, node in enumerate(table) if d not in rows]
+        return all(fits) and rows == numbers.start_index_map
 
     def _nodes(
         self, factor: int, side: Sequence[Sequence[tuple[int, ...]]], values: Sequence[FlowValue]
@@ -350,7 +350,7 @@ class _Step:
             if not numbers:
                 continue
             at = numbers.index(factor)
-            # Of three and more factors the last ones cannot be split, and need no cut of their own.
+            # Of three and more factors the last ones cannot be split, and need no `Cut`.
             if at < _CUT:
                 parts = 1 if at == 0 else self.flow.sizes[self._piece(numbers[0])]
                 repeats = at == 0 and self._piece(numbers[1]) in self.flow.repeated
@@ -382,7 +382,7 @@ class _Step:
         if not outs:
             self.flow.spoil(source, f"is indexed by {self.name}")
 
-    def _lie_beside(self, ins: Dims, out: int) -> None:
+    def _align(self, ins: Dims, out: int) -> None:
         for node in ins:
             if self.flow.sizes[node] == self.flow.sizes[out]:
                 self.flow.join(out, node)

@@ -1,9 +1,9 @@
-"""What one device does in a traced program: a tape of operations, their bytes, products and sends.
+"""The liveness program of one device, read from a traced program: operations, bytes, collectives.
 
-A traced step is a program over global arrays. Where its inputs lie says where everything else lies
-(`placement`), and so how many bytes of each value a device has, how many products it multiplies and
-what it sends. Calls are written out, branches for other platforms left away, and so is what nothing
-reads; loops keep their body as a tape of its own.
+A traced step is a program over global arrays. The layouts of its inputs determine those of all
+other values (`placement`), and so how many bytes of each a device has, how many FLOPs it computes
+and what it sends. Calls are inlined; branches for other platforms are left out, and so is what
+nothing reads; the body of a loop is a program within.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .placement import (
     SUMS,
     VIEWS,
     Axes,
+    LivenessProgram,
     Node,
     Sent,
     Sharded,
     Splits,
     Sum,
-    Tape,
     either,
     flops_of,
     handed,
@@ -45,54 +45,55 @@ from .placement import (
     once,
     placed,
     union,
-    whole,
+    unsplit,
 )
 from .rewrite import for_platform
 from .walk import Atom, called, dtype_of, inners, interpret, needed_for, shape_of
 
 
-def tape_of(
+def liveness_program(
     closed: ClosedJaxpr,
     splits: Sequence[Splits],
     sizes: Mapping[str, int],
     platform: str,
-    num_kept: int = 0,
-) -> Tape:
-    """Reads what one device does.
+    num_state: int = 0,
+) -> LivenessProgram:
+    """Reads the operations of one device from a traced program.
 
     Args:
         closed: a closed jaxpr over global arrays.
-        splits: where each input lies.
+        splits: the layout of each input.
         sizes: the sizes of the mesh axes.
-        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, which branches are taken for.
-        num_kept: how many of the first results lie where the inputs before them did, whatever the
-            program says, as a state does.
+        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, whose branches are read.
+        num_state: how many of the first results are a state, with the layouts of the first inputs,
+            whatever the program says.
 
     Returns:
-        The tape, without what nothing reads.
+        The program, without what nothing reads.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 2))
         >>> program = jax.make_jaxpr(lambda x, w: jnp.sum(x @ w))(x, w)
-        >>> tape = tape_of(program, [(frozenset({"dp"}), NONE), whole(2)], {"dp": 2}, "cpu")
-        >>> tape.flops, [sent.kind for sent, _ in tape.sends()]
+        >>> splits = [(frozenset({"dp"}), NONE), unsplit(2)]
+        >>> liveness = liveness_program(program, splits, {"dp": 2}, "cpu")
+        >>> liveness.flops, [sent.kind for sent, _ in liveness.sends()]
         (64.0, ['all-reduce'])
     """
     reader, jaxpr = _Reader(sizes, {"gpu": "cuda"}.get(platform, platform)), closed.jaxpr
     inputs = [reader.input(v, s) for v, s in zip(jaxpr.invars, splits, strict=True)]
-    own = for_platform(jaxpr, reader.branch_of)
-    needed, read = needed_for(own, range(len(jaxpr.outvars)))
+    specialized = for_platform(jaxpr, reader.branch_of)
+    needed, read = needed_for(specialized, range(len(jaxpr.outvars)))
     outputs = reader.run(needed, closed.consts, [inputs[place] for place in read])
     outputs = [reader.resolved(value) for value in outputs]
-    for place, variable in enumerate(jaxpr.outvars[:num_kept]):
+    for place, variable in enumerate(jaxpr.outvars[:num_state]):
         outputs[place] = reader.placed(outputs[place], splits[place], variable)
-    tape = reader.tape(inputs, outputs)
-    return postponed(tape) if reader.platform == "cuda" else tape
+    program = reader.program(inputs, outputs)
+    return postponed(program) if reader.platform == "cuda" else program
 
 
 class _Reader:
-    """Goes through a program and writes its tape."""
+    """Goes through a traced program and writes its liveness program."""
 
     def __init__(self, axes: Mapping[str, int], platform: str):
         self.axes, self.platform = axes, platform
@@ -120,9 +121,9 @@ class _Reader:
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Sharded]
     ) -> list[Sharded]:
-        given = [self.input(v, whole(len(shape_of(v)))) for v in jaxpr.constvars]
+        stored = [self.input(v, unsplit(len(shape_of(v)))) for v in jaxpr.constvars]
         return interpret(
-            jaxpr, given, values, self.equation, lambda a: Sharded(-1, whole(len(shape_of(a))))
+            jaxpr, stored, values, self.equation, lambda a: Sharded(-1, unsplit(len(shape_of(a))))
         )
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
@@ -138,12 +139,12 @@ class _Reader:
 
     def behind_barrier(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
         """The same values, which are in memory before and cannot be computed again behind."""
-        found = [self.resolved(one) for one in operands]
-        for number, one in enumerate(found):
+        values = [self.resolved(one) for one in operands]
+        for number, one in enumerate(values):
             if one.buffer >= 0:
                 behind = self.buffer(0, one.splits)
-                found[number] = self._after(one, behind, "barrier", "barrier")
-        return found
+                values[number] = self._after(one, behind, "barrier", "barrier")
+        return values
 
     def _after(
         self, value: Sharded, made: Sharded, name: str, kind: str, sent: tuple[Sent, ...] = ()
@@ -155,7 +156,7 @@ class _Reader:
     def _sent_to(
         self, value: Sharded, splits: Splits, atom: Atom, axes: Axes, kind: str = "all-gather"
     ) -> Sharded:
-        """The value as it lies once a collective over axes has moved it."""
+        """The value in another layout, after a collective over axes."""
         made = self.input(atom, splits)
         sent = Sent(kind, tuple(sorted(axes)), self.sizes[made.buffer])
         return self._after(value, made, "sharding_constraint", "other", (sent,))
@@ -177,7 +178,7 @@ class _Reader:
         return value
 
     def placed(self, value: Sharded, splits: Splits, atom: Atom) -> Sharded:
-        """The value where it has to lie in the end; what is split and shall not be is gathered."""
+        """The value in its final layout; axes that split it no longer are gathered."""
         lost = union(value.splits) - union(splits)
         if not lost or value.buffer < 0:
             return value
@@ -188,9 +189,9 @@ class _Reader:
         if shard and self._sends_rows(one, shard):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
-        # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
-        # And of a sum that has to be whole none makes a scatter over some of its axes.
-        if shard and (self.platform == "cpu" or (rest and one.is_whole)):
+        # XLA:CPU has no reduce-scatter, and slices the all-reduced sum. And no platform scatters
+        # a sum over some of its axes that has to be replicated.
+        if shard and (self.platform == "cpu" or (rest and one.is_replicated)):
             shard, rest = NONE, one.axes
         if shard and rest and one.node.kind != "product":
             self.joint.append((one, shard, rest))
@@ -198,7 +199,7 @@ class _Reader:
         self._send_sum(one, shard, rest, one.num_bytes)
 
     def _sends_rows(self, one: Sum, over: Axes) -> bool:
-        """Lets a rank gather what all scatter, and add what belongs to its own part of the table.
+        """Gathers the updates of all ranks, of which each adds those of its shard of the table.
 
         XLA's partitioner does so where the rows of all ranks, as of a step's tokens, are fewer
         bytes than the table; nothing is left to be added up over these axes then.
@@ -214,11 +215,11 @@ class _Reader:
         return True
 
     def finish(self) -> None:
-        """Adds up what is summed over all axes at once, if the compiler does not take them apart.
+        """Adds sums over several axes up in one all-reduce, where the compiler does not split it.
 
-        XLA takes an all-reduce of which a rank keeps a shard apart into a scatter and an all-reduce
-        of the shards only where the program has all-reduces over the same ranks as the latter
-        already (AllReduceSplitter); a product has them, for its sums are one axis after another.
+        XLA splits an all-reduce of which a rank keeps a shard into a scatter and an all-reduce of
+        the shards only where the program has all-reduces over the same ranks as the latter already
+        (AllReduceSplitter); a product has them, for it is summed over one axis after another.
         """
         sent = [one for node in self.nodes for one in node.sent if one.kind == "all-reduce"]
         summed = {NONE, *(frozenset(one.axes) for one in sent)}
@@ -232,13 +233,13 @@ class _Reader:
     def _scatter_what_is_sliced(self, summed: set[Axes]) -> None:
         """Makes a scatter of an all-reduce of which ranks read slices, as ReduceScatterCreator."""
         for node in self.nodes:
-            whole = [one for one in node.sent if one.kind == "all-reduce"]
-            if node.name not in SUMS or (len(whole), len(node.writes)) != (1, 1):
+            all_reduces = [one for one in node.sent if one.kind == "all-reduce"]
+            if node.name not in SUMS or (len(all_reduces), len(node.writes)) != (1, 1):
                 continue
             readers = [other for other in self.nodes if node.writes[0] in other.reads]
             places = [other for other in readers if other.name == "sharding_constraint"]
             shares = {self.sizes[other.writes[0]] for other in places if places == readers}
-            axes, size = frozenset(whole[0].axes), whole[0].num_bytes
+            axes, size = frozenset(all_reduces[0].axes), all_reduces[0].num_bytes
             for shard in (axes, *(axes - {axis} for axis in sorted(axes))):
                 rest = axes - shard
                 if shares == {size // self.ways(shard)} and rest in summed:
@@ -256,10 +257,10 @@ class _Reader:
             size *= one.trips if self.platform == "cpu" else 1
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
 
-    def _operation(self, equation: JaxprEqn, given: Sequence[Sharded]) -> list[Sharded]:
-        name, operands = equation.primitive.name, list(given)
+    def _operation(self, equation: JaxprEqn, inputs: Sequence[Sharded]) -> list[Sharded]:
+        name, operands = equation.primitive.name, list(inputs)
         if name in ADDS:
-            # Where the other summand lies split over the ranks, each needs its share of the sum.
+            # Where the other summand is split over the ranks, each needs its shard of the sum.
             split = union(axes for one in operands if not one.partial for axes in one.splits)
             for one in operands:
                 if any(part.axes & split for part in one.partial):
@@ -269,13 +270,13 @@ class _Reader:
             operands = [self.resolved(one) for one in operands]
         if name == "dot_general":
             operands = self._met(equation, operands)
-        found = placed(equation, [one.splits for one in operands])
-        is_view = name in VIEWS or (name == "transpose" and len(found[0][0]) <= 2)
+        layouts = placed(equation, [one.splits for one in operands])
+        is_view = name in VIEWS or (name == "transpose" and len(layouts[0][0]) <= 2)
         if is_view and operands[0].buffer >= 0:
-            return [Sharded(operands[0].buffer, found[0][0], parts)]
+            return [Sharded(operands[0].buffer, layouts[0][0], parts)]
         node = Node(name, kind_of(name), tuple(one.buffer for one in operands), ())
         results = []
-        for variable, (splits, summed) in zip(equation.outvars, found, strict=True):
+        for variable, (splits, summed) in zip(equation.outvars, layouts, strict=True):
             value = self.input(variable, splits)
             value.partial = parts
             if summed and not parts:
@@ -329,15 +330,15 @@ class _Reader:
         return [Sent(kind, axes, sum(sizes))] if axes and self.ways(frozenset(axes)) > 1 else []
 
     def constrained(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """The value as a constraint has it lie."""
+        """The value in the layout of a sharding constraint."""
         (operand,), atom = operands, equation.outvars[0]
         ((splits, _),) = placed(equation, [operand.splits])
         axes, summed = union(splits), union(one.axes for one in operand.partial)
         if not summed & axes:
-            # What has to be whole behind a loop is added up there, and scattered once.
+            # What has to be replicated behind a loop is added up there, and scattered once.
             for one in operand.partial:
-                one.is_whole = True
-                # XLA:CPU adds up in every turn what a loop adds to; the others behind the loop
+                one.is_replicated = True
+                # XLA:CPU adds up in every iteration what a loop adds to; others behind the loop
                 # (WhileLoopAllReduceCodeMotion).
                 one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
@@ -358,10 +359,10 @@ class _Reader:
         return [self.wholes[key]]
 
     def mapped(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """A program of ranks, in `shard_map`."""
+        """The program within a `shard_map`."""
         params = equation.params
         manual: Axes = params.get("newly_manual_axes", params.get("manual_axes", NONE))
-        given = []
+        inputs = []
         for atom, value, spec in zip(equation.invars, operands, params["in_specs"], strict=True):
             said = of_spec(spec, len(value.splits))
             self.resolved(value, scatter=union(said))
@@ -369,20 +370,20 @@ class _Reader:
             if keep != value.splits and value.buffer >= 0:
                 lost = union(value.splits) & manual - union(said)
                 value = self._resplit(value, keep, lost, atom)
-            given.append(Sharded(value.buffer, tuple(axes - manual for axes in keep)))
+            inputs.append(Sharded(value.buffer, tuple(axes - manual for axes in keep)))
         program = params["jaxpr"]
-        results = self.run(getattr(program, "jaxpr", program), (), given)
-        found = []
+        results = self.run(getattr(program, "jaxpr", program), (), inputs)
+        outputs = []
         for value, spec in zip(results, params["out_specs"], strict=True):
             pairs = zip(value.splits, of_spec(spec, len(value.splits)), strict=True)
-            found.append(Sharded(self.resolved(value).buffer, once([a | s for a, s in pairs])))
-        return found
+            outputs.append(Sharded(self.resolved(value).buffer, once([a | s for a, s in pairs])))
+        return outputs
 
     def _resplit(self, value: Sharded, splits: Splits, lost: Axes, atom: Atom) -> Sharded:
-        """Gathers a value before a program of ranks that is given it less split, or cuts it.
+        """Gathers or cuts a value as the `in_specs` of a `shard_map` say.
 
-        XLA gathers dim by dim, the last one first; and a cast to fewer bytes it does before the
-        last gather alone, so the others send what is cast.
+        XLA gathers dim by dim, the last one first; a cast to fewer bytes it does before the last
+        gather alone, so the others send the values before the cast.
         """
         dims = [dim for dim in reversed(range(len(splits))) if value.splits[dim] & lost]
         if not dims:
@@ -411,35 +412,37 @@ class _Reader:
         if which is None and platforms is not None:
             which = self.branch_of(platforms)
         if which is not None:
-            chosen = equation.params["branches"][which]
-            return self.run(chosen.jaxpr, chosen.consts, operands[1:])
+            selected = equation.params["branches"][which]
+            return self.run(selected.jaxpr, selected.consts, operands[1:])
         operands = [self.resolved(one) for one in operands][1:]
         each = [
             self._body(branch, [one.splits for one in operands])
             for branch in equation.params["branches"]
         ]
         places = [[one.splits for one in results] for _, results in each]
-        splits = [functools.reduce(either, found) for found in zip(*places, strict=True)]
+        splits = [functools.reduce(either, layouts) for layouts in zip(*places, strict=True)]
         return self._run_bodies(equation, operands, [body for body, _ in each], splits)
 
     def _body(
         self, closed: ClosedJaxpr, splits: Sequence[Splits], carry: range = range(0)
-    ) -> tuple[Tape, list[Sharded]]:
+    ) -> tuple[LivenessProgram, list[Sharded]]:
         reader = _Reader(self.axes, self.platform)
         inputs = [reader.input(v, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
         results = reader.run(closed.jaxpr, closed.consts, inputs)
         for place, value in enumerate(results):
-            own = inputs[carry[place]].buffer if place < len(carry) else -1
-            if not is_added_to(own, value.buffer, reader.nodes):
+            before = inputs[carry[place]].buffer if place < len(carry) else -1
+            if not is_added_to(before, value.buffer, reader.nodes):
                 reader.resolved(value)
-        return dataclasses.replace(reader.tape(inputs, results), is_rare=is_rare(closed)), results
+        program = reader.program(inputs, results)
+        return dataclasses.replace(program, is_rare=is_rare(closed)), results
 
-    def tape(self, inputs: Sequence[Sharded], outputs: Sequence[Sharded]) -> Tape:
+    def program(self, inputs: Sequence[Sharded], outputs: Sequence[Sharded]) -> LivenessProgram:
         self.finish()
-        return Tape(self.nodes, self.sizes, [x.buffer for x in inputs], [x.buffer for x in outputs])
+        reads, writes = ([x.buffer for x in side] for side in (inputs, outputs))
+        return LivenessProgram(self.nodes, self.sizes, reads, writes)
 
     def loop(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """A loop: what it carries lies as it does when another turn changes nothing."""
+        """A loop: the layout of its carry is the one that another iteration does not change."""
         loop = inners(equation)[-1]
         operands = [self.resolved(one) for one in operands]
         shared, carried, rows = ([x.splits for x in part] for part in loop.parts(operands))
@@ -447,19 +450,19 @@ class _Reader:
         while True:
             inside = [*shared, *carried, *(splits[1:] for splits in rows)]
             body, results = self._body(loop.program, inside, range(counts[0], sum(counts)))
-            found = [one.splits for one in results]
-            settled = list(map(either, carried, found))
+            layouts = [one.splits for one in results]
+            settled = list(map(either, carried, layouts))
             if settled == carried:
                 break
             carried = settled
-        # What a loop begins with lies as what it hands on, where it is one number repeated.
+        # The first carry has the layout of the others, where it is one number repeated.
         repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
         begins = loop.parts(equation.invars)[1], loop.parts(operands)[1], carried
         for atom, value, splits in zip(*begins, strict=True):
             if value.buffer in repeated:
                 self.sizes[value.buffer] = self.local_bytes(atom, splits)
                 value.splits = splits
-        places = [*carried, *((NONE, *splits) for splits in found[counts[1] :])]
+        places = [*carried, *((NONE, *splits) for splits in layouts[counts[1] :])]
         trips, operands = loop.times or 1, loop.inputs(operands)
         values = self._run_bodies(equation, operands, [body], places, trips, counts)
         for value, result in zip(values, results, strict=True):
@@ -471,7 +474,7 @@ class _Reader:
         self,
         equation: JaxprEqn,
         operands: Sequence[Sharded],
-        bodies: Sequence[Tape],
+        bodies: Sequence[LivenessProgram],
         splits: Sequence[Splits],
         trips: int = 1,
         counts: tuple[int, int] = (0, 0),
@@ -497,4 +500,4 @@ _SPECIAL: MappingProxyType[str, Callable[[_Reader, JaxprEqn, Sequence[Sharded]],
         }
     )
 )
-"""What is no operation on arrays that lie somewhere, by the name of the primitive."""
+"""Primitives that are no operations on arrays with a layout, by name."""

@@ -2,9 +2,9 @@
 
 An equation has *factors*, as in the op-sharding rules of Shardy: `dot_general` of `[i, k]` and
 `[k, j]` has three. Each dim of an operand or a result is made of factors, the major one first; a
-dim that a reshape cuts in two has two. What a factor does, its `Role`, is said once per equation:
+dim that a reshape cuts in two has two. Each equation has a `Role` for each of its factors:
 whether elements stay at their place along it, are summed over, are needed all together, and so on.
-Who follows dims, to place arrays, to join them or to find what counts samples, reads it from here.
+All analyses of dims use it: of layouts, of dims that are split alike, and of what counts samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EACH = frozenset((
 ))  # fmt: skip
 """Operations whose every element depends on the elements at the same place, and parameters alone.
 
-These are cheap: the backward pass may compute them again. Others stand in `ELEMENTWISE`."""
+These are cheap: the backward pass may compute them again. Others are in `ELEMENTWISE`."""
 
 ELEMENTWISE = EACH | frozenset((
     "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",
@@ -55,7 +55,7 @@ MOVES = frozenset((
     "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice",
     "split", "squeeze", "transpose",
 ))  # fmt: skip
-"""Operations that put numbers elsewhere, and compute nothing."""
+"""Operations that move numbers, and compute nothing."""
 
 RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "reshape", "squeeze"))
 """Those of `MOVES` that may keep the entries of an array in their order."""
@@ -70,14 +70,14 @@ KEEPS = frozenset((
 class Role(enum.Enum):
     """What an equation does along a factor.
 
-    PASSES: what stands at one place of results depends on that place of operands alone.
+    PASSES: an element of results depends on the elements of operands at its place alone.
     SUMMED: results are sums over it.
     REDUCED: results are made of all of it in another way, such as the largest.
     ALONG: results have it, and each place may depend on all of it, as in a sort.
     WINDOW: results have it in another size, and each place depends on places around it.
     PART: results have a part of it, or it is a part of theirs.
-    JOINED: operands lie in it one behind another, or one is written into a part of another.
-    INDEXED: a computed index says which places of it are read or written.
+    JOINED: operands are concatenated along it, or one is written into a part of another.
+    INDEXED: a computed index selects the places of it that are read or written.
     NEW: results alone have it.
     """
 
@@ -137,12 +137,12 @@ class Factors:
     def result_dim(self, operand: int, dim: int) -> int | None:
         """The dim of the first result that has the major factor of a dim of an operand."""
         numbers = self.operands[operand][dim]
-        found = self.dims(numbers[0], self.results) if numbers else []
-        return next((at for number, at in found if number == 0), None)
+        places = self.dims(numbers[0], self.results) if numbers else []
+        return next((at for number, at in places if number == 0), None)
 
 
 class _Draft:
-    """The factors of an equation, while its rule says them one by one."""
+    """The factors of an equation, while its rule adds them one by one."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class _Draft:
 
 
 def factors(equation: JaxprEqn) -> Factors | None:
-    """The factors of an equation that runs no program of its own; None where it is not known."""
+    """The factors of an equation that runs no inner program; None where they are unknown."""
     inputs, outputs = map(shape_of, equation.invars), map(shape_of, equation.outvars)
     return factors_of(equation.primitive.name, equation.params, [*inputs], [*outputs])
 
@@ -295,8 +295,8 @@ def _stack(draft: _Draft) -> None:
         draft.add(Role.PASSES, ins, [(0, dim + (dim >= axis))])
 
 
-def _whole(draft: _Draft, dims: Iterable[int]) -> None:
-    """Some dims, counted from the front, are needed whole; the others pass, in all arrays."""
+def _need_all(draft: _Draft, dims: Iterable[int]) -> None:
+    """Some dims, counted from the front, are needed in full; the others pass, in all arrays."""
     spanned = {*dims}
     rank = max(map(len, (*draft.inputs, *draft.outputs)))
     for dim in range(rank):
@@ -319,13 +319,13 @@ _DIM = frozenset({"axis", "dimension", "operand_axis", "reduction_dimension"})
 
 def _along(draft: _Draft) -> None:
     (name,) = _DIM & draft.params.keys()
-    _whole(draft, [draft.params[name] % len(draft.inputs[0])])
+    _need_all(draft, [draft.params[name] % len(draft.inputs[0])])
 
 
 def _trailing(draft: _Draft) -> None:
     rank = len(draft.inputs[0])
     count = len(draft.params["fft_lengths"]) if draft.name == "fft" else TRAILING[draft.name]
-    _whole(draft, range(rank - count, max(map(len, (*draft.inputs, *draft.outputs)))))
+    _need_all(draft, range(rank - count, max(map(len, (*draft.inputs, *draft.outputs)))))
 
 
 def _stay(draft: _Draft, role: Role, has_role: Sequence[bool], count: int = 1) -> None:
@@ -399,8 +399,8 @@ def _take(draft: _Draft) -> None:
         draft.add(Role.REDUCED, [(1, len(rows))])
     for dim in numbers.collapsed_slice_dims:
         draft.add(Role.INDEXED, [(0, dim)])
-    kept = _windows_of(len(table), numbers.collapsed_slice_dims, numbers.operand_batching_dims)
-    for dim, out in zip(kept, numbers.offset_dims, strict=True):
+    dims = _windows_of(len(table), numbers.collapsed_slice_dims, numbers.operand_batching_dims)
+    for dim, out in zip(dims, numbers.offset_dims, strict=True):
         if sizes[dim] == table[dim]:
             draft.add(Role.PASSES, [(0, dim)], [(0, out)])
         else:
@@ -423,8 +423,8 @@ def _scatter(draft: _Draft) -> None:
             draft.add(Role.SUMMED if is_sum else Role.REDUCED, [(1, dim), (2, row)])
     if len(rows) < len(indices):
         draft.add(Role.REDUCED, [(1, len(rows))])
-    kept = _windows_of(len(table), numbers.inserted_window_dims, numbers.operand_batching_dims)
-    windows = dict(zip(kept, numbers.update_window_dims, strict=True))
+    dims = _windows_of(len(table), numbers.inserted_window_dims, numbers.operand_batching_dims)
+    windows = dict(zip(dims, numbers.update_window_dims, strict=True))
     for dim, size in enumerate(table):
         if dim in numbers.operand_batching_dims:
             continue
@@ -438,14 +438,14 @@ def _scatter(draft: _Draft) -> None:
 
 REDUCTIONS = frozenset({f"reduce_{kind}" for kind in ("max", "min", "prod", "and", "or", "xor")})
 REDUCTIONS |= {"argmax", "argmin", "reduce"}
-"""What makes one of many in another way than by adding them."""
+"""Reductions other than sums."""
 
 ALONG_ONE = frozenset({f"cum{kind}" for kind in ("sum", "prod", "max", "min", "logsumexp")})
 ALONG_ONE |= {"sort", "top_k", "approx_top_k"}
-"""What goes along one dim, which a parameter of `_DIM` says, and keeps the others; else unknown."""
+"""Operations along one dim, which a parameter of `_DIM` names; the other dims pass."""
 
 WINDOWS = frozenset({f"reduce_window{kind}" for kind in ("", "_sum", "_max", "_min")})
-"""What looks at the places around each."""
+"""Operations on the neighbourhood of each element."""
 
 TRAILING: MappingProxyType[str, int] = MappingProxyType(
     {
@@ -478,7 +478,7 @@ FACTORS: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
         "transpose": lambda d: d.move(
             (old, new) for new, old in enumerate(d.params["permutation"])
         ),
-        "rev": lambda d: _whole(d, d.params["dimensions"]),
+        "rev": lambda d: _need_all(d, d.params["dimensions"]),
         **dict.fromkeys(("slice", "split", "dynamic_slice"), _Draft.keep),
         "pad": _pad,
         "dynamic_update_slice": _update,

@@ -1,19 +1,19 @@
-"""How many bytes of a tape are alive at once: what a compiler that fuses well would allocate.
+"""How many bytes of a program are alive at once: what a compiler that fuses well would allocate.
 
 An elementwise operation costs nothing where it can run inside those that read it. Written out are
 the results of products, reductions, gathers and loops; what a product or a loop reads; and a value
-that several read and that is made of more bytes than its own. Everything else is computed again
-from what is written out, wherever it is read, and so keeps that alive. These are the habits of
-XLA:GPU; the other compilers are near enough for a ranking, and compiling says the rest.
+that several read and that is computed from more bytes than it has. Everything else is computed
+again from what is written out, wherever it is read, and so keeps that alive. So does XLA:GPU; the
+other compilers are close enough for a ranking, and a compiled step has the exact figure.
 
 What is written out is alive from the node that makes it to the last that reads it, or reads what is
 computed from it; updates are made in place, in loops and branches too.
 
 XLA's scheduler for GPUs hides latency: it runs the chain of products that the next product needs,
-and behind it those whose results go nowhere but into sums, transfers and updates. Those are the
-gradients of weights, and so the activations and cotangents that they are made of are there
-together when the chain ends: in a turn of a loop over layers those of a layer, and of a model that
-is no loop those of all layers.
+and behind it those whose results only enter sums, transfers and updates. Those are the
+gradients of weights, and so the activations and cotangents that they are computed from are alive
+together when the chain ends: in an iteration of a loop over layers those of a layer, and in a model
+without such a loop those of all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from .placement import ADDS, IN_PLACE, Node, Tape, is_added_to
+from .placement import ADDS, IN_PLACE, LivenessProgram, Node, is_added_to
 
 DEAR = frozenset({"tanh", "erf", "erfc", "erf_inv", "atan2", "lgamma", "digamma"})
 """Elementwise operations that are not done twice."""
@@ -36,31 +36,31 @@ INSIDE = frozenset(
 
 
 class Written:
-    """What of a tape is in memory.
+    """Which values of a program are in memory.
 
     Args:
-        tape: of one device.
+        program: of one device.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from axon_dist.jaxpr.device import tape_of
-        >>> from axon_dist.jaxpr.placement import whole
+        >>> from axon_dist.jaxpr.device import liveness_program
+        >>> from axon_dist.jaxpr.placement import unsplit
         >>> program = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(jnp.ones((4, 4)))
-        >>> tape = tape_of(program, [whole(2)], {}, "cuda")
-        >>> [(node.name, Written(tape).runs(node)) for node in tape.nodes]
+        >>> liveness = liveness_program(program, [unsplit(2)], {}, "cuda")
+        >>> [(node.name, Written(liveness).runs(node)) for node in liveness.nodes]
         [('sin', False), ('mul', True)]
     """
 
-    def __init__(self, tape: Tape):
-        self.tape = tape
+    def __init__(self, program: LivenessProgram):
+        self.program = program
         self.readers: dict[int, list[Node]] = defaultdict(list)
-        for node in tape.nodes:
+        for node in program.nodes:
             for buffer in set(node.reads):
                 self.readers[buffer].append(node)
-        self.outputs = {buffer for buffer in tape.outputs if buffer >= 0}
+        self.outputs = {buffer for buffer in program.outputs if buffer >= 0}
         self.buffers: set[int] = set()
-        self._made_of = {buffer: frozenset([buffer]) for buffer in tape.inputs}
-        for node in tape.nodes:
+        self._made_of = {buffer: frozenset([buffer]) for buffer in program.inputs}
+        for node in program.nodes:
             self._place(node)
 
     def sources(self, buffer: int) -> frozenset[int]:
@@ -94,51 +94,52 @@ class Written:
         )
         if outside or (node.name in DEAR and len(readers) > 1):
             return True
-        made_of = sum(self.tape.sizes[source] for source in sources)
-        is_less = made_of > 1.5 * self.tape.sizes[buffer] and len(sources) > 1
+        made_of = sum(self.program.sizes[source] for source in sources)
+        is_less = made_of > 1.5 * self.program.sizes[buffer] and len(sources) > 1
         return len(readers) > 1 and is_less
 
 
 def overwritten(node: Node) -> tuple[int, ...]:
-    """What a node writes over: what an update is made in, and what a loop hands on."""
+    """The buffers that a node overwrites: the operand of an update, the carry of a loop."""
     return node.reads[:1] if node.name in IN_PLACE else carried(node)
 
 
 def carried(node: Node) -> tuple[int, ...]:
-    """What a loop is given to hand on from turn to turn."""
+    """The buffers that a loop carries, as its first iteration reads them."""
     return node.reads[node.num_consts : node.num_consts + node.num_carry]
 
 
 Chain: TypeAlias = frozenset[int]
-"""Buffers that follow each other in the same place."""
+"""Buffers that use the same memory one after the other."""
 
 Shared: TypeAlias = Mapping[int, tuple[int, tuple[Chain, ...]]]
-"""The place of a result -> that of what is given, and in each body the buffers between."""
+"""The number of a result -> that of an operand, and in each body the buffers between."""
 
 
-def overwrites(tape: Tape) -> list[Mapping[int, Chain]]:
-    """Which inputs each output of a tape may be written over.
+def overwrites(program: LivenessProgram) -> list[Mapping[int, Chain]]:
+    """Which inputs each output of a program may be written over.
 
     XLA gives an update the memory of what it updates where nothing else reads that, and what
     enters a loop or the branches of a conditional the memory of what comes out of it in its place.
 
     Args:
-        tape: of a turn of a loop, or of a branch.
+        program: of an iteration of a loop, or of a branch.
 
     Returns:
-        For each output the places of such inputs, and the buffers on the way from there.
+        For each output the numbers of such inputs, and the buffers between.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from axon_dist.jaxpr.device import tape_of
-        >>> from axon_dist.jaxpr.placement import whole
+        >>> from axon_dist.jaxpr.device import liveness_program
+        >>> from axon_dist.jaxpr.placement import unsplit
         >>> x = jnp.ones((4, 4))
         >>> program = jax.make_jaxpr(lambda x, y: (x + y @ y, x @ y))(x, x)
-        >>> [list(one) for one in overwrites(tape_of(program, [whole(2)] * 2, {}, "cuda"))]
+        >>> liveness = liveness_program(program, [unsplit(2)] * 2, {}, "cuda")
+        >>> [list(one) for one in overwrites(liveness)]
         [[0], []]
     """
-    made = {b: node for node in tape.nodes for b in node.writes}
-    places = {buffer: place for place, buffer in enumerate(tape.inputs)}
+    made = {b: node for node in program.nodes for b in node.writes}
+    places = {buffer: place for place, buffer in enumerate(program.inputs)}
     known: dict[int, dict[int, Chain]] = {}
 
     def back(buffer: int) -> dict[int, Chain]:
@@ -149,40 +150,41 @@ def overwrites(tape: Tape) -> list[Mapping[int, Chain]]:
             else:
                 known[buffer] = {
                     place: chain | {buffer}
-                    for one in _under(node, buffer, tape.sizes)
+                    for one in _under(node, buffer, program.sizes)
                     for place, chain in back(one).items()
                 }
         return known[buffer]
 
-    return [back(buffer) if buffer >= 0 else {} for buffer in tape.outputs]
+    return [back(buffer) if buffer >= 0 else {} for buffer in program.outputs]
 
 
 def shared(node: Node) -> Shared:
-    """Which results of a loop or a conditional lie where what it is given lay.
+    """Which results of a loop or a conditional reuse the memory of an operand.
 
     Args:
         node: with bodies.
 
     Returns:
-        For each place of a result that of what it is given, and in each body the buffers between.
+        For the number of each such result that of its operand, and in each body the buffers
+        between.
     """
-    found: dict[int, tuple[int, tuple[Chain, ...]]] = {}
+    reused: dict[int, tuple[int, tuple[Chain, ...]]] = {}
     if not node.bodies:
-        return found
+        return reused
     each = [overwrites(body) for body in node.bodies]
-    taken: set[int] = set()
+    used: set[int] = set()
     for place in range(len(node.writes)):
         ways = [one[place] for one in each]
         if node.num_carry:
             wanted = [node.num_consts + place] if place < node.num_carry else []
         else:
-            wanted = sorted(set(ways[0]) - taken)
-        for given in wanted:
-            if all(given in way for way in ways):
-                taken.add(given)
-                found[place] = given, tuple(way[given] for way in ways)
+            wanted = sorted(set(ways[0]) - used)
+        for operand in wanted:
+            if all(operand in way for way in ways):
+                used.add(operand)
+                reused[place] = operand, tuple(way[operand] for way in ways)
                 break
-    return found
+    return reused
 
 
 def _under(node: Node, buffer: int, sizes: Sequence[int]) -> list[int]:
@@ -192,49 +194,49 @@ def _under(node: Node, buffer: int, sizes: Sequence[int]) -> list[int]:
     if node.name in ADDS:
         return [one for one in node.reads if one >= 0 and sizes[one] == sizes[buffer]]
     place = node.writes.index(buffer)
-    return [node.reads[given] for at, (given, _) in shared(node).items() if at == place]
+    return [node.reads[operand] for at, (operand, _) in shared(node).items() if at == place]
 
 
 MOVES = frozenset({"transpose", "rev", "concatenate", "pad"})
-"""Elementwise operations whose elements lie elsewhere than those that they are made of."""
+"""Elementwise operations whose elements move to other places."""
 
 
-def peak_of(tape: Tape, in_place: Collection[int] = ()) -> int:
-    """The most bytes that are alive at once while a tape runs.
+def peak_of(program: LivenessProgram, in_place: Collection[int] = ()) -> int:
+    """The most bytes that are alive at once while a program runs.
 
     Args:
-        tape: of one device.
+        program: of one device.
         in_place: positions of outputs that overwrite inputs.
 
     Returns:
-        Without what the tape is given, and what is written over it.
+        Without the inputs, and the outputs that overwrite them.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from axon_dist.jaxpr.placement import whole
-        >>> from axon_dist.jaxpr.device import tape_of
+        >>> from axon_dist.jaxpr.placement import unsplit
+        >>> from axon_dist.jaxpr.device import liveness_program
         >>> x = jnp.ones((8, 8))
         >>> program = jax.make_jaxpr(lambda x: jnp.sum(jnp.tanh(x @ x) @ x))(x)
-        >>> peak_of(tape_of(program, [whole(2)], {}, "cpu"))  # two of 8 x 8
+        >>> peak_of(liveness_program(program, [unsplit(2)], {}, "cpu"))  # two of 8 x 8
         512
     """
-    return _Allocation(tape, (tape.outputs[place] for place in in_place)).peak()
+    return _Allocation(program, (program.outputs[place] for place in in_place)).peak()
 
 
 class _Allocation:
-    def __init__(self, tape: Tape, free: Iterable[int] = ()):
-        self.tape = tape
+    def __init__(self, program: LivenessProgram, free: Iterable[int] = ()):
+        self.program = program
         self.free = {*free}
-        self.written = Written(tape)
+        self.written = Written(program)
 
     def peak(self) -> int:
-        """Goes through the nodes in their order."""
+        """The most bytes over all nodes, in their order."""
         last = self._last_uses()
         ends: dict[int, list[int]] = defaultdict(list)
         for buffer, number in last.items():
             ends[number].append(buffer)
         alive, most = 0, 0
-        for number, node in enumerate(self.tape.nodes):
+        for number, node in enumerate(self.program.nodes):
             new = sum(self._bytes(b) for b in node.writes if b in self.written.buffers)
             dying = [b for b in ends[number] if b in self.written.buffers]
             inside = shared(node)
@@ -245,37 +247,37 @@ class _Allocation:
         return most
 
     def _bytes(self, buffer: int) -> int:
-        return 0 if buffer in self.free else self.tape.sizes[buffer]
+        return 0 if buffer in self.free else self.program.sizes[buffer]
 
     def _inner(self, node: Node, inside: Shared) -> Iterable[int]:
-        """The bytes of each body beside what is given to it and what it gives back in its place."""
+        """The bytes of each body beside its inputs, and the outputs that overwrite them."""
         for number, body in enumerate(node.bodies):
             free = (b for _, chains in inside.values() for b in chains[number])
             yield _Allocation(body, free).peak() + node.ahead
 
     def _reused(self, node: Node, dying: list[int], inside: Shared) -> int:
-        """Bytes of results that take the place of what is read for the last time."""
+        """Bytes of results that overwrite what is read for the last time."""
         if node.num_carry:
             handed = zip(carried(node), node.writes[: node.num_carry], strict=True)
             return sum(
                 self._bytes(b) for a, b in handed if a in dying and b in self.written.buffers
             )
         if node.bodies:
-            pairs = [(node.reads[given], node.writes[at]) for at, (given, _) in inside.items()]
+            pairs = [(node.reads[operand], node.writes[at]) for at, (operand, _) in inside.items()]
             return sum(self._bytes(b) for a, b in pairs if a in dying)
         if node.name in IN_PLACE:
             first = node.reads[0]
             return self._bytes(first) if first in dying else 0
         if node.kind == "fused" and node.name not in MOVES and node.writes:
             sizes = [self._bytes(b) for b in dying]
-            own = self._bytes(node.writes[0]) if node.writes[0] in self.written.buffers else 0
-            return own if own in sizes else 0
+            num_bytes = self._bytes(node.writes[0]) if node.writes[0] in self.written.buffers else 0
+            return num_bytes if num_bytes in sizes else 0
         return 0
 
     def _last_uses(self) -> dict[int, int]:
         """When each buffer that is written out is read for the last time."""
         last: dict[int, int] = {}
-        for number, node in enumerate(self.tape.nodes):
+        for number, node in enumerate(self.program.nodes):
             if not self.written.runs(node):
                 continue
             last.update((buffer, number) for buffer in node.writes)
@@ -284,94 +286,94 @@ class _Allocation:
                     last[source] = number
         for buffer in self.written.outputs:
             for source in self.written.sources(buffer):
-                last[source] = len(self.tape.nodes)
+                last[source] = len(self.program.nodes)
         return last
 
 
 CHAIN = frozenset({"product", "loop"})
-"""The kinds of nodes that others wait for."""
+"""The kinds of nodes on the critical path."""
 
 
-def postponed(tape: Tape, num_consts: int = 0, num_carry: int = 0) -> Tape:
-    """The same tape with the products that nothing waits for behind all others.
+def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0) -> LivenessProgram:
+    """The same program with the products that no other node needs behind all others.
 
     Args:
-        tape: of a program, or of a turn of a loop.
-        num_consts: of a turn, how many inputs are the same in all turns.
-        num_carry: how many of the next inputs are handed on from turn to turn; what only adds to
-            one does not make the next turn wait.
+        program: of a step, or of an iteration of a loop.
+        num_consts: of an iteration, how many inputs are the same in all.
+        num_carry: how many of the next inputs are carried; what only adds to one does not delay
+            the next iteration.
 
     Returns:
-        A tape of the same nodes.
+        A program of the same nodes.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from axon_dist.jaxpr.device import tape_of
-        >>> from axon_dist.jaxpr.placement import whole
+        >>> from axon_dist.jaxpr.device import liveness_program
+        >>> from axon_dist.jaxpr.placement import unsplit
         >>> x = jnp.ones((4, 4))
         >>> program = jax.make_jaxpr(lambda x: (x @ x, jnp.tanh(x @ x.T) @ x))(x)
-        >>> names = lambda tape: [node.name for node in tape.nodes]
-        >>> tape = tape_of(program, [whole(2)], {}, "cpu")
-        >>> names(tape), names(postponed(tape))[-2:]
+        >>> names = lambda liveness: [node.name for node in liveness.nodes]
+        >>> liveness = liveness_program(program, [unsplit(2)], {}, "cpu")
+        >>> names(liveness), names(postponed(liveness))[-2:]
         (['dot_general', 'dot_general', 'tanh', 'dot_general'], ['dot_general', 'dot_general'])
     """
-    own, after = tape.inputs[num_consts:], tape.outputs[:num_carry]
-    waited = {
+    before, after = program.inputs[num_consts:], program.outputs[:num_carry]
+    needed = {
         made
-        for given, made in zip(own, after, strict=False)
-        if made >= 0 and not is_added_to(given, made, tape.nodes)
+        for start, made in zip(before, after, strict=False)
+        if made >= 0 and not is_added_to(start, made, program.nodes)
     }
     ends: set[int] = set()
-    for number in reversed(range(len(tape.nodes))):
-        node = tape.nodes[number]
-        leads = not waited.isdisjoint(node.writes)
+    for number in reversed(range(len(program.nodes))):
+        node = program.nodes[number]
+        leads = not needed.isdisjoint(node.writes)
         if node.kind == "product" and not leads:
             ends.add(number)
         if leads or node.kind in CHAIN:
-            waited.update(node.reads)
+            needed.update(node.reads)
     late: set[int] = set()
     first, last = [], []
-    for number, node in enumerate(tape.nodes):
+    for number, node in enumerate(program.nodes):
         if node.name == "scan":
-            turns = tuple(postponed(b, node.num_consts, node.num_carry) for b in node.bodies)
-            node = dataclasses.replace(node, bodies=turns, ahead=_ahead(node, *turns))
+            bodies = tuple(postponed(b, node.num_consts, node.num_carry) for b in node.bodies)
+            node = dataclasses.replace(node, bodies=bodies, ahead=_ahead(node, *bodies))
         is_late = number in ends or not late.isdisjoint(node.reads)
         if is_late:
             late.update(node.writes)
         (last if is_late else first).append(node)
-    return dataclasses.replace(tape, nodes=_filled(first) + last)
+    return dataclasses.replace(program, nodes=_filled(first) + last)
 
 
 def _filled(nodes: list[Node]) -> list[Node]:
-    """The nodes with reductions that need nothing of a loop before it, whose transfers they hide.
+    """Moves reductions that do not depend on a loop before it, where they hide its transfers.
 
-    The positions of a max-pool are such: they are needed behind the blocks that follow it.
+    The positions of a max-pool are such: they are needed after the blocks that follow it.
     """
-    found: list[Node] = []
+    ordered: list[Node] = []
     since: set[int] = set()
     place = None
     for node in nodes:
         if node.kind == "loop" and any(body.sends() for body in node.bodies):
-            place, since = len(found), set(node.writes)
+            place, since = len(ordered), set(node.writes)
         elif place is not None and node.kind == "reduction" and since.isdisjoint(node.reads):
-            found.insert(place, node)
+            ordered.insert(place, node)
             place += 1
             continue
         else:
             since.update(node.writes)
-        found.append(node)
-    return found
+        ordered.append(node)
+    return ordered
 
 
-def _ahead(loop: Node, turn: Tape) -> int:
-    """Bytes that a turn gathers for the next, of what does not depend on the turn itself."""
+def _ahead(loop: Node, body: LivenessProgram) -> int:
+    """Bytes that an iteration gathers for the next, of what does not depend on its carry."""
     if loop.trips == 1:
         return 0
-    held = set(turn.inputs[loop.num_consts : loop.num_consts + loop.num_carry])
+    dependent = set(body.inputs[loop.num_consts : loop.num_consts + loop.num_carry])
     total = 0
-    for node in turn.nodes:
-        if node.kind == "barrier" or not held.isdisjoint(node.reads):
-            held.update(node.writes)
+    for node in body.nodes:
+        if node.kind == "barrier" or not dependent.isdisjoint(node.reads):
+            dependent.update(node.writes)
         else:
             total += sum(sent.num_bytes for sent in node.sent if sent.kind == "all-gather")
     return total

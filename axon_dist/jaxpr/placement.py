@@ -1,13 +1,13 @@
-"""What one device has and does: where arrays lie, sums of which it has a part, and its tape.
+"""Layouts of arrays over mesh axes, partial sums, and the `LivenessProgram` of one device.
 
-A tape is a list of operations with their bytes, products and sends; `device.py` writes it. Where an
-array lies is said by the mesh axes that split its dims.
+A liveness program is a list of operations with their bytes, FLOPs and collectives; `device.py`
+writes it. The layout of an array is the mesh axes that split each of its dims.
 
-The compiler lays intermediate values out as their operands lie: products keep the split dims that
-they do not sum over, elementwise operations take what any operand has, reshapes keep the major
-factor. What is summed over a split dim is a *partial* sum on every rank, until a collective adds it
-up. It is read off the `factors` of operations; of what has none, dims of equal size keep their
-place.
+The compiler derives the layouts of intermediate values from those of their operands: products keep
+the split dims that they do not sum over, elementwise operations take those of any operand, reshapes
+keep the major factor. What is summed over a split dim is a *partial* sum on every rank, until a
+collective adds it up. This follows from the `factors` of operations; where an operation has none,
+dims of equal size keep their place.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Splits: TypeAlias = tuple[Axes, ...]
 NONE: Axes = frozenset()
 
 ResultLayout: TypeAlias = tuple[Splits, Axes]
-"""Where a result lies, and over which axes every rank holds a part of a sum."""
+"""The layout of a result, and the axes over which every rank holds a partial sum."""
 
 
-def whole(ndim: int) -> Splits:
-    """Nothing is split."""
+def unsplit(ndim: int) -> Splits:
+    """The layout of an array that is not split."""
     return (NONE,) * ndim
 
 
 def of_spec(spec: PartitionSpec | Sequence[object], ndim: int) -> Splits:
-    """The splits that a `PartitionSpec` says.
+    """The splits of a `PartitionSpec`.
 
     Example:
         >>> [sorted(axes) for axes in of_spec((None, ("dp", "tp")), 3)]
@@ -52,18 +52,18 @@ def of_spec(spec: PartitionSpec | Sequence[object], ndim: int) -> Splits:
     def one(entry):
         return frozenset([entry] if isinstance(entry, str) else entry)
 
-    found = [one(entry) if named(entry) else NONE for entry in tuple(spec)]
-    return (*found, *whole(ndim - len(found)))
+    splits = [one(entry) if named(entry) else NONE for entry in tuple(spec)]
+    return (*splits, *unsplit(ndim - len(splits)))
 
 
 def once(splits: Sequence[Axes]) -> Splits:
-    """Takes away what an earlier dim has already."""
-    taken: set[str] = set()
-    found = []
+    """Removes axes that split an earlier dim already."""
+    used: set[str] = set()
+    remaining = []
     for axes in splits:
-        found.append(axes - taken)
-        taken |= axes
-    return tuple(found)
+        remaining.append(axes - used)
+        used |= axes
+    return tuple(remaining)
 
 
 def either(one: Splits, other: Splits) -> Splits:
@@ -72,11 +72,11 @@ def either(one: Splits, other: Splits) -> Splits:
 
 
 def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]:
-    """Where the results of an equation lie that runs no program of its own.
+    """The layouts of the results of an equation that runs no inner program.
 
     Args:
         equation: of a jaxpr.
-        operands: where its operands lie.
+        operands: the layouts of its operands.
 
     Returns:
         One for each result.
@@ -84,21 +84,21 @@ def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]
     if equation.primitive.name == "sharding_constraint":
         return [(_constrained(equation, operands[0]), NONE)]
     known = factors(equation)
-    found, name = known or guessed(equation), equation.primitive.name
+    rule, name = known or guessed(equation), equation.primitive.name
     # Of operands that disagree, an elementwise operation follows the first.
     is_first = known is None or name in ELEMENTWISE
-    axes_of = _axes(found, operands, is_first)
-    results = [once([_laid(found, numbers, axes_of) for numbers in dims]) for dims in found.results]
-    summed = union(axes_of[n] for n, role in enumerate(found.roles) if role in ADDED_UP)
+    axes_of = _axes(rule, operands, is_first)
+    results = [once([_split(rule, numbers, axes_of) for numbers in dims]) for dims in rule.results]
+    summed = union(axes_of[n] for n, role in enumerate(rule.roles) if role in ADDED_UP)
     return [(splits, summed - union(splits)) for splits in results]
 
 
-LYING = frozenset({Role.PASSES, Role.ALONG, Role.JOINED, Role.INDEXED})
-"""Along what a result lies as operands do."""
+SPLIT_ALIKE = frozenset({Role.PASSES, Role.ALONG, Role.JOINED, Role.INDEXED})
+"""Along these factors a result is split as the operands are."""
 
 ADDED_UP = frozenset({Role.SUMMED, Role.INDEXED})
-"""Along what every rank has a part of a sum, where the result has no such dim: of rows that are
-looked up a rank gives those that it has, and zeros."""
+"""Along these factors every rank has a partial sum, where the result has no such dim: of rows that
+are looked up a rank returns those that it has, and zeros for the others."""
 
 
 def union(axes: Iterable[Axes]) -> Axes:
@@ -106,18 +106,18 @@ def union(axes: Iterable[Axes]) -> Axes:
     return NONE.union(*axes)
 
 
-def _axes(found: Factors, operands: Sequence[Splits], is_first: bool) -> list[Axes]:
+def _axes(rule: Factors, operands: Sequence[Splits], is_first: bool) -> list[Axes]:
     """The axes that split each factor: those of the dims of which it is the major one."""
-    axes_of = [NONE] * len(found.roles)
-    for array, splits in zip(found.operands, operands, strict=True):
+    axes_of = [NONE] * len(rule.roles)
+    for array, splits in zip(rule.operands, operands, strict=True):
         for numbers, axes in zip(array, splits, strict=True):
             if numbers and not (is_first and axes_of[numbers[0]]):
                 axes_of[numbers[0]] |= axes
     return axes_of
 
 
-def _laid(found: Factors, numbers: Sequence[int], axes_of: Sequence[Axes]) -> Axes:
-    return union(axes_of[number] for number in numbers if found.roles[number] in LYING)
+def _split(rule: Factors, numbers: Sequence[int], axes_of: Sequence[Axes]) -> Axes:
+    return union(axes_of[number] for number in numbers if rule.roles[number] in SPLIT_ALIKE)
 
 
 def _constrained(equation: JaxprEqn, operand: Splits) -> Splits:
@@ -161,7 +161,7 @@ COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "ppermute": ("collective-permute", "axis_name"),
     "all_to_all": ("all-to-all", "axis_name"),
 }
-"""What is sent where every rank runs a program of its own, and which parameter names the axes."""
+"""The collectives of programs in `shard_map`, and which parameter names the axes."""
 
 SUMS = frozenset({"psum", "psum_invariant"})
 """Those of `COLLECTIVES` that give every rank the whole sum."""
@@ -178,9 +178,9 @@ class Sent:
     """One collective.
 
     Args:
-        kind: as the compiler calls it.
+        kind: the compiler's name of it.
         axes: the mesh axes.
-        num_bytes: of the whole: what an all-gather gives, what the others take.
+        num_bytes: of the full array: the result of an all-gather, the operand of the others.
     """
 
     kind: str
@@ -199,11 +199,11 @@ class Node:
         writes: buffers.
         flops: of its products.
         sent: collectives.
-        bodies: what a loop runs in every turn; of a conditional all branches.
-        trips: turns.
-        num_consts: of the buffers that it reads, the first so many are the same in every turn.
-        num_carry: the next so many are handed on from turn to turn.
-        ahead: bytes that are there in every turn for the one after it.
+        bodies: what a loop runs in every iteration; of a conditional all branches.
+        trips: iterations.
+        num_consts: of the buffers that it reads, the first so many are the same in every iteration.
+        num_carry: the next so many are carried from one iteration to the next.
+        ahead: bytes that every iteration gathers for the next one.
     """
 
     name: str
@@ -212,7 +212,7 @@ class Node:
     writes: tuple[int, ...]
     flops: float = 0.0
     sent: tuple[Sent, ...] = ()
-    bodies: tuple[Tape, ...] = ()
+    bodies: tuple[LivenessProgram, ...] = ()
     trips: int = 1
     num_consts: int = 0
     num_carry: int = 0
@@ -220,14 +220,14 @@ class Node:
 
 
 @dataclasses.dataclass(eq=False)
-class Tape:
+class LivenessProgram:
     """A program of one device.
 
     Args:
         nodes: in the order of the program.
         sizes: bytes of each buffer.
-        inputs: buffers that are there before.
-        outputs: buffers that are there after.
+        inputs: buffers that exist before.
+        outputs: buffers that exist after.
         is_rare: whether it is a branch that hardly ever runs.
     """
 
@@ -248,11 +248,11 @@ class Tape:
 
     def sends(self, times: int = 1) -> list[tuple[Sent, int]]:
         """Every collective, and how often it runs; of branches all."""
-        found = [(sent, times) for node in self.nodes for sent in node.sent]
+        collectives = [(sent, times) for node in self.nodes for sent in node.sent]
         for node in self.nodes:
             for body in node.bodies:
-                found += body.sends(times * node.trips)
-        return found
+                collectives += body.sends(times * node.trips)
+        return collectives
 
 
 def is_rare(branch: ClosedJaxpr) -> bool:
@@ -261,7 +261,7 @@ def is_rare(branch: ClosedJaxpr) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """The kind of the node of a primitive that runs no program of its own."""
+    """The kind of the node of a primitive that runs no inner program."""
     if name in PRODUCTS or name.startswith(ATTENTION):
         return "product"
     if name in OTHERS or name in COLLECTIVES:
@@ -280,13 +280,13 @@ SCATTERS = frozenset({"scatter-add", "scatter_add"})
 
 @dataclasses.dataclass(eq=False)
 class Sharded:
-    """What is known of a variable.
+    """A variable with its layout.
 
     Args:
-        buffer: where it is.
+        buffer: that holds it.
         splits: by its dims.
-        partial: the sums that it is a part of, until a collective adds them up.
-        known: its value, where it says which platform the program is for.
+        partial: the sums that it is a partial sum of, until a collective adds them up.
+        known: its value, where it selects a branch by platform.
     """
 
     buffer: int
@@ -303,9 +303,9 @@ class Sum:
         node: what made it.
         axes: of the ranks.
         num_bytes: that a rank has of it.
-        trips: turns of the loop that adds to it. Where it is scattered, every turn scatters its own
-            part, for the compiler lays what a loop carries out as those lie who read it.
-        is_whole: whether every rank has to have all of it before it is scattered.
+        trips: iterations of the loop that adds to it. Where it is scattered, every iteration
+            scatters its part, for the compiler gives a loop's carry the layout of its readers.
+        is_replicated: whether every rank has to have all of it before it is scattered.
         is_done: whether it was added up already, for another reader.
         is_base: whether a scatter of parts is added to it. XLA scatters onto it then, and of what
             it has added up and split, it gathers the whole for that.
@@ -315,18 +315,18 @@ class Sum:
     axes: Axes
     num_bytes: int
     trips: int = 1
-    is_whole: bool = False
+    is_replicated: bool = False
     is_done: bool = False
     is_base: bool = False
 
 
 def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
-    """Whether the turns of a loop do nothing with what they carry but add to it.
+    """Whether a loop does nothing with a value that it carries but add to it.
 
     Args:
-        before: where it is when a turn begins; -1 for what is not carried.
-        after: where it is when the turn ends.
-        nodes: what a turn does.
+        before: its buffer when an iteration begins; -1 for what is not carried.
+        after: its buffer when the iteration ends.
+        nodes: of an iteration.
     """
     if before < 0:
         return False
@@ -343,7 +343,7 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
     partial = [tuple(part for part in one.partial if not part.is_done) for one in operands]
     is_part = [bool(sums) for sums in partial]
     if name in SCATTERS and len(partial) > 2 and is_part[2]:
-        # Into what every rank has the same of; the sum may as well be taken of the whole.
+        # Added to a replicated array; the sum over ranks may as well follow the scatter.
         return () if is_part[0] or is_part[1] else partial[2]
     if name in ADDS:
         # What a loop adds to what it carries is added up behind the loop; what is added to a sum,
@@ -357,7 +357,7 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
 
 
 def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
-    """Sums that are added: of products one collective adds up all, of others each its own."""
+    """Sums that are added: of products one collective adds up all, of others one each."""
     if any(one.node.name in SCATTERS for one in sums):
         for one in sums:
             one.is_base = one.node.kind == "product"
@@ -376,8 +376,8 @@ def flops_of(
 
     Args:
         equation: of a traced program over global arrays.
-        splits: where each operand lies.
-        result: where the result lies.
+        splits: the layout of each operand.
+        result: the layout of the result.
         axes: the sizes of the mesh axes.
         platform: only TPUs multiply a row with the matrix of its group alone.
     """
@@ -387,8 +387,8 @@ def flops_of(
     def ways(names):
         return math.prod(axes[axis] for axis in names)
 
-    def local(shape, where):
-        return math.prod(-(-n // ways(a)) for n, a in zip(shape, where, strict=True))
+    def local(shape, layout):
+        return math.prod(-(-n // ways(a)) for n, a in zip(shape, layout, strict=True))
 
     out = equation.outvars[0].aval.shape
     known = factors(equation) if name in ("dot_general", "conv_general_dilated") else None

@@ -2,8 +2,8 @@
 
 Inside `shard_map` a key is the same on every rank, so `bernoulli(key, shape=(rows, ...))` would
 give every rank the same mask. Folding the rank into the key would make the masks depend on the
-mesh. Instead the keys are given a PRNG implementation that knows which rows of the global draw
-belong to the rank, so that dropout has the same bits on one device and on many.
+mesh. Instead the keys are given a PRNG implementation that draws the rows of the global draw
+that belong to the rank, so that dropout has the same bits on one device and on many.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FIRST_KEY = (
 )
 
 TAG = "rows"
-"""How keys that draw rows are told from others."""
+"""The tag of the keys that draw rows."""
 
 
 def find_rows(
@@ -58,8 +58,8 @@ def find_rows(
 ) -> dict[Drawn, SampleRows] | None:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
-    What is drawn from keys of which every sample has its own, as `vmap` over `split(key, samples)`
-    does, is right as soon as the keys are: it is the split that has to give a rank its rows.
+    What is drawn from one key for each sample, as `vmap` over `split(key, samples)`
+    does, is right as soon as the keys are: only the split has to return the rows of a rank.
 
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
@@ -71,46 +71,46 @@ def find_rows(
         nothing is drawn at all.
 
     Raises:
-        UnsupportedError: when shapes cannot be told apart, or the key of such a draw is made within
+        UnsupportedError: when shapes are ambiguous, or the key of such a draw is made within
             the forward pass, where it is the same on every rank.
     """
     program = trace(local)
-    ours = list(_drawn(program))
-    if not ours:
+    part = list(_drawn(program))
+    if not part:
         return None
-    whole = list(_drawn(trace(local * num_parts)))
-    if len(ours) != len(whole):
+    batch = list(_drawn(trace(local * num_parts)))
+    if len(part) != len(batch):
         raise UnsupportedError(
-            f"the model draws {len(ours)} random arrays for {local} samples and {len(whole)} for "
+            f"the model draws {len(part)} random arrays for {local} samples and {len(batch)} for "
             f"{local * num_parts}; random draws must not depend on the batch size"
         )
     rows: dict[Drawn, SampleRows | None] = {}
-    for (mine, key), (full, other) in zip(ours, whole, strict=True):
-        found = None if key != other else _compare(mine, full)
+    for (mine, key), (full, other) in zip(part, batch, strict=True):
+        sampled = None if key != other else _compare(mine, full)
         if key != other and "rbg" in key[1] and mine[:1] != ("split",):
             raise UnsupportedError(f"the model {FIRST_KEY}")
         if mine[:1] == ("gamma",):
-            # Each element has a key of its own, split off those given, and splits it in 2 and in 3.
-            single = None if key[0] else found
-            found = None if single is None else _key_rows(mine[1:], full[1:], single.dim)
+            # Each element has a key, split off the operand, and splits it in 2 and in 3.
+            single = None if key[0] else sampled
+            sampled = None if single is None else _key_rows(mine[1:], full[1:], single.dim)
             mine = "split", math.prod(mine[1 + len(key[0]) :])
             _note(rows, ("split", 2), None)
             _note(rows, ("split", 3), None)
-        _note(rows, mine, found)
-    counting = {drawn: found for drawn, found in rows.items() if found is not None}
+        _note(rows, mine, sampled)
+    counting = {drawn: sampled for drawn, sampled in rows.items() if sampled is not None}
     _check_keys(program.jaxpr, [False] * len(program.jaxpr.invars), counting)
     return counting
 
 
-def _note(rows: dict[Drawn, SampleRows | None], drawn: Drawn, found: SampleRows | None) -> None:
+def _note(rows: dict[Drawn, SampleRows | None], drawn: Drawn, sampled: SampleRows | None) -> None:
     """Notes whose rows are drawn; raises where that is not known by the shape alone."""
-    if rows.setdefault(drawn, found) != found:
+    if rows.setdefault(drawn, sampled) != sampled:
         what = f"random arrays of shape {drawn}"
         if drawn[:1] == ("split",):
             what = f"random keys of shape {drawn[1:]}"
         raise UnsupportedError(
-            f"the model draws {what} both with and without a batch dim, so they cannot be told "
-            "apart; change the local batch size"
+            f"the model draws {what} both with and without a batch dim, and the shape does "
+            "not say which; change the local batch size"
         )
 
 
@@ -137,9 +137,9 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
         A flag for every output.
     """
 
-    def run(equation: JaxprEqn, given: Sequence[bool]) -> list[bool]:
+    def run(equation: JaxprEqn, operands: Sequence[bool]) -> list[bool]:
         name = equation.primitive.name
-        if name in DRAWS and any(given) and _drawn_by(equation) in rows:
+        if name in DRAWS and any(operands) and _drawn_by(equation) in rows:
             shape = shape_of(equation.outvars[0])
             raise UnsupportedError(
                 f"the model draws a random array of shape {shape}, a row for every sample, from a "
@@ -147,9 +147,9 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
                 "loss; every rank would draw the same. Keep the key in the model, as "
                 "nnx.Rngs(0) does"
             )
-        flags = [name in MAKERS or any(given)] * len(equation.outvars)
+        flags = [name in MAKERS or any(operands)] * len(equation.outvars)
         for inner in inners(equation):
-            results = _check_keys(inner.program.jaxpr, inner.inputs(given), rows)
+            results = _check_keys(inner.program.jaxpr, inner.inputs(operands), rows)
             flags = results if len(results) == len(flags) else [any(results)] * len(flags)
         # What is drawn from such a key is no key any more.
         return [flag and is_key(v.aval) for v, flag in zip(equation.outvars, flags, strict=True)]
@@ -237,8 +237,8 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
     def key_of(data: Array) -> Array:
         return jax.random.wrap_key_data(data[:words], impl=base)
 
-    def whole_of(shape: Shape, found: SampleRows) -> Shape:
-        return (*shape[: found.dim], found.global_size, *shape[found.dim + 1 :])
+    def full_shape(shape: Shape, sampled: SampleRows) -> Shape:
+        return (*shape[: sampled.dim], sampled.global_size, *shape[sampled.dim + 1 :])
 
     def append_rank(keys: Array, data: Array) -> Array:
         new = jax.random.key_data(keys)
@@ -248,28 +248,28 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
         return jnp.pad(jax.random.key_data(jax.random.key(value, impl=base)), (0, 1))
 
     def split(data: Array, shape: Shape) -> Array:
-        found = table.get(("split", *shape))
-        if found is None:
+        sampled = table.get(("split", *shape))
+        if sampled is None:
             return append_rank(jax.random.split(key_of(data), shape), data)
-        keys = jax.random.key_data(jax.random.split(key_of(data), whole_of(shape, found)))
-        start = data[words].astype(jnp.int32) * shape[found.dim]
-        own = jax.lax.dynamic_slice_in_dim(keys, start, shape[found.dim], found.dim)
-        return append_rank(jax.random.wrap_key_data(own, impl=base), data)
+        keys = jax.random.key_data(jax.random.split(key_of(data), full_shape(shape, sampled)))
+        start = data[words].astype(jnp.int32) * shape[sampled.dim]
+        part = jax.lax.dynamic_slice_in_dim(keys, start, shape[sampled.dim], sampled.dim)
+        return append_rank(jax.random.wrap_key_data(part, impl=base), data)
 
     def fold_in(data: Array, value: int) -> Array:
         return append_rank(jax.random.fold_in(key_of(data), value), data)
 
     def random_bits(data: Array, bit_width: int, shape: Shape) -> Array:
         dtype = jnp.dtype(f"uint{bit_width}")
-        found = table.get(tuple(shape))
-        if found is None:
+        sampled = table.get(tuple(shape))
+        if sampled is None:
             return jax.random.bits(key_of(data), shape, dtype)
-        whole = whole_of(shape, found)
-        start = data[words].astype(jnp.int32) * shape[found.dim]
-        if _counts_elements(base) and bit_width == 32 and math.prod(whole) < 2**32:
-            return _threefry_rows(data, whole, shape, found.dim, start)
-        bits = jax.random.bits(key_of(data), whole, dtype)
-        return jax.lax.dynamic_slice_in_dim(bits, start, shape[found.dim], found.dim)
+        full = full_shape(shape, sampled)
+        start = data[words].astype(jnp.int32) * shape[sampled.dim]
+        if _counts_elements(base) and bit_width == 32 and math.prod(full) < 2**32:
+            return _threefry_rows(data, full, shape, sampled.dim, start)
+        bits = jax.random.bits(key_of(data), full, dtype)
+        return jax.lax.dynamic_slice_in_dim(bits, start, shape[sampled.dim], sampled.dim)
 
     return jax.extend.random.define_prng_impl(
         key_shape=(words + 1,),
@@ -283,13 +283,13 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
 
 
 def _counts_elements(base: str) -> bool:
-    """Whether each element of a draw depends on its own index alone."""
+    """Whether each element of a draw depends on its index alone."""
     return base == "threefry2x32" and bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
 
 
-def _threefry_rows(data: Array, whole: Shape, shape: Shape, dim: int, start: Array) -> Array:
+def _threefry_rows(data: Array, full: Shape, shape: Shape, dim: int, start: Array) -> Array:
     """Draws some rows alone: partitionable threefry encrypts the index of each element."""
-    strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    strides = [math.prod(full[axis + 1 :]) for axis in range(len(full))]
     index = jnp.zeros(shape, jnp.uint32)
     for axis, stride in enumerate(strides):
         position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -302,26 +302,26 @@ def _threefry_rows(data: Array, whole: Shape, shape: Shape, dim: int, start: Arr
 
 
 def results_of_no_sample(
-    part: ClosedJaxpr, whole: ClosedJaxpr, num_samples: int, num_results: int
+    part: ClosedJaxpr, batch: ClosedJaxpr, num_samples: int, num_results: int
 ) -> list[int]:
     """Which of the last results are computed from no sample, whatever their number.
 
     Args:
         part: the program of a part of a batch.
-        whole: that of the whole batch.
+        batch: that of the whole batch.
         num_samples: how many of the last inputs are samples.
         num_results: how many of the last results are asked about; those handed on unchanged are
             left out.
     """
-    if not all(map(same, part.consts, whole.consts)):
+    if not all(map(same, part.consts, batch.consts)):
         return []
     first = len(part.jaxpr.invars) - num_samples
     last = len(part.jaxpr.outvars) - num_results
 
     def is_once(number: int) -> bool:
         made, needed = needed_for(part.jaxpr, [last + number])
-        # A count of samples does not read them either, and grows by how many there are.
-        is_alike = same_program(made, needed_for(whole.jaxpr, [last + number])[0])
+        # A number of samples is computed without reading them, and changes with the batch.
+        is_alike = same_program(made, needed_for(batch.jaxpr, [last + number])[0])
         return is_alike and bool(made.eqns) and max(needed, default=0) < first
 
     return [number for number in range(num_results) if is_once(number)]
@@ -344,12 +344,12 @@ def changed_results(program: ClosedJaxpr, first: int, count: int) -> list[int]:
     return [n for n, pair in enumerate(zip(before, after, strict=True)) if pair[0] is not pair[1]]
 
 
-def is_added_to(program: ClosedJaxpr, given: int, output: int) -> bool:
+def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
     """Whether an output is an input, of whole numbers, plus what does not follow from that input.
 
     Args:
         program: any.
-        given: the number of the input.
+        invar: the number of the input.
         output: that of the output.
 
     Example:
@@ -362,13 +362,13 @@ def is_added_to(program: ClosedJaxpr, given: int, output: int) -> bool:
         """How often the input is an addend of each result; 2 for all else that it is of it."""
         name, count = equation.primitive.name, sum(addends)
         is_sum = name == "add" or (name in _ADDING and not any(addends[1:]))
-        is_whole = jnp.issubdtype(dtype_of(equation.outvars[0]), jnp.integer)
-        return [count if is_sum and is_whole else 2 * bool(count)] * len(equation.outvars)
+        is_integer = jnp.issubdtype(dtype_of(equation.outvars[0]), jnp.integer)
+        return [count if is_sum and is_integer else 2 * bool(count)] * len(equation.outvars)
 
-    values = [int(number == given) for number in range(len(program.jaxpr.invars))]
+    values = [int(number == invar) for number in range(len(program.jaxpr.invars))]
     nothing = [0] * len(program.consts)
-    found = interpret(program.jaxpr, nothing, values, run, lambda _: 0, lambda e: True)
-    return found[output] == 1
+    counts = interpret(program.jaxpr, nothing, values, run, lambda _: 0, lambda e: True)
+    return counts[output] == 1
 
 
 _ADDING = (

@@ -1,4 +1,4 @@
-"""What many processes need: who they are, how they meet, and what happens when one is lost.
+"""Runs of many processes: their ranks, their rendezvous, and what happens when one is lost.
 
 `environment.py` turns variables into a `LaunchSpec`, `distributed.py` goes from there to
 `jax.distributed`, `watchdog.py` says what happens when a process is lost. Imports `core` alone.

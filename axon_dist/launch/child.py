@@ -113,13 +113,13 @@ def start_child(
 
 
 class Reaper:
-    """Ends the groups of processes of a launcher that died, as a process of its own.
+    """Ends the process groups of a launcher that died; runs as a separate process.
 
     The kernel can end a process whose parent died, but not what that process started; and asking it
     to takes a fork, which JAX warns of.
 
     Args:
-        doomed: a folder that goes with the launcher; "" for none.
+        doomed: a folder to remove when the launcher dies; "" for none.
     """
 
     def __init__(self, doomed: str = "") -> None:
@@ -132,14 +132,14 @@ class Reaper:
         )
 
     def watch(self, child: Child) -> None:
-        """Ends this one, too, if the launcher dies."""
+        """Adds a process whose group is ended if the launcher dies."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{child.process.pid}\n".encode())
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Nothing is left to be ended."""
+        """Stops watching: all processes have ended."""
         assert self._process.stdin is not None
         self._process.kill()
         self._process.wait()
@@ -148,7 +148,7 @@ class Reaper:
 
 
 def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Tells as long as somebody listens: a terminal that is gone must not end a run."""
+    """Ignores errors of a terminal that is gone: they must not end a run."""
 
     def tell_or_not(line: str) -> None:
         with contextlib.suppress(OSError):
@@ -160,8 +160,8 @@ def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:
 def last_words(log: Path) -> str:
     """The last line in a log that this library wrote; or the last error of all, or the last line.
 
-    An error is what stands below a traceback, and need not be the last line: what it says may have
-    several, and JAX adds that it left frames out.
+    The error below a traceback need not be the last line: its message may have several, and JAX
+    adds that it left frames out.
     """
     lines = [line for line in _tail(log).splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith(_OURS)]
@@ -190,7 +190,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subpr
 
 
 def _copy(source: int, file) -> None:
-    """Copies until the other end is closed, which a terminal tells by an error."""
+    """Copies until the other end is closed, which a terminal reports as an error."""
     has_screen = True
     with file, contextlib.suppress(OSError):
         while chunk := os.read(source, _CHUNK_BYTES):
@@ -200,7 +200,7 @@ def _copy(source: int, file) -> None:
 
 
 def _show(chunk: bytes) -> bool:
-    """Copies to the screen; false once nobody reads that, which must not stop the rank."""
+    """Copies to the screen; false once its reader is gone, which must not stop the rank."""
     lines = chunk.splitlines(keepends=True)
     try:
         sys.stdout.buffer.write(b"".join(x for x in lines if not x.startswith(_NOISE)))

@@ -1,7 +1,7 @@
-"""The coordination service of `jax.distributed`, as a program of its own.
+"""The coordination service of `jax.distributed`, as a separate program.
 
 JAX runs it inside process 0, so it dies with that process, and the others abort without learning
-whom they lost. Here it outlives process 0 for as long as they need to find out. It is run by its
+which process was lost. Here it outlives process 0 until they have found out. It is run by its
 path (`python -P coordinator.py ADDRESS PROCESSES HEARTBEAT SHUTDOWN LINGER`) and imports `jaxlib`
 alone, so it starts at once. It says `ready`, reads its standard input until process 0 is gone, and
 ends: at once if that said `bye`, `LINGER` seconds later if not.
@@ -28,7 +28,7 @@ def main(address: str, count: int, heartbeat: int, shutdown: int, linger: float)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Process 0 gets these too; it may still have to save.
         signal.signal(number, signal.SIG_IGN)
-    # Held by its name: it serves as long as it is referenced.
+    # It serves as long as this name refers to it.
     service = _jax.get_distributed_runtime_service(
         address, count, heartbeat_timeout=heartbeat, shutdown_timeout=shutdown
     )

@@ -38,7 +38,7 @@ _LINGER_SECONDS = 10
 
 
 def check_settings() -> None:
-    """Raises where JAX is told to authenticate the processes of a run, which is not done here.
+    """Raises where JAX is set to authenticate the processes of a run, which is not done here.
 
     Raises:
         LaunchError: naming the settings.
@@ -69,10 +69,10 @@ class Coordinator:
     def __init__(self, address: str, num_processes: int, silence: float):
         linger = int(silence) + _LINGER_SECONDS
         host, port = bind_address(address)
-        where = f"[{host or '::'}]:{port}" if ":" in host or not host else f"{host}:{port}"
+        endpoint = f"[{host or '::'}]:{port}" if ":" in host or not host else f"{host}:{port}"
         numbers = (num_processes, _heartbeat(silence), _SHUTDOWN_SECONDS, linger)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", coordinator.__file__, where, *map(str, numbers)],
+            [sys.executable, "-P", coordinator.__file__, endpoint, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # It outlives this process, so it must not hold on to its output.
@@ -265,7 +265,7 @@ def leave(code: int, reason: str) -> int:
 
 
 def leave_after(error: BaseException) -> int:
-    """As `leave` with code 1, after an exception that somebody else has told the user of."""
+    """As `leave` with code 1, after an exception that the caller has reported to the user."""
     hook = sys.excepthook
     if isinstance(hook, _OnException):
         hook.leave(error)
@@ -273,7 +273,7 @@ def leave_after(error: BaseException) -> int:
 
 
 def _part(watchdog: Watchdog, coordinator: Coordinator | None) -> None:
-    """Runs at an ordinary exit, before JAX waits for the others and takes the store away."""
+    """Runs at an ordinary exit, before JAX waits for the others and closes the store."""
     watchdog.stop()
     if coordinator is not None:
         coordinator.dismiss()
@@ -293,7 +293,7 @@ class _OnException:
 
     def leave(self, error: BaseException) -> NoReturn:
         if any(word in str(error) for word in _PEER_WORDS):
-            # A symptom: a collective broke because its peer is gone. The watchdog knows which.
+            # A symptom: a collective failed because a peer is gone. The watchdog knows which.
             self.watchdog.wait_for_verdict()
         first_line = (str(error).splitlines() or [""])[0]
         _end_at_once(1, f"{type(error).__name__}: {first_line}")
@@ -324,14 +324,14 @@ _VARIABLE = "JAX_NUM_CPU_DEVICES"
 
 
 def stated_share(env: Mapping[str, str]) -> int | None:
-    """How many CPU devices `JAX_NUM_CPU_DEVICES` tells each process to make up; None for no word.
+    """How many CPU devices a process emulates by `JAX_NUM_CPU_DEVICES`; None where it is not set.
 
     Raises:
         LaunchError: when it is no number of devices.
     """
     if _VARIABLE not in env:
         return None
-    # To JAX -1 is no word, too.
+    # JAX treats -1 as not set.
     stated = _within(env[_VARIABLE], _VARIABLE, -1, MOST_DEVICES)
     return None if stated == -1 else stated
 
@@ -344,12 +344,12 @@ def _within(text: str, name: str, least: int, most: int) -> int:
 
 
 def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> int:
-    """Says how many of the emulated devices of a run one process makes up.
+    """The number of a run's emulated devices that one process has.
 
     Args:
         num_devices: over all processes.
         spec: how this process was launched.
-        stated: how many the environment says that each of several processes makes up.
+        stated: how many each process has by the environment.
 
     Raises:
         LaunchError: when the processes cannot share them evenly.
@@ -385,7 +385,7 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
 
 
 def prepare_emulation(num_devices: int) -> None:
-    """Makes up CPU devices in this process, once its backend starts; does nothing after that.
+    """Sets up emulated CPU devices before the backend starts; does nothing after that.
 
     With as many threads as cores, a loop that never waits fills XLA's pool with devices that wait
     for each other, and the process dies; so the pool gets room for every device.
@@ -424,11 +424,11 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 def keeps_collectives_apart(hlo: str) -> bool:
-    """Whether no two collectives of a program can be taken for each other, whatever their order.
+    """Whether no two collectives of a program can be confused, whatever their order.
 
-    Devices meet by the kind and the channel of a collective, and those of one list of operations
-    share what XLA:CPU orders them by; loops and branches lose that when they are loaded. So each
-    has a channel of its own here, and stands outside of all loops.
+    XLA:CPU matches the devices of a collective by its kind and channel, and orders collectives of
+    one list of operations; loops and branches lose that order when a program is loaded from the
+    cache. So each must have its own channel, and be outside of all loops.
 
     Args:
         hlo: the text of an optimised module.
@@ -439,6 +439,6 @@ def keeps_collectives_apart(hlo: str) -> bool:
         [True, False]
     """
     before, _, entry = hlo.rpartition("ENTRY ")
-    found = [line for line in entry.splitlines() if _COLLECTIVE.search(line)]
-    keys = {(_COLLECTIVE.findall(line)[0], *_CHANNEL.findall(line)) for line in found}
-    return not _COLLECTIVE.search(before) and len(keys) == len(found)
+    lines = [line for line in entry.splitlines() if _COLLECTIVE.search(line)]
+    keys = {(_COLLECTIVE.findall(line)[0], *_CHANNEL.findall(line)) for line in lines}
+    return not _COLLECTIVE.search(before) and len(keys) == len(lines)

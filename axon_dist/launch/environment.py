@@ -27,7 +27,7 @@ class LaunchSpec:
         process_id: which of them this is; None lets JAX ask the cluster.
         local_rank: which of the processes on this host this is.
         local_device_ids: the accelerators of this host that the process takes; None takes all.
-        source: who said so: `default`, `torchrun`, `sagemaker`, `jax`, or the name that
+        source: the launcher: `default`, `torchrun`, `sagemaker`, `jax`, or the name that
             `jax.distributed` has for a cluster, such as `slurm`.
 
     Raises:
@@ -91,14 +91,14 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def bind_address(address: str) -> tuple[str, int]:
-    """Where process 0 listens: at the address where it is looked for, if that is one of this host.
+    """Where process 0 listens: at the coordinator's address, if that is one of this host.
 
     Args:
         address: `host:port`.
 
     Returns:
-        Host and port to listen at; no host for all addresses, where the name leads to another
-        machine that hands connections on, as a service of Kubernetes does.
+        Host and port to listen at; no host, which means all addresses, where the name is of another
+        machine that forwards connections, as a service of Kubernetes does.
 
     Example:
         >>> bind_address("localhost:29500")[0] in ("127.0.0.1", "::1")
@@ -106,11 +106,11 @@ def bind_address(address: str) -> tuple[str, int]:
     """
     host, port = split_address(address)
     with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        for family, kind, _, _, sockaddr in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 # Any free port will do to learn whether the address is one of this host.
-                probe.bind((where[0], 0))
-                return str(where[0]), port
+                probe.bind((sockaddr[0], 0))
+                return str(sockaddr[0]), port
     return "", port
 
 
@@ -189,7 +189,7 @@ _CLUSTERS = ("slurm", "ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
 
 
 def from_env(env: Environment) -> LaunchSpec:
-    """Reads how this process was launched; asks nobody and starts nothing.
+    """Reads how this process was launched, from the environment alone; starts nothing.
 
     In this order: `AXON_CLUSTER`; the variables of torchrun, which Azure ML, vast.ai, Kubernetes
     templates and `axon launch` set too (`MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK`);
@@ -205,7 +205,7 @@ def from_env(env: Environment) -> LaunchSpec:
 
     Raises:
         LaunchError: when the variables contradict each other, some are missing, or `MASTER_PORT`
-            is no port, which is wrong even where nobody asks for it.
+            is no port, which is refused even where it is not used.
 
     Example:
         >>> spec = from_env({"WORLD_SIZE": "8", "RANK": "4", "MASTER_ADDR": "10.0.0.1"})
@@ -265,8 +265,8 @@ def _master(env: Environment) -> str:
 def _port(env: Environment) -> int:
     """The port; under torchrun itself the next one, for its own store listens on the first."""
     port = parse_port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
-    is_taken = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-    return parse_port(str(port + is_taken), "MASTER_PORT + 1")
+    is_in_use = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    return parse_port(str(port + is_in_use), "MASTER_PORT + 1")
 
 
 def _local_devices(env: Environment) -> tuple[int, ...] | None:
@@ -287,7 +287,7 @@ def _local_devices(env: Environment) -> tuple[int, ...] | None:
 
 
 def _jax(env: Environment) -> LaunchSpec | None:
-    """JAX's own variables; beside a cluster the address may stand alone."""
+    """JAX's own variables; on a cluster the address alone may be set."""
     if "JAX_NUM_PROCESSES" not in env and "JAX_PROCESS_ID" not in env:
         return None
     missing = [name for name in _JAX_VARIABLES if name not in env]
@@ -364,7 +364,7 @@ def _ompi(env: Environment) -> LaunchSpec | None:
 
 
 def _slurm(env: Environment) -> LaunchSpec | None:
-    """A process that `srun` started; a shell inside an allocation is a process of its own."""
+    """A process that `srun` started; a shell inside an allocation is a single process."""
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     if any(name not in env for name in needed):
         return None

@@ -1,4 +1,4 @@
-"""The local launcher: starts the processes of a run on this host, and sees them to their end."""
+"""The local launcher: starts the processes of a run on this host, and waits for their end."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _PREFIX, _LOCK, _MAKING_SECONDS = "axon-", "lock", 60.0
 def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
     """A folder in the memory of this host, for as long as the context lasts.
 
-    It is for its owner alone, and locked: what was left behind where `Reaper` was killed too is
-    not, and is removed by the next launcher of the same user.
+    It is for its owner alone, and locked: a folder left behind because `Reaper` was killed too
+    is not, and is removed by the next launcher of the same user.
 
     Args:
         root: where memory is mounted as files.
@@ -88,7 +88,7 @@ PLANNED = "AXON_PLANNED_WORLD_SIZE"
 """The variable with how many processes a run has when none is lost."""
 
 ELASTIC = "AXON_ELASTIC"
-"""The variable that is there where a run goes on without the processes that it loses."""
+"""The variable that is set where a run continues without the processes that it loses."""
 
 _MOST_PROCESSES, _MOST_NODES = 4096, 2**20
 _POLL_SECONDS = 0.1
@@ -197,7 +197,7 @@ def rank_environments(
 ) -> list[dict[str, str]]:
     """The environments of the ranks on this host: those of torchrun, and the number of devices.
 
-    The ranks of a single host share a token that nobody else knows; those of several do where
+    The ranks of a single host share a secret token; those of several do where
     `AXON_RUN_TOKEN` gives all launchers the same.
 
     Args:
@@ -300,26 +300,26 @@ def next_count(plan: LaunchPlan, count: int, failed: Child | None) -> int:
         return 0
     has_shrunk = count < plan.num_processes
     if failed.code == USER_ERROR:
-        # A mistake, or sizes that do not divide by a number of processes nobody planned for.
+        # A mistake, or sizes that do not divide by the smaller number of processes.
         return count - 1 if has_shrunk else 0
     is_lost = failed.was_killed or failed.code == EXIT_PEER_LOST
     return max(count - 1, 1) if plan.elastic and is_lost else count
 
 
 def may_end_at_once(failed: Child, memory: str | None) -> bool:
-    """Whether the other ranks have no more to say than the launcher knows, and nothing to save.
+    """Whether the other ranks can be killed at once: nothing to report, and nothing to save.
 
     Args:
         failed: the rank that failed first.
         memory: the folder of the host's memory, which may hold copies of the state.
     """
-    # JAX aborts a process after it has found out more than the launcher sees.
+    # A process that JAX aborts knows more than the launcher sees.
     is_killed = failed.was_killed and failed.code != 128 + signal.SIGABRT
     return is_killed and memory is not None and any(Path(memory).glob("*.copy"))
 
 
 def gets_ahead(memory: str | None, since: float) -> bool:
-    """Whether a run that makes copies has made one since some moment; true where it makes none.
+    """Whether a run that makes copies has made one since a time; true where it makes none.
 
     Args:
         memory: the folder of the host's memory.
@@ -389,7 +389,7 @@ class _Attempt:
         """Returns the first rank that failed, or None when all have ended, if only for now."""
         started = time.time()
         while True:
-            # A command that knows nothing of SIGTERM was stopped by it all the same.
+            # A command that does not handle SIGTERM was stopped by it too.
             stopped = {INTERRUPTED, 128 + signal.SIGTERM} if self.made_room else {INTERRUPTED}
             codes = [child.code for child in self.children]
             for child, code in zip(self.children, codes, strict=True):
@@ -419,7 +419,7 @@ class _Attempt:
         return now >= self._last
 
     def _end_late(self, stopped: set[int]) -> Child | None:
-        """Ends the ranks that are overdue; the first that did not stop by itself has failed."""
+        """Ends the ranks that are overdue; the first that did not stop on request has failed."""
         late = [child for child in self.children if child.code is None]
         names = ", ".join(str(child.rank) for child in late)
         self.tell(f"ranks {names} had to end and did not; ending them (log: {late[0].log})")
@@ -427,7 +427,7 @@ class _Attempt:
         return next((child for child in late if child.code and child.code not in stopped), None)
 
     def _end(self, children: Sequence[Child]) -> None:
-        """Asks by SIGTERM first, and does not ask those twice that do not answer."""
+        """Sends SIGTERM first, once, and kills those that still run after the grace period."""
         for child in children:
             child.send(signal.SIGTERM)
         self._wait_for_end(self.plan.grace)
@@ -462,7 +462,7 @@ class _Attempt:
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
-        """Hands signals on to the ranks, which know how to stop."""
+        """Forwards signals to the ranks, which know how to stop."""
 
         def forward(number: int, frame: object) -> None:
             self.signals.append(number)
@@ -470,8 +470,8 @@ class _Attempt:
                 child.send(number)
 
         # `nohup` has the hangup ignored, here and in the ranks.
-        taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, forward) for number in taken}
+        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, forward) for number in handled}
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """The rendezvous: every process reports to process 0 before JAX starts, or all hear who is missing.
 
 JAX ends the process when a peer does not come (`SIGABRT`, no exception, no name). So the processes
-meet here first, over a plain socket on the coordinator's port, which is free until JAX takes it.
+connect here first, over a plain socket on the coordinator's port, which is free until JAX takes it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _PAUSE_SECONDS = 0.2
 _NOTE_SECONDS = 15.0
 _HELLO_BYTES, _LINE_BYTES = 2**16, 2**24
 _STRANGERS = 64
-"""Connections besides those of the run that are listened to at a time."""
+"""Connections of other programs that are listened to at a time."""
 TOKEN = "AXON_RUN_TOKEN"
-"""The variable with what the processes of a run share, and nobody else knows."""
+"""The variable with the secret that the processes of a run share."""
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "axon_dist")
 """Two processes with different versions of one of these may compute different numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What a process says of itself.
+    """The description that a process sends of itself.
 
     Args:
         process: which it is.
@@ -99,7 +99,7 @@ def rendezvous(address: str, me: Peer, timeout: float, token: str = "") -> tuple
         address: `host:port` of process 0, which listens on the port while this runs.
         me: this process.
         timeout: seconds to wait for the last one.
-        token: what the processes of the run share, and nobody else knows; empty takes everyone in.
+        token: the secret that the processes of the run share; empty admits everyone.
 
     Returns:
         All processes, in order.
@@ -145,10 +145,10 @@ def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
                 "version everywhere"
             )
     pair = (main.process, late.process)
-    if said := difference_text(main.settings, late.settings, pair):
+    if differences := difference_text(main.settings, late.settings, pair):
         return (
-            f"{main} and {late} would compute different things: {said}; set the same everywhere, "
-            "in the environment or by jax.config.update before World.init()"
+            f"{main} and {late} would compute different things: {differences}; set the same "
+            "everywhere, in the environment or by jax.config.update before World.init()"
         )
     return None
 
@@ -179,25 +179,25 @@ def _host(address: str, me: Peer, deadline: float, timeout: float, token: str) -
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
-    """A connection to process 0: one of the run, or a stranger who knocked on the port.
+    """A connection to process 0: of a process of the run, or of another program.
 
     Args:
-        connection: never waited for.
+        connection: non-blocking.
         deadline: when it must have said who it is.
         nonce: what its proof must cover.
-        said: what came so far.
+        received: the bytes of the message so far.
         drawn: the number that the caller has drawn.
     """
 
     connection: socket.socket
     deadline: float
     nonce: str
-    said: bytearray = dataclasses.field(default_factory=bytearray)
+    received: bytearray = dataclasses.field(default_factory=bytearray)
     drawn: str = ""
 
 
 class _Listener:
-    """Listens to all connections at once: one that is silent or slow keeps nobody waiting.
+    """Listens to all connections at once: a silent or slow one delays no other.
 
     Args:
         address: `host:port` to listen on.
@@ -223,7 +223,7 @@ class _Listener:
             caller.connection.close()
 
     def arrivals(self) -> Iterator[tuple[_Connection, Peer]]:
-        """The processes that have said who they are within a moment."""
+        """The processes that have identified themselves since the last call; waits a moment."""
         for key, _ in self._selector.select(_PAUSE_SECONDS):
             if key.data is None:
                 self._accept()
@@ -251,15 +251,15 @@ class _Listener:
                 self._drop(caller)
 
     def _hear(self, caller: _Connection) -> Peer | None:
-        """Takes in what a caller says; the process it is, once it has said all."""
+        """Reads from a caller; returns its description once it is complete, else None."""
         try:
             chunk = caller.connection.recv(_HELLO_BYTES)
-            caller.said += chunk
+            caller.received += chunk
             if b"\n" not in chunk:
-                if not chunk or len(caller.said) > _HELLO_BYTES:
+                if not chunk or len(caller.received) > _HELLO_BYTES:
                     raise ConnectionError("it hung up, or says too much")
                 return None
-            message = json.loads(caller.said)
+            message = json.loads(caller.received)
             fields, nonce = message["peer"], str(message["nonce"])
             proof = _proof(self.token, "peer", caller.nonce, nonce, fields)
             if not hmac.compare_digest(proof.encode(), str(message["proof"]).encode()):
@@ -284,7 +284,7 @@ class _Listener:
 
 
 def listen(address: str) -> socket.socket:
-    """Listens where processes look for process 0, and nowhere else where that can be.
+    """Listens at the coordinator's address, and only there where possible.
 
     Raises:
         LaunchError: when the port is taken.
@@ -306,13 +306,13 @@ def listen(address: str) -> socket.socket:
 def _answer(
     waiting: Sequence[_Connection], mistake: str | None, present: Sequence[Peer], token: str
 ) -> None:
-    said = {"mistake": mistake, "present": [dataclasses.asdict(peer) for peer in present]}
+    answer = {"mistake": mistake, "present": [dataclasses.asdict(peer) for peer in present]}
     for caller in waiting:
         caller.connection.settimeout(_HELLO_SECONDS)
         with contextlib.suppress(OSError):
             _send(
                 caller.connection,
-                {"said": said, "proof": _proof(token, "answer", caller.drawn, said)},
+                {"said": answer, "proof": _proof(token, "answer", caller.drawn, answer)},
             )
 
 
@@ -362,9 +362,9 @@ def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
     return answer["said"]
 
 
-def _proof(token: str, *said: Any) -> str:
-    """What only those who know the token can say of a message."""
-    text = json.dumps(said, sort_keys=True).encode()
+def _proof(token: str, *parts: Any) -> str:
+    """The HMAC of a message, which only those who know the token can compute."""
+    text = json.dumps(parts, sort_keys=True).encode()
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
@@ -373,7 +373,7 @@ def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket, deadline: float) -> JsonDict:
-    """One line, which must be there in time as a whole and not a byte now and then."""
+    """One line, which must arrive as a whole before the deadline."""
     line = bytearray()
     while not line.endswith(b"\n"):
         connection.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -400,7 +400,7 @@ def _missing_text(missing: Sequence[int], count: int, timeout: float, refused: i
 
 
 class _Note:
-    """Says what takes so long, now and then."""
+    """Prints now and then what is being waited for."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _NOTE_SECONDS

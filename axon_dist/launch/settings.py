@@ -1,4 +1,4 @@
-"""What the user of a process has set that changes its program or its numbers, as plain text.
+"""The settings of a process that change its program or its numbers, as plain text.
 
 All processes of a run compile one program each, which must be the same one: where two differ, a
 collective hangs, or gloo and NCCL abort without a word about the cause.
@@ -60,17 +60,17 @@ def read_settings(env: Mapping[str, str], jax_flags: Mapping[str, object]) -> di
         >>> read_settings(env, {"jax_enable_x64": True, "jax_log_compiles": True})
         {'jax_enable_x64': 'True', 'XLA_FLAGS --xla_cpu_enable_fast_math': 'true'}
     """
-    found = {name: _said(jax_flags[name]) for name in JAX_FLAGS if name in jax_flags}
+    settings = {name: _said(jax_flags[name]) for name in JAX_FLAGS if name in jax_flags}
     for variable in FLAG_LISTS:
         for flag, value in _split_flags(env.get(variable, "")).items():
             if not _OF_ONE_PROCESS.search(flag):
-                found[f"{variable} {flag}"] = value
-    found |= {name: env[name] for name in VARIABLES if name in env}
-    return {name: _shortened(value) for name, value in found.items()}
+                settings[f"{variable} {flag}"] = value
+    settings |= {name: env[name] for name in VARIABLES if name in env}
+    return {name: _shortened(value) for name, value in settings.items()}
 
 
 def compare_settings(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the settings that two processes do not have alike.
+    """The names of the settings in which two processes differ.
 
     Example:
         >>> compare_settings({"a": "1", "b": "2"}, {"a": "1", "c": "3"})
@@ -80,7 +80,7 @@ def compare_settings(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[
 
 
 def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tuple[int, int]) -> str:
-    """Says which settings two processes do not have alike, empty where there are none.
+    """Says in which settings two processes differ; empty where in none.
 
     Args:
         one: the settings of the first.
@@ -93,20 +93,20 @@ def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tupl
     """
 
     def state(settings: Mapping[str, str], name: str, process: int) -> str:
-        # Another process may say anything: its values reach a terminal as ASCII, and not whole.
+        # Another process may send anything: its values are printed as ASCII, and cut.
         value = f"{settings[name]!a:.300}" if name in settings else "not set"
         return f"{value} in process {process}"
 
-    said = [
+    texts = [
         f"{ascii(name)[1:-1]:.120} is {state(one, name, pair[0])} and {state(other, name, pair[1])}"
         for name in compare_settings(one, other)
     ]
-    more = [f"{len(said) - _SHOWN} more differ"] if len(said) > _SHOWN else []
-    return ", ".join(said[:_SHOWN] + more)
+    more = [f"{len(texts) - _SHOWN} more differ"] if len(texts) > _SHOWN else []
+    return ", ".join(texts[:_SHOWN] + more)
 
 
 def _split_flags(text: str) -> dict[str, str]:
-    """Flags and values; the last one of a name holds, and XLA reads a file named in their place."""
+    """Flags and values; the last of a name counts, and a lone path names a file of flags."""
     if text.strip() and not text.strip().startswith("-"):
         path = Path(text.strip())
         is_there = kind_at(path) == "a file" and os.access(path, os.R_OK)
@@ -124,7 +124,7 @@ def _said(value: object) -> str:
 
 
 def _shortened(value: str) -> str:
-    """A long value as its beginning and a checksum: the line that a process may say is bounded."""
+    """A long value as its beginning and a checksum: the line that a process sends is bounded."""
     if len(value) <= _LONGEST:
         return value
     digest = hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]

@@ -50,7 +50,7 @@ class KeyValueStore(Protocol):
 class Silences:
     """How long each of several signals has not changed.
 
-    It counts ticks of its own instead of looking at a clock: a process that was stopped, or got no
+    It counts its own ticks instead of reading a clock: a process that was stopped, or got no
     processor, does not blame the others for it.
 
     Args:
@@ -85,7 +85,7 @@ class Silences:
 
 
 class Watchdog:
-    """Watches over the processes of a run from two threads of each.
+    """Watches over the processes of a run with two threads in each.
 
     Args:
         me: which process this is.
@@ -112,7 +112,7 @@ class Watchdog:
             threading.Thread(target=run, name=f"axon-watchdog{run.__name__}", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the watch, before JAX takes the store away."""
+        """Ends the watch, before JAX closes the store."""
         self._stopped.set()
 
     def wait_for_verdict(self) -> None:
@@ -130,7 +130,7 @@ class Watchdog:
                 self.store.set(f"{_HEARTBEATS}{self.me}", str(count))
                 self._listen(count)
             except Exception:
-                # The store is gone: JAX says so itself, and ends the process.
+                # The store is gone: JAX reports that itself, and ends the process.
                 return
 
     def _listen(self, count: int) -> None:
@@ -175,10 +175,10 @@ class Watchdog:
 
 
 def post_failure(store: KeyValueStore, process: int, reason: str) -> None:
-    """Lets the others know why this process ends."""
+    """Tells the other processes why this one ends."""
     store.set(f"{_FAILURES}{process}", reason)
     if process == 0:
-        # Nobody else judges.
+        # Only process 0 posts verdicts.
         post_verdict(store, f"process 0 failed: {reason}")
 
 
@@ -197,7 +197,7 @@ def _by_process(items: Mapping[str, str]) -> dict[int, str]:
 
 
 def _main_stack() -> str:
-    """Where the main thread is: what it waits for."""
+    """The stack of the main thread, which shows what it waits for."""
     frames: Mapping[int, Any] = sys._current_frames()
     frame = frames.get(threading.main_thread().ident or 0)
     if frame is None:

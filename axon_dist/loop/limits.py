@@ -28,7 +28,7 @@ INTERRUPTIONS = frozenset({*(number.name for number in _SIGNALS), _ANOTHER})
 
 
 class StopRequest:
-    """Whether somebody asked this process to stop, and who."""
+    """Whether this process was asked to stop, and by what."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -49,7 +49,7 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
     process that ignores SIGHUP, as under `nohup`, goes on ignoring it.
 
     A step that has begun holds donated buffers: an exception in the middle of it would leave no
-    state to save. So the signal only leaves a note, which the loop reads between steps.
+    state to save. So the signal only sets a flag, which the loop reads between steps.
 
     `jax.distributed.initialize` takes SIGTERM for its own preemption notice, so entering this
     context puts ours in its place for as long as it lasts.
@@ -115,7 +115,7 @@ class StopConsensus:
         self._asked: collections.deque[Array] = collections.deque()
 
     def __call__(self, wanted: bool) -> bool:
-        """Asks for this step, and tells whether to stop now.
+        """Asks for this step, and returns whether to stop now.
 
         Args:
             wanted: whether this process wants to stop.
@@ -141,7 +141,7 @@ class StopConsensus:
 
 
 class Stops:
-    """Tells a loop when to stop: because of a signal, or of what the run has come to.
+    """Says when a loop has to stop: after a signal, or by the metrics of the run.
 
     Args:
         consensus: among the processes.
@@ -159,7 +159,7 @@ class Stops:
 
     @property
     def reason(self) -> str:
-        """Who asked."""
+        """What asked: a signal, `should_stop`, or another process."""
         return self._request.reason or _ANOTHER
 
     def between_steps(self, latest: Mapping[str, float]) -> bool:
@@ -173,13 +173,13 @@ class Stops:
         return self.meanwhile()
 
     def meanwhile(self) -> bool:
-        """The same within something longer that happens between two steps."""
+        """The same question during a longer operation between two steps, such as a validation."""
         return self._consensus(bool(self._request))
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """How long a loop runs and how often it tells.
+    """How long a loop runs and how often it reports.
 
     Args:
         num_steps: the step to stop at, counted from the first of the state.

@@ -29,7 +29,7 @@ from ..step import TrainStep
 _T = TypeVar("_T")
 
 LAG = 2
-"""So many results stay on the devices, so that neither they nor the host wait for each other."""
+"""How many results stay on the devices, so that neither they nor the host wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +112,12 @@ def model_flops_utilization(
 ) -> float:
     """The share of the peak that the model's own arithmetic reaches: an estimate, not a reading.
 
-    `(6 N + A) tokens / (t peak)`: a token costs every parameter that it meets a multiply-add
+    `(6 N + A) tokens / (t peak)`: a token costs each active parameter a multiply-add
     forward and two backward (arXiv:2001.08361, arXiv:2204.02311). Recomputation is not counted, and
     embedding tables are, though looking up a row computes nothing.
 
     Args:
-        num_params: N, the parameters that a token meets: of a mixture, those of its own experts.
+        num_params: N, the active parameters of a token: in a mixture, those of its experts.
         tokens_per_second: through all devices.
         peak_flops: FLOP/s of one device at best, for the dtype in use.
         num_devices: how many devices share the work.
@@ -141,8 +141,8 @@ def utilization_of(
 
     Args:
         step: whose model and devices are meant. Modules say by `idle_share` which share of their
-            parameters a token does not meet, and models by `attention_flops(length)` what it costs
-            beside them, as `Experts` and `Transformer` do.
+            parameters is inactive for a token, and models by `attention_flops(length)` what a token
+            costs beside them, as `Experts` and `Transformer` do.
         peak_flops: FLOP/s of one device at best.
         length: tokens of a sequence; None leaves attention out.
     """
@@ -150,7 +150,7 @@ def utilization_of(
         return None
     model = step.parts.abstract
     # A frozen parameter has no gradient of its own: a third less to compute.
-    count = _met(model, step.parts.params) + 2 / 3 * _met(model, step.parts.frozen)
+    count = _num_active(model, step.parts.params) + 2 / 3 * _num_active(model, step.parts.frozen)
     attention = getattr(model, "attention_flops", None)
     return functools.partial(
         model_flops_utilization,
@@ -161,8 +161,8 @@ def utilization_of(
     )
 
 
-def _met(model: nnx.Module, params: PyTree) -> float:
-    """How many of some parameters a token meets."""
+def _num_active(model: nnx.Module, params: PyTree) -> float:
+    """How many of some parameters are active for a token."""
     idle = {
         "/".join(map(str, (*keys, name))): share
         for keys, module in nnx.iter_graph(model)
@@ -198,7 +198,7 @@ class StepProfile:
     def __init__(self, at: int, steps: int, directory: str | Path | None):
         self._steps = range(at, at + steps) if at and directory is not None else range(0)
         self._count, self._is_asked = steps, False
-        self._told: list[Callable[[str], None]] = []
+        self._listeners: list[Callable[[str], None]] = []
         self._directory = None if directory is None else str(directory)
         self._is_on = False
 
@@ -209,7 +209,7 @@ class StepProfile:
         Args:
             tell: takes a sentence when a trace begins or has ended.
         """
-        self._told = [tell]
+        self._listeners = [tell]
         if threading.current_thread() is not threading.main_thread() or self._directory is None:
             yield
             return
@@ -250,11 +250,11 @@ class StepProfile:
     def close(self) -> None:
         """Ends a trace that is still recorded, because the run ends before it."""
         if self._is_on:
-            told = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
+            message = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
             self._is_on, self._steps = False, range(0)
             jax.profiler.stop_trace()
-            for tell in self._told:
-                tell(told)
+            for tell in self._listeners:
+                tell(message)
 
 
 class MetricSums:

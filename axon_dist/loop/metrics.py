@@ -34,7 +34,7 @@ class MetricWriter(Protocol):
 
 
 class JsonlWriter:
-    """One JSON object a line, readable while the run goes on.
+    """One JSON object a line, readable during the run.
 
     A number that JSON cannot hold (a loss that became infinite or NaN) is written as a text.
 
@@ -103,7 +103,7 @@ class TensorBoardWriter:
 
 
 class _RunWriter:
-    """Logs to the run of a tracker that speaks as wandb does."""
+    """Logs to the run of a tracker with the interface of wandb."""
 
     _run: Any
 
@@ -180,8 +180,8 @@ class MlflowWriter:
     ):
         mlflow = require("mlflow", "loggers", "the logger 'mlflow'")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(experiment)
-        known = found.experiment_id if found else self._client.create_experiment(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
+        known = existing.experiment_id if existing else self._client.create_experiment(experiment)
         self._run = self._client.create_run(known, run_name=name).info.run_id
         for key, value in flatten_dict(dict(config or {}), sep=".").items():
             self._client.log_param(self._run, key, str(value)[:500])
@@ -217,7 +217,7 @@ def plot_losses(
         train: training loss by step.
         validation: validation loss by step, few points.
         unit: of the loss, such as `nats/byte`.
-        title: stands above the axes.
+        title: above the axes.
         metrics: of each further metric its training and validation curve, a panel for each.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: on a terminal a bar, in a log plain lines."""
+"""What a run shows while it trains: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from axon_dist.core.words import byte_size, clock_time, duration, si
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where a run stands; what is not known yet is None.
+    """The state of a run; what is not known yet is None.
 
     Args:
         step: steps taken.
@@ -65,11 +65,11 @@ class Progress(Protocol):
         """Takes the newest status; called once per step, so it must cost next to nothing."""
 
     def note(self, text: str) -> None:
-        """Tells a sentence that stays."""
+        """Shows a sentence that stays."""
 
 
 class SilentProgress(Progress):
-    """Tells nothing."""
+    """Shows nothing."""
 
 
 class PlainProgress(Progress):
@@ -78,7 +78,7 @@ class PlainProgress(Progress):
     Args:
         write: takes a line.
         every: seconds between two status lines.
-        clock: tells the seconds; a test may put its own.
+        clock: returns the seconds; a test may pass its own.
 
     Example:
         >>> with PlainProgress(print) as progress:
@@ -92,7 +92,7 @@ class PlainProgress(Progress):
         every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._write, self._every, self._clock = write, every, clock
+        self._write, self._interval, self._clock = write, every, clock
         self._last: Status | None = None
         self._written: Status | None = None
         self._next_time = clock()
@@ -115,7 +115,7 @@ class PlainProgress(Progress):
         if self._clock() >= self._next_time or _validation(status) != _validation(self._written):
             self._write(status_line(status))
             self._written = status
-            self._next_time = self._clock() + self._every
+            self._next_time = self._clock() + self._interval
 
     def note(self, text: str) -> None:
         """Writes the sentence."""
@@ -150,7 +150,7 @@ def status_parts(status: Status) -> list[str]:
 
 
 class LiveProgress(Progress):
-    """Redraws two lines at the foot of a terminal, from a thread of its own.
+    """Redraws two lines at the bottom of a terminal, in a thread.
 
     Args:
         console: of a terminal whose cursor can be moved.
@@ -174,7 +174,7 @@ class LiveProgress(Progress):
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Turns a spinner, and leaves a line that says how long it turned."""
+        """Shows a spinner, and leaves a line with how long it took."""
         self._phase = phase = text, time.monotonic()
         try:
             yield

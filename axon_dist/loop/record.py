@@ -1,4 +1,4 @@
-"""What is known of a run so far: metrics, their history, where the seconds go, and the result."""
+"""The record of a run: metrics, their history, where the seconds go, and the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TimeSheet:
     """Adds up seconds by what they were spent on.
 
     Args:
-        clock: tells the seconds; a test may put its own.
+        clock: returns the seconds; a test may pass its own.
 
     Example:
         >>> ticks = iter([0.0, 1.0, 4.0, 10.0])
@@ -71,12 +71,12 @@ class TimeSheet:
         """Every second since the beginning, each in one kind.
 
         Args:
-            train_seconds: from step to step, all told; what is not data or lost in it is `step`.
+            train_seconds: the sum from step to step; what is not `data` or `lost` of it is `step`.
         """
         named = (INITIALIZE, COMPILE, DATA, VALIDATE, SAVE, LOST)
-        found = {kind: self[kind] for kind in named}
-        found[STEP] = max(train_seconds - self[DATA] - self[LOST], 0.0)
-        return {**found, OTHER: max(self.elapsed - sum(found.values()), 0.0)}
+        seconds = {kind: self[kind] for kind in named}
+        seconds[STEP] = max(train_seconds - self[DATA] - self[LOST], 0.0)
+        return {**seconds, OTHER: max(self.elapsed - sum(seconds.values()), 0.0)}
 
 
 TRAIN, VALIDATION = "train", "validation"
@@ -90,7 +90,7 @@ _SKIPPED = f"{TRAIN}/skipped_steps"
 
 
 class Record:
-    """Takes metrics as device scalars, fetches them when told to, averages and passes them on.
+    """Takes metrics as device scalars, fetches them later, averages them and writes them.
 
     The clock runs from `start_clock` to `stop_clock`, and stands while something is done `aside`,
     so that compiling, validating and saving are not counted as training.
@@ -104,7 +104,7 @@ class Record:
         utilization: from items per second to the share of the hardware's peak, if that is known.
         skips: whether steps that were not finite are counted and left out; else the first of them
             is `lost`, and nothing after it is taken.
-        tell: takes the number of steps taken whenever something got done.
+        tell: called with the number of steps taken, as a sign of life for the watchdog.
         history: the records that writers took before the first step of this run, `step` beside
             their metrics: what the curves begin with.
         facts: from the number of steps taken, and of those that changed the state, to what more
@@ -129,11 +129,11 @@ class Record:
         self.options, self.writers, self.progress = options, writers, progress
         self.device_bytes, self.utilization, self.skips = device_bytes, utilization, skips
         self._facts, self.sheet, self._tell = facts, sheet, tell
-        self.step_seconds, self._told = array.array("d"), (0.0, 0.0, 0.0, 0)
+        self.step_seconds, self._reported = array.array("d"), (0.0, 0.0, 0.0, 0)
         self.lost: NonfiniteLoss | None = None
         self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
         self._skipped: list[str] = []
-        self.first_step = self.taken = self.step = first_step
+        self.first_step = self.dispatched = self.step = first_step
         self.rollbacks = 0
         self._curves = [point for row in history for point in _points(row)]
         self.latest: dict[str, float] = {}
@@ -179,13 +179,13 @@ class Record:
 
     def add(self, metrics: Mapping[str, Array]) -> None:
         """Takes the metrics of the next step, which may still be running."""
-        self.taken += 1
+        self.dispatched += 1
         self.sign()
-        self._pending.append((self.taken, metrics))
+        self._pending.append((self.dispatched, metrics))
 
     def sign(self) -> None:
-        """Tells that the run goes on."""
-        self._tell(self.taken)
+        """Gives a sign of life to the watchdog."""
+        self._tell(self.dispatched)
 
     def settle(self, keep: int = 0) -> None:
         """Fetches all but the newest metrics; waits for the steps they come from.
@@ -220,8 +220,8 @@ class Record:
 
     def metric_curves(self) -> dict[str, tuple[Curve, Curve]]:
         """Training and validation curve of every metric that was validated, but for the loss."""
-        found = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
-        names = sorted(found - {"loss"})
+        metrics = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
+        names = sorted(metrics - {"loss"})
 
         def curve(kind, name):
             return tuple(self._curve(kind, name))
@@ -250,12 +250,12 @@ class Record:
         ]
 
     def go_back(self, step: int) -> None:
-        """Forgets what came after a step, because the run goes on from there."""
+        """Drops the records after a step, from which the run continues."""
         self._pending.clear()
         self._window.clear()
         if self._recent:
             self.sheet.add(LOST, statistics.fmean(self._recent) * (self.step - step))
-        self.first_step = self.taken = self.step = step
+        self.first_step = self.dispatched = self.step = step
         self.lost, self.rollbacks = None, self.rollbacks + 1
         self._curves = [point for point in self._curves if point[1] <= step]
         self.start_clock()
@@ -313,8 +313,8 @@ class Record:
 
     def _shares(self) -> dict[str, float]:
         """Where the time since the last record went, and that of the whole run so far."""
-        before, count = self._told, len(self.step_seconds)
-        self._told = now = self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count
+        before, count = self._reported, len(self.step_seconds)
+        self._reported = now = self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count
         train, data, devices = (now[index] - before[index] for index in range(3))
         shares = {"time/unix": time.time(), "time/elapsed_seconds": self.sheet.elapsed}
         if train <= 0:
@@ -342,7 +342,7 @@ class Record:
         return bool(skipped)
 
     def status(self) -> Status:
-        """Where the run stands."""
+        """The status of the run after its last fetched step."""
         speed, item = self._speed(), self.options.item
         seconds = speed.get("time/step_seconds")
         left = self.options.num_steps - self.step
@@ -365,9 +365,9 @@ class Record:
 def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
     """What a record says about training and validation: kind, step and metrics."""
     for kind in (TRAIN, VALIDATION):
-        own = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
+        metrics = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
         # A number that JSON does not have was written as its name.
-        means = {name.removeprefix(f"{kind}/"): float(x) for name, x in own.items()}
+        means = {name.removeprefix(f"{kind}/"): float(x) for name, x in metrics.items()}
         means.pop("skipped_steps", None)
         if means:
             yield kind, row["step"], means

@@ -1,4 +1,4 @@
-"""`Trainer`: takes the steps of a run, validates, tells, and stops cleanly."""
+"""`Trainer`: takes the steps of a run, validates, reports, and stops cleanly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""
 
 _END_SECONDS = 30.0
-"""So much later than the others a process may come to the end of its data."""
+"""How much later than the others a process may reach the end of its data."""
 _END = object()
 """What follows the last batch; no data can hold it."""
 NONFINITE = "nonfinite"
@@ -71,12 +71,12 @@ class Trainer:
     loads and places the next batch, so that neither waits for the other, and bounds how far the
     host runs ahead.
 
-    SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with everything kept; a
-    validation under way is left without a result.
+    SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with everything saved; a
+    validation that has begun ends without a result.
 
-    A loss or gradient that is not finite does what the step was built for, its `nonfinite`. A step
-    built for nothing has changed its state by the time it is noticed: the run ends with an error,
-    and that state is not saved.
+    A loss or gradient that is not finite is handled by the `nonfinite` of the step. A step built
+    without it has changed its state by the time it is noticed: the run ends with an error, and
+    that state is not saved.
 
     Args:
         step: from `build_train_step`.
@@ -96,13 +96,13 @@ class Trainer:
             returns. It gets the last state too, however the run ends but by an error; where that
             is a step that was not finite, the state before, if it is still there. All that
             `batches` has handed out by then went into the state.
-        copy: `copy(state, number)` keeps a state where it can be had back sooner than what `save`
-            writes; must be done with the arrays when it returns.
+        copy: `copy(state, number)` keeps a state where it can be restored sooner than what
+            `save` writes; must be done with the arrays when it returns.
         give_back: takes how many of the last batches went into no state after all; called before
             the last state of a run that stops because a step was not finite is saved.
         go_back: returns the newest good state that was saved, or None if there is none; has to be
             there where the step's `nonfinite` is `"rollback"`.
-        history: what the writers took in earlier legs of the run, up to the state that it goes on
+        history: what the writers took in earlier legs of the run, up to the state that it resumes
             from: the curves of the result begin with it.
         facts: from the number of steps taken, and of those that changed the state, to what else a
             record should say, such as the learning rate; computed on the host.
@@ -166,7 +166,7 @@ class Trainer:
         """Trains until the last step, the end of the data, or a reason to stop.
 
         Args:
-            state: where to go on; None starts from `step.init()`. Its arrays are used up.
+            state: to continue from; None starts from `step.init()`. Its arrays are donated.
 
         Returns:
             The result, with the last state.
@@ -259,10 +259,10 @@ class Trainer:
             )
         needed = {"save": "save_every", "copy": "copy_every", "validation": "eval_every"}
         for name, option in needed.items():
-            every = getattr(self.options, option)
-            if every and getattr(self, name) is None:
+            steps = getattr(self.options, option)
+            if steps and getattr(self, name) is None:
                 raise ConfigError(
-                    f"the options have {option}={every} and the trainer has no {name}, so nothing "
+                    f"the options have {option}={steps} and the trainer has no {name}, so nothing "
                     f"would happen then; give it a {name} function, or leave {option} at 0"
                 )
 
@@ -280,17 +280,17 @@ class Trainer:
             raise ConfigError("there is no batch to train on; give the trainer at least one")
         return batches, first
 
-    def _end_together(self, taken: int) -> None:
+    def _end_together(self, number: int) -> None:
         """Raises where the data of this process ended, and that of the others did not.
 
         They wait for it in the next step for good, and cannot be asked.
         """
         world = self.step.world
         try:
-            agree(world, f"end of data after step {taken}", {}, _END_SECONDS)
+            agree(world, f"end of data after step {number}", {}, _END_SECONDS)
         except LaunchError:
             raise ConfigError(
-                f"the batches of process {world.process_index} ended after step {taken} of "
+                f"the batches of process {world.process_index} ended after step {number} of "
                 f"{self.options.num_steps}, and the other processes have more; give every process "
                 "equally many"
             ) from None
@@ -304,9 +304,9 @@ class Trainer:
         stops: Stops,
         profile: StepProfile,
     ) -> tuple[TrainState, str | None]:
-        """Takes all steps but the first; the last state, and why, unless somebody asked to stop."""
+        """Takes all steps but the first; the last state, and why it ended, None after a request."""
         while True:
-            if self._is_pause(record.taken):
+            if self._is_pause(record.dispatched):
                 # What is validated, saved or the result must be known to be finite.
                 record.settle()
             if record.lost is not None:
@@ -314,9 +314,9 @@ class Trainer:
                 if earlier is None:
                     return state, NONFINITE
                 state, metrics = earlier, {}
-            elif record.taken == self.options.num_steps:
+            elif record.dispatched == self.options.num_steps:
                 return state, FINISHED
-            elif self._pause_after(record.taken, state, record, stops):
+            elif self._pause_after(record.dispatched, state, record, stops):
                 return state, None
             elif self._has_lost_patience(record):
                 return state, EARLY
@@ -325,10 +325,10 @@ class Trainer:
             with record.sheet.on(DATA):
                 batch = next(batches, _END)
             if batch is _END:
-                self._end_together(record.taken)
+                self._end_together(record.dispatched)
                 return state, "out of data"
             record.sign()
-            with profile.around(record.taken + 1, record.settle):
+            with profile.around(record.dispatched + 1, record.settle):
                 state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
                 record.add(metrics)
             record.settle(keep=LAG)
@@ -336,10 +336,10 @@ class Trainer:
     def _is_pause(self, number: int) -> bool:
         options = self.options
         cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
-        return any(_is_multiple(number, every) for every in cadences)
+        return any(_is_multiple(number, cadence) for cadence in cadences)
 
     def _go_back(self, record: Record) -> TrainState | None:
-        """The state to go on from after a step that was not finite; None where the run stops."""
+        """The state to continue from after a step that was not finite; None where the run stops."""
         limit = self.options.max_rollbacks
         if self._policy is not Nonfinite.ROLLBACK or record.rollbacks == limit:
             return None
@@ -369,7 +369,7 @@ class Trainer:
     def _has_lost_patience(self, record: Record) -> bool:
         """Whether the last validations have brought nothing better; the same on every process."""
         options = self.options
-        if not options.patience or not _is_multiple(record.taken, options.eval_every):
+        if not options.patience or not _is_multiple(record.dispatched, options.eval_every):
             return False
         since = record.validations_since_best()
         if since >= options.patience:
@@ -396,7 +396,7 @@ class Trainer:
                 self.save(state, number, scores.get(number))
 
     def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
-        """Validates; false where somebody wanted to stop meanwhile, and there is no result."""
+        """Validates; false where the run is to stop meanwhile, and there is no result."""
         record.stop_clock()
         compiled = record.sheet[COMPILE]
         with record.sheet.on(VALIDATE):
@@ -411,15 +411,15 @@ class Trainer:
     def _validation_means(
         self, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
-        given, means = self.validation, {}
-        assert given is not None
-        sets = given if isinstance(given, Mapping) else {"": given}
+        validation, means = self.validation, {}
+        assert validation is not None
+        sets = validation if isinstance(validation, Mapping) else {"": validation}
         for name, make in sets.items():
             is_first = not record.validation and not means
-            found = self._means_of(make, is_first, state, record, stops)
-            if found is None:
+            set_means = self._means_of(make, is_first, state, record, stops)
+            if set_means is None:
                 return None
-            means |= {f"{name}/{metric}".lstrip("/"): mean for metric, mean in found.items()}
+            means |= {f"{name}/{metric}".lstrip("/"): mean for metric, mean in set_means.items()}
         best = self.options.best_metric.removeprefix("validation/")
         if best not in means and (self.options.patience or best != "loss"):
             hint = did_you_mean(best, means)
@@ -429,17 +429,17 @@ class Trainer:
     def _means_of(
         self, make: ValidationSet, is_first: bool, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
-        """The mean of every metric over one set; None where somebody wanted to stop meanwhile."""
+        """The mean of every metric over one set; None where the run is to stop meanwhile."""
         sums = MetricSums()
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
-            given = make()
-            BATCHES.check("a Trainer", "validation()", given)
-            batches = (record.sign() or batch for batch in given)
+            source = make()
+            BATCHES.check("a Trainer", "validation()", source)
+            batches = (record.sign() or batch for batch in source)
             averages = self.step.options.ema is not None
-            found = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
+            batch_sums = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
             with record.sheet.on(COMPILE) if is_first else nullcontext():
-                first = [*itertools.islice(found, 1)]
-            for metrics in delayed(itertools.chain(first, found), LAG):
+                first = [*itertools.islice(batch_sums, 1)]
+            for metrics in delayed(itertools.chain(first, batch_sums), LAG):
                 sums.add(metrics)
                 record.sign()
                 if stops.meanwhile():
@@ -467,21 +467,21 @@ class Trainer:
         self, lost: nonfinite.NonfiniteLoss, state: TrainState, record: Record
     ) -> NoReturn:
         """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
-        kept = ""
+        remark = ""
         if self._policy is not None:
-            kept = f"; the state is that of step {record.step}"
+            remark = f"; the state is that of step {record.step}"
             if self.give_back is not None:
-                self.give_back(record.taken - record.step)
+                self.give_back(record.dispatched - record.step)
             is_saved = record.step == record.first_step
             if not is_saved and not _is_multiple(record.step, self.options.save_every):
                 self._save(record.step, state, record)
         gone_back = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
-        raise NonfiniteError(f"{lost}{gone_back}{kept}. {_ADVICE}")
+        raise NonfiniteError(f"{lost}{gone_back}{remark}. {_ADVICE}")
 
     def _tell_signal(self, name: str) -> None:
         self.progress.note(f"{name}: stopping after this step (once more aborts)")
 
 
-def _is_multiple(number: int, every: int) -> bool:
-    """Whether it is time again; never where `every` is 0."""
-    return every > 0 and number % every == 0
+def _is_multiple(number: int, cadence: int) -> bool:
+    """Whether it is time again; never where `cadence` is 0."""
+    return cadence > 0 and number % cadence == 0

@@ -1,4 +1,4 @@
-"""Devices under named axes: the spec, the world, and the groups that talk to each other.
+"""Devices under named axes: the spec, the world, and the groups that communicate.
 
 `MeshSpec` never needs a device. `World` is the only place of the library that asks JAX about
 devices and processes. Start reading in `mesh_spec.py`, then `world.py`. `chips.py` is the table of
@@ -38,9 +38,9 @@ from .targets import prepare_environment as prepare_environment
 from .world import GROUP as GROUP
 from .world import Backend as Backend
 from .world import World as World
+from .world import abstract_world as abstract_world
 from .world import build_mesh as build_mesh
-from .world import is_on_paper as is_on_paper
-from .world import paper_world as paper_world
+from .world import is_abstract as is_abstract
 from .world import process_index as process_index
 
 explain_calls(globals())

@@ -1,9 +1,9 @@
-"""Before anything is trained: processes that were started with different things say so.
+"""Before anything is trained: processes that were started with different arguments are named.
 
 Every process of a run executes the same program on its own part of the data. One that was given
-another learning rate, other files or other first parameters would train on without a word, for
-nothing that is exchanged afterwards tells the difference. So each says what it was given, as named
-facts in the store that they share, and all compare.
+another learning rate, other files or other first parameters would train on without an error,
+for nothing that is exchanged afterwards shows the difference. So each writes its arguments, as
+named facts, to the store that they share, and all compare.
 
 While it trains, a process that lives but takes no step is named, and all end. The watchdog hears a
 heartbeat from a thread, which goes on while the main thread hangs: in a lock, in a file system that
@@ -47,7 +47,7 @@ _MOST_LINES = 8
 
 
 def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 300.0) -> None:
-    """Returns when all processes were given the same; every one of them must call it.
+    """Returns when all processes have the same facts; every one of them must call it.
 
     Args:
         world: whose processes; a single one agrees with itself.
@@ -57,8 +57,8 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
         timeout: seconds to wait for the last one.
 
     Raises:
-        LaunchError: on every process: which differ from the first in which facts, or who did not
-            come.
+        LaunchError: on every process: which differ from the first in which facts, or who did
+            not arrive.
 
     Example:
         >>> agree(World.emulate(2), "config", {"seed": 0})
@@ -75,7 +75,7 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
 
 
 def differences(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """What each process has otherwise than the first one that has it too.
+    """The facts in which each process differs from the first one that has them too.
 
     Args:
         facts: by process, facts by name.
@@ -115,7 +115,7 @@ def from_main(tree: PyTree) -> PyTree:
     """
     if jax.process_count() == 1:
         return tree
-    # Random keys do not travel; their words do.
+    # Random keys cannot be sent; their words can.
     words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     sent = multihost_utils.broadcast_one_to_all(words)
 
@@ -165,27 +165,27 @@ def _shards(array: Any) -> list[tuple[str, Any]]:
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Example: rows 0 to 3 of an array [8, 2] lie at `[0:4, 0:2]`; a whole array has no place."""
+    """Example: rows 0 to 3 of an array [8, 2] are at `[0:4, 0:2]`; a whole array has no place."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     if all(bound == (0, size) for bound, size in zip(bounds, shape, strict=True)):
         return ""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
-def _exchange(world: World, topic: str, mine: str, timeout: float = 300.0) -> dict[int, str]:
-    """What every process says about a topic for the same time as this one."""
+def _exchange(world: World, topic: str, value: str, timeout: float = 300.0) -> dict[int, str]:
+    """The value that every process has written about a topic as often as this one."""
     store, me = SharedStore(), world.process_index
     prefix = f"{_PREFIX}{topic}/{me}/"
-    # The store knows how often this process has spoken; the others must have as often.
-    turn = len(store.items(prefix))
-    store.set(f"{prefix}{turn}", mine)
+    # The store has as many values of this process as it wrote; the others must have as many.
+    count = len(store.items(prefix))
+    store.set(f"{prefix}{count}", value)
     deadline = time.monotonic() + timeout
     while True:
-        said = store.items(f"{_PREFIX}{topic}/")
+        values = store.items(f"{_PREFIX}{topic}/")
         answers = {
             int(key.split("/")[0]): text
-            for key, text in said.items()
-            if key.split("/")[1] == str(turn)
+            for key, text in values.items()
+            if key.split("/")[1] == str(count)
         }
         if len(answers) == world.num_processes:
             return answers
@@ -217,9 +217,9 @@ def rank_table(world: World) -> list[str]:
         >>> rank_table(World.emulate(4))
         ['process 0  host ...  ranks 0-3  4 x cpu']
     """
-    here = socket.gethostname()
-    alone = {world.process_index: here}
-    hosts = alone if world.num_processes == 1 else _exchange(world, "hosts", here)
+    hostname = socket.gethostname()
+    alone = {world.process_index: hostname}
+    hosts = alone if world.num_processes == 1 else _exchange(world, "hosts", hostname)
     lines = []
     for process, host in sorted(hosts.items()):
         owned = [
@@ -234,11 +234,11 @@ def rank_table(world: World) -> list[str]:
 
 
 def self_test(world: World, timeout: float) -> None:
-    """Adds up the ranks over all devices, to find out now and not in an hour whether they can talk.
+    """Adds up the ranks over all devices, to find out at the start whether they can communicate.
 
     Args:
         world: the devices; every process must call it.
-        timeout: seconds until it names the processes that did not get through, and ends this one.
+        timeout: seconds until it names the processes that did not finish, and ends this one.
 
     Raises:
         LaunchError: when the sum is wrong.
@@ -250,8 +250,8 @@ def self_test(world: World, timeout: float) -> None:
     numbers = np.arange(world.size, dtype=np.int32)
     with _deadline(world, timeout):
         placed = jax.make_array_from_callback(numbers.shape, split, lambda index: numbers[index])
-        whole = NamedSharding(world.mesh, PartitionSpec())
-        total = int(jax.jit(jnp.sum, out_shardings=whole)(placed))
+        replicated = NamedSharding(world.mesh, PartitionSpec())
+        total = int(jax.jit(jnp.sum, out_shardings=replicated)(placed))
     if total != numbers.sum():
         raise LaunchError(
             f"the self-test added up the ranks 0 to {world.size - 1} over all devices and got "
@@ -291,17 +291,17 @@ def _give_up(world: World, store: SharedStore, timeout: float) -> None:
 
 _STEPS = "axon/watch/step/"
 _MEASURED, _LEAST = 5, 300.0
-"""From so many signs on the watch follows them, and gives so many seconds at least."""
+"""The signs from which on the timeout follows their times, and its least seconds."""
 _SHORTEST, _LONGEST = 0.2, 5.0
 
 
 class StepWatch:
-    """Tells the step of this process to the others; process 0 judges.
+    """Reports the step of this process to the others; process 0 finds the one that hangs.
 
     Args:
         me: this process.
         store: what all processes share.
-        timeout: seconds in which some process has to get ahead.
+        timeout: seconds in which some process has to make progress.
         follows: whether the timeout is that of the first steps alone, and then follows the time
             that steps, validations and saves have taken.
     """
@@ -319,7 +319,7 @@ class StepWatch:
         self._step, self._signs = 0, 0
 
     def __call__(self, step: int) -> None:
-        """Takes a sign of the loop; all processes give the same signs in the same order."""
+        """Counts a sign of progress of the loop; all processes give the same signs in order."""
         now = time.monotonic()
         if self._signs:
             self._longest = max(self._longest, now - self._last)
@@ -329,7 +329,7 @@ class StepWatch:
 
     @property
     def limit(self) -> float:
-        """Seconds that the processes have now.
+        """The present timeout, in seconds.
 
         Twice as long as until the first sign, for a validation is compiled too, and 20 times as
         long as any sign took after that.
@@ -339,12 +339,12 @@ class StepWatch:
         return max(_LEAST, 2 * self._first, 20 * self._longest)
 
     def run(self) -> None:
-        """Tells and judges until it is stopped; the body of a thread."""
+        """Reports and judges until it is stopped; the body of a thread."""
         while not self._stopped.wait(self.period):
             try:
                 self._exchange()
             except Exception:
-                # The store is gone: JAX says so itself, and ends the process.
+                # The store is gone: JAX reports it, and ends the process.
                 return
 
     def stop(self) -> None:
@@ -352,22 +352,22 @@ class StepWatch:
         self._stopped.set()
 
     def _exchange(self) -> None:
-        mine = {"who": str(self.me), "step": self._step, "signs": self._signs}
-        self.store.set(f"{_STEPS}{self.me.process}", json.dumps(mine))
+        report = {"who": str(self.me), "step": self._step, "signs": self._signs}
+        self.store.set(f"{_STEPS}{self.me.process}", json.dumps(report))
         if self.me.process == 0:
-            told = {int(name): text for name, text in self.store.items(_STEPS).items()}
-            self._silences.hear(told)
+            reports = {int(name): text for name, text in self.store.items(_STEPS).items()}
+            self._silences.hear(reports)
             self._silences.tick(self.period)
             limit = self.limit
             if len(self._silences.longer_than(limit)) == self.me.num_processes:
-                post_verdict(self.store, find_culprit(told, limit))
+                post_verdict(self.store, find_culprit(reports, limit))
 
 
-def find_culprit(told: Mapping[int, str], timeout: float) -> str:
-    """Says who holds the others up, where no process has gone on for too long.
+def find_culprit(reports: Mapping[int, str], timeout: float) -> str:
+    """Names the process that hangs, where none has made progress for too long.
 
     Args:
-        told: what each process last told, as JSON.
+        reports: what each process last reported, as JSON.
         timeout: for how many seconds.
 
     Example:
@@ -375,7 +375,7 @@ def find_culprit(told: Mapping[int, str], timeout: float) -> str:
         >>> find_culprit(dict(enumerate(signs)), 60)
         'b hangs: no sign for 60 s after step 5, and the others wait for it; see where its main ...'
     """
-    rows = [json.loads(text) for text in told.values()]
+    rows = [json.loads(text) for text in reports.values()]
     least, most = (choose(row["signs"] for row in rows) for choose in (min, max))
     behind = [row for row in rows if row["signs"] == least]
     after = f"for {timeout:g} s after step {behind[0]['step']}"
@@ -392,19 +392,19 @@ def find_culprit(told: Mapping[int, str], timeout: float) -> str:
 
 @contextlib.contextmanager
 def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
-    """Watches that all processes of a world get ahead, as long as the context lasts.
+    """Watches that all processes of a world make progress, while the context lasts.
 
     `AXON_STEP_TIMEOUT` says within how many seconds; a process that compiles or saves gives no
-    sign, so it must be longer than these take. Where it is not set the watch begins with 1800 and
-    follows what steps take. Every process ends when one hangs, and each says
+    sign, so it must be longer than these take. Where it is not set the timeout begins with 1800 and
+    follows the time of steps. Every process ends when one hangs, and each prints
     where its main thread was.
 
     Args:
         world: whose processes; nothing is watched where there is only one.
 
     Yields:
-        A function that takes the number of steps taken, after every step and whenever something
-        else got done.
+        A function to call with the number of steps taken, after every step and whenever
+        something else is done.
 
     Example:
         >>> with watch_steps(World.emulate(2)) as sign:

@@ -31,29 +31,29 @@ PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_gather", "reduce_scatter
 """A collective in a loop is moved into the iteration before or after, where compute hides it."""
 
 DOUBLE_BUFFERED: Flags = MappingProxyType({"xla_gpu_enable_while_loop_double_buffering": True})
-"""What a loop gathers for its next iteration travels in its carry, where XLA copies it to have one
-buffer for all iterations; of loops that take two at a time, each has its own."""
+"""What a loop gathers for its next iteration is in its carry, where XLA copies it to have one
+buffer for all iterations; a loop that runs two at a time has a buffer for each."""
 
 SINGLE_BUFFERED: Flags = MappingProxyType(dict.fromkeys(DOUBLE_BUFFERED, False))
-"""Where no loop gathers, two iterations at a time only take memory: 2.9 GiB of 26.6 in a step of
+"""Where no loop gathers, two iterations at a time only cost memory: 2.9 GiB of 26.6 in a step of
 data parallelism over eight microbatches of 1.3 billion parameters."""
 
 IN_PARALLEL: Flags = MappingProxyType({"xla_gpu_experimental_parallel_collective_overlap_limit": 8})
-"""With one in flight, gathers that the compute between them cannot hide stand in a row where a loop
-begins, and arrays that go round a ring together wait for each other. Other gathers inside a node
-are short enough, and XLA, which takes each for as fast as if it had the wire alone, would start
+"""With one in flight, gathers that the compute between them cannot hide follow each other where a
+loop begins, and arrays that are sent around a ring at once wait for each other. Other gathers
+inside a node are short enough, and XLA, which assumes that each has the links alone, would start
 them too late. 70 billion parameters on 64 H100s wait for 63 ms with 4, 12 with 8, 18 with 16."""
 
 SCHEDULED: Flags = MappingProxyType(
     {**dict.fromkeys(IN_PARALLEL, 16), "xla_gpu_enable_latency_hiding_scheduler": True}
 )
 """Where XLA knows no rates of a GPU, as before Hopper, it starts a collective only where it ends,
-unless it is told to schedule by latencies. It then guesses when each ends, and the next starts too
-late: at 6.7 billion parameters 8 A100s wait for 84 of 957 ms with 1, 40 with 4, 4 with 16."""
+unless an option has it schedule by latencies. It then guesses when each ends, and starts the next
+too late: at 6.7 billion parameters 8 A100s wait for 84 of 957 ms with 1, 40 with 4, 4 with 16."""
 
 SUMS_NOT_PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_reduce", on=False))
-"""Where sums of gradients are all that travels, each has enough beside it where it is; moved on,
-that of the last iteration comes after the loop with nothing beside it."""
+"""Where sums of gradients are the only transfers, compute hides each where it is; moved to the next
+iteration, that of the last one comes after the loop, where nothing hides it."""
 
 NO_WINDOWS: Flags = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
 """By default a product with a gathered operand becomes, on a TPU, a loop of thousands of
@@ -82,8 +82,8 @@ SPARSE_CORE: Flags = MappingProxyType(
         # all-reduce before anything asks whether the sparse core can.
         "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": "false",
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-        # A gather over two or three closed dims of a torus is another emitter, with a switch of its
-        # own: without it the compute units run it themselves, and stand still meanwhile.
+        # A gather over two or three closed dims of a torus is another emitter, with another
+        # switch: without it the compute units run the gather themselves, and compute nothing else.
         "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
         "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
     }
@@ -108,7 +108,7 @@ class Wiring:
         num_dims: how many sizes a shape may have.
         max_last_dim: the most devices along the last one.
         full_ring: a torus axis of a multiple of it closes into a ring; 0 without a torus.
-        topology: what else `jax.experimental.topologies.get_topology_desc` has to be told.
+        topology: what else `jax.experimental.topologies.get_topology_desc` needs.
     """
 
     platform: Platform
@@ -120,7 +120,7 @@ class Wiring:
 
 
 EMULATED = Wiring("cpu", ("8",), (1,), 4096)
-"""Devices that the CPU makes up; they have no rates."""
+"""Devices that the CPU emulates; they have no rates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +152,8 @@ class Hardware:
         parallel_options: the same where several transfers are in flight at once: between nodes,
             of weights and gradients, and in rings over positions.
         capability: the compute capability of an NVIDIA GPU, such as `9.0`; "" for others.
-        like: the chip whose limits the compiler is told, where those of this one are not described;
-            "" for its own.
+        like: the chip whose limits the compiler gets, where those of this one are not described; ""
+            where they are.
 
     Raises:
         ConfigError: for a rate or size that is not positive.
@@ -212,8 +212,8 @@ class Hardware:
     ) -> CompilerOptions:  # fmt: skip
         """What a step is compiled with; `parallel` is several transfers at once, None by nodes."""
         parallel = self.num_nodes(num_devices) > 1 if parallel is None else parallel
-        own = self.options + self.parallel_options * parallel + self.no_gather_options * whole
-        return dict(own + self.sums_only_options * only_sums)
+        options = self.options + self.parallel_options * parallel + self.no_gather_options * whole
+        return dict(options + self.sums_only_options * only_sums)
 
     def num_nodes(self, num_ranks: int, stride: int = 1) -> int:
         """The nodes that a group touches whose members are `stride` devices apart."""
@@ -254,7 +254,7 @@ class Hardware:
         return self.flops * share.get(jnp.dtype(dtype).itemsize, 1.0)
 
     def wire_seconds(self, wire_bytes: int, groups: Groups) -> float:
-        """The time that a transfer takes alone on the wire, latency left out.
+        """The time that a transfer takes when it has the links alone, latency left out.
 
         Args:
             wire_bytes: bytes that each device sends.
@@ -275,7 +275,7 @@ class Hardware:
 
 
 _GB = 10**9
-# NCCL's own model, src/graph/tuning.cc, ring with the Simple protocol.
+# NCCL's model, src/graph/tuning.cc, ring with the Simple protocol.
 _NVLINK_HOP, _NETWORK_HOP = 3.4e-6, 14e-6
 _SHEET = "NVIDIA data sheet and DGX user guide"
 _DRIVER = "memory as its driver reports it (openxla/xla, xla/backends/gpu/target_config/specs)"
@@ -407,9 +407,9 @@ def relative_of(mesh: jax.sharding.Mesh) -> Hardware | None:
     compiler does with options goes by the compute capability. Its rates are those of another chip.
     """
     capability = getattr(mesh.devices.flat[0], "compute_capability", None)
-    own = machine_of(mesh)
-    if own is not None or not re.fullmatch(r"\d+\.\d+", str(capability)):
-        return own
+    exact = machine_of(mesh)
+    if exact is not None or not re.fullmatch(r"\d+\.\d+", str(capability)):
+        return exact
     older = [row for row in HARDWARE.values() if row.capability]
     older = [row for row in older if _version(row.capability) <= _version(str(capability))]
     return max(older, key=lambda row: _version(row.capability), default=None)
@@ -424,7 +424,7 @@ def unknown_chip(mesh: jax.sharding.Mesh) -> str | None:
     options = "without options of their own" if row is None else f"with the options of {row.name}"
     return (
         f"the table of chips has no row for {device.device_kind!r}: steps are compiled {options}, "
-        "and neither times nor whether memory suffices can be told"
+        "and neither times nor whether memory suffices is known"
     )
 
 
@@ -458,8 +458,8 @@ def chip_names() -> dict[str, str]:
 def option_names() -> tuple[str, ...]:
     """The names of all compiler options that are set for some chip."""
     fields = ("options", "no_gather_options", "sums_only_options", "parallel_options")
-    every = [getattr(row, field) for row in HARDWARE.values() for field in fields]
-    return tuple(sorted({name for options in every for name, _ in options}))
+    option_lists = [getattr(row, field) for row in HARDWARE.values() for field in fields]
+    return tuple(sorted({name for options in option_lists for name, _ in options}))
 
 
 MOST_DEVICES = 2**20

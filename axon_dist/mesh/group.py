@@ -39,12 +39,12 @@ _ELSEWHERE: MappingProxyType[str, str] = MappingProxyType(
 
 
 class _Group(type):
-    """Says of a name that no group has where it is."""
+    """Says where to find what other libraries have as an attribute of a group."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         public = [known for known in dir(cls) if not known.startswith("_")]
-        where = _ELSEWHERE.get(name) or did_you_mean(name, public).strip()
-        raise NoAttributeError(f"a ProcessGroup has no {name!r}; {where}")
+        hint = _ELSEWHERE.get(name) or did_you_mean(name, public).strip()
+        raise NoAttributeError(f"a ProcessGroup has no {name!r}; {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +129,9 @@ class ProcessGroup(metaclass=_Group):
             return (self.members,)
         grid = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)
         names = list(self.mesh.axis_names)
-        kept = [names.index(axis) for axis in self.axes]
-        rest = [dim for dim in range(len(names)) if dim not in kept]
-        rows = grid.transpose(rest + kept).reshape(-1, self.size)
+        dims = [names.index(axis) for axis in self.axes]
+        rest = [dim for dim in range(len(names)) if dim not in dims]
+        rows = grid.transpose(rest + dims).reshape(-1, self.size)
         return _rows(rows)
 
     def contains(self, rank: int) -> bool:
@@ -139,13 +139,13 @@ class ProcessGroup(metaclass=_Group):
         return self._group_with(rank) is not None
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The global ranks that a rank talks to, itself included."""
+        """The global ranks that a rank communicates with, itself included."""
         if (group := self._group_with(rank)) is not None:
             return group
         raise GroupError(
             f"rank {rank} is not in the group {self.ranks}; ask `contains` first"
             if 0 <= rank < self.world_size
-            else f"rank {rank} is not in a world of {self.world_size}; it must lie in "
+            else f"rank {rank} is not in a world of {self.world_size}; it must be in "
             f"0..{self.world_size - 1}"
         )
 
@@ -263,7 +263,7 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
 
 
 def source_target_pairs(attributes: str) -> Groups:
-    """Reads who sends to whom in a collective-permute.
+    """Reads the pairs of source and target of a collective-permute.
 
     Example:
         >>> source_target_pairs("channel_id=1, source_target_pairs={{0,1},{1,0}}")
@@ -281,7 +281,7 @@ def spanned_axes(groups: Groups, mesh: jax.sharding.Mesh | None) -> tuple[str, .
         mesh: the mesh that the program was compiled for.
 
     Returns:
-        The axes whose joint groups are exactly these; `()` where no device talks to another; None
+        The axes whose joint groups are exactly these; `()` where no device sends to another; None
         where no set of axes matches, or without a mesh.
     """
     if mesh is None:

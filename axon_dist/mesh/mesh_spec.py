@@ -14,14 +14,14 @@ from ..core.errors import MeshError, did_you_mean
 _COUNT = dataclasses.replace(COUNT, error=MeshError)
 
 SLOW_AXES = ("pods", "nodes")
-"""The axes that may lie over slow links; all others stay within a node, where nodes are known."""
+"""The axes that may be over slow links; all others stay within a node, where nodes are known."""
 
 AXIS_ORDER = (*SLOW_AXES, "pp", "dp", "fsdp", "cp", "ep", "tp")
-"""The axes of this library, outer to inner: the inner ones talk most and lie closest together."""
+"""The axes of this library, outer to inner: the inner ones send most and are closest together."""
 
 
 class _Located(Protocol):
-    """A device, real or of a description."""
+    """A device, or the description of one."""
 
     @property
     def process_index(self) -> int: ...
@@ -34,7 +34,7 @@ _Device = TypeVar("_Device", bound=_Located)
 class MeshSpec:
     """Named mesh axes and their sizes, outer to inner; at most one size may be -1.
 
-    The last axis is the fastest: with `dp=2,pp=2,tp=2` rank `4*dp + 2*pp + tp` sits at
+    The last axis is the fastest: with `dp=2,pp=2,tp=2` rank `4*dp + 2*pp + tp` is at
     `(dp, pp, tp)`, so the tp groups are `[0, 1], [2, 3], ...`. Axes keep the order in which they
     are given. Size -1 takes the devices that the other axes leave.
 
@@ -201,15 +201,15 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     all are of one slice, the devices of a process.
 
     Args:
-        spec: resolved axes; those of `SLOW_AXES` stand first.
+        spec: resolved axes; those of `SLOW_AXES` come first.
         devices: as many.
 
     Returns:
-        For every rank of the slow axes together its devices, those of a node side by side; all of
+        For every rank of the slow axes together its devices, those of a node consecutive; all of
         them in one list where the mesh has no slow axis, or there is one node.
 
     Raises:
-        MeshError: when a slow axis stands behind another, nodes are of unlike sizes, or the other
+        MeshError: when a slow axis comes after another, nodes are of unlike sizes, or the other
             axes cannot stay within them.
 
     Example:
@@ -225,7 +225,7 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     if list(spec.names[: len(spec.names) - len(fast)]) != [a for a in spec.names if a in SLOW_AXES]:
         raise MeshError(
             f"mesh {spec} has {slow[0]!r} behind another axis; axes over slow links come first, "
-            f"so that the others lie within: {','.join(f'{a}={spec[a]}' for a in [*slow, *fast])}"
+            f"so that the others are within: {','.join(f'{a}={spec[a]}' for a in [*slow, *fast])}"
         )
     kind, nodes = _nodes(devices)
     if len(nodes) == 1:

@@ -66,7 +66,7 @@ class Target:
         """Which axes of a TPU slice close into rings, or None where none does.
 
         A v5p slice has the wires when it is made of whole 4x4x4 cubes, a v5e or v6e slice along
-        an axis of 16. The compiler has to be told: without rings it replaces all-gathers over the
+        an axis of 16. The compiler must know: without rings it replaces all-gathers over the
         whole slice by all-reduces.
         """
         full = _wiring(self.chip).full_ring
@@ -79,7 +79,7 @@ class Target:
 
     @property
     def topology(self) -> JsonDict:
-        """What `jax.experimental.topologies.get_topology_desc` has to be told of it."""
+        """The arguments of `jax.experimental.topologies.get_topology_desc` for it."""
         sizes = "x".join(map(str, self.shape))
         if self.platform == "cuda":
             nodes, per_node = (1, *self.shape)[-2:]
@@ -144,7 +144,7 @@ def as_target(target: Target | str) -> Target:
 
 
 def target_options(target: Target | str) -> CompilerOptions:
-    """Returns what a step is compiled with for a target, unless the step is told otherwise.
+    """Returns what a step is compiled with for a target, unless the step has other options.
 
     `build_train_step` looks them up by its devices: a step that is compiled for the devices of a
     target has them already.
@@ -170,7 +170,7 @@ def _wiring(chip: str) -> Wiring:
 
 
 def compute_capability(chip: str) -> str | None:
-    """The compute capability of an NVIDIA chip, as its devices say it; None for others.
+    """The compute capability of an NVIDIA chip, as its devices report it; None for others.
 
     Args:
         chip: the name of a row of `HARDWARE`.
@@ -184,7 +184,7 @@ def compute_capability(chip: str) -> str | None:
 
 
 def _description(row: Hardware) -> str:
-    """What XLA is told of a GPU: its own limits, or those of one that is like it.
+    """The description of a GPU for XLA: its limits, or those of one that is like it.
 
     Memory, bandwidth and the name are those of the row in any case, and so is the capability.
     """
@@ -200,8 +200,8 @@ def _description(row: Hardware) -> str:
         r"memory_bandwidth: \d+": f"memory_bandwidth: {row.memory_bandwidth:.0f}",
     }
     for field, stated in fields.items():
-        text, found = re.subn(field, stated, text)
-        assert found == 1, f"{file} states {field!r} {found} times"
+        text, count = re.subn(field, stated, text)
+        assert count == 1, f"{file} states {field!r} {count} times"
     return text
 
 

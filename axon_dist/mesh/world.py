@@ -115,8 +115,8 @@ class World:
     def init(cls, axes: AxesLike = "dp=-1", devices: Sequence[Any] | None = None) -> World:
         """Arranges the devices of every process into a mesh.
 
-        Where the environment says that this process is one of several (`from_env`), they first
-        meet through `jax.distributed`; every one of them must call this.
+        Where the environment says that this process is one of several (`from_env`), they are first
+        connected by `jax.distributed`; every one of them must call this.
 
         Args:
             axes: anything `MeshSpec` reads; `"dp=-1"` puts all devices on one data axis.
@@ -136,18 +136,18 @@ class World:
         if devices is None:
             share = stated_share(os.environ)
             initialize(from_env(os.environ), Timeouts.from_env(os.environ), share)
-        chosen = list(jax.devices() if devices is None else _as_devices(devices))
-        if not chosen:
+        members = list(jax.devices() if devices is None else _as_devices(devices))
+        if not members:
             raise MeshError("got an empty list of devices; a world needs at least one")
-        spec = MeshSpec(axes).resolve(len(chosen))
-        keep_collectives_in_order(chosen)
-        return cls(build_mesh(spec, chosen), _backend_of(chosen))
+        spec = MeshSpec(axes).resolve(len(members))
+        keep_collectives_in_order(members)
+        return cls(build_mesh(spec, members), _backend_of(members))
 
     @classmethod
     def emulate(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:
-        """Makes a world of CPU devices that this process makes up.
+        """Makes a world of CPU devices that this process emulates.
 
-        Where the environment says that this process is one of several, each makes up its share.
+        Where the environment says that this process is one of several, each emulates its share.
 
         Must come before JAX starts its backend, which is the first time anything asks for a
         device or makes an array; importing is fine. It also gives XLA's thread pool room for every
@@ -175,15 +175,15 @@ class World:
             initialize(spec, Timeouts.from_env(os.environ), share)
             prepare_emulation(share)
         available = jax.devices("cpu")
-        wanted = len(available) if num_devices is None else int(num_devices)
-        if len(available) < wanted:
+        count = len(available) if num_devices is None else int(num_devices)
+        if len(available) < count:
             raise BackendStartedError(
-                f"wanted {wanted} emulated devices, but JAX has started its backend with "
-                f"{len(available)} and cannot change that. Call World.emulate({wanted}) before "
+                f"wanted {count} emulated devices, but JAX has started its backend with "
+                f"{len(available)} and cannot change that. Call World.emulate({count}) before "
                 "anything makes an array or asks for a device, or set the environment variables "
-                f"JAX_NUM_CPU_DEVICES={wanted} and NPROC={2 * wanted}"
+                f"JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}"
             )
-        return cls.init(axes, available[:wanted])
+        return cls.init(axes, available[:count])
 
     @classmethod
     def mock(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:
@@ -332,7 +332,7 @@ def _as_devices(devices: Any) -> list[Any]:
         )
     if len(set(listed)) < len(listed):
         twice = next(device for device in listed if listed.count(device) > 1)
-        raise MeshError(f"got the device {twice} more than once; every rank needs one of its own")
+        raise MeshError(f"got the device {twice} more than once; every rank needs a different one")
     return listed
 
 
@@ -346,7 +346,7 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
 
     On TPUs `jax.make_mesh` orders the devices after the wiring of the slice, dims of which are
     split only where the axes are no products of whole ones; elsewhere the order given is the order
-    of the ranks, but that slow axes, such as `nodes`, lie between nodes and the others within them
+    of the ranks, but that slow axes, such as `nodes`, are between nodes and the others within them
     (`by_links`). The axis types are always written out, for JAX's two ways to make a mesh disagree
     about the default.
 
@@ -391,8 +391,8 @@ def _backend_of(devices: Sequence[Any]) -> Backend:
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperDevice:
-    """What a trace asks of a device; nothing runs on it, and nothing is compiled for it.
+class PlaceholderDevice:
+    """A device that is not there: it says what a trace asks of one, and nothing is compiled for it.
 
     Args:
         id: its number in the mesh.
@@ -405,7 +405,7 @@ class PaperDevice:
     id: int
     platform: str
     process_index: int = 0
-    device_kind: str = "paper"
+    device_kind: str = "placeholder"
     compute_capability: str | None = None
 
     def memory_stats(self) -> None:
@@ -416,15 +416,15 @@ class PaperDevice:
         return []
 
 
-def is_on_paper(world: World) -> bool:
-    """Whether a world is one of `paper_world`, for which nothing can be lowered."""
-    return isinstance(world.mesh.devices.flat[0], PaperDevice)
+def is_abstract(world: World) -> bool:
+    """Whether a world is one of `abstract_world`: programs for it are traced and never lowered."""
+    return isinstance(world.mesh.devices.flat[0], PlaceholderDevice)
 
 
-def paper_world(
+def abstract_world(
     axes: AxesLike, num_devices: int, platform: str, compute_capability: str | None = None
 ) -> World:
-    """A world of devices that are nowhere, for which steps can be built and traced.
+    """A world of placeholder devices, for which steps can be built and traced.
 
     Args:
         axes: anything `MeshSpec` reads.
@@ -439,11 +439,11 @@ def paper_world(
         MeshError: when the axes do not multiply to the number of devices.
 
     Example:
-        >>> paper_world("dp=2,tp=4", 8, "tpu").size
+        >>> abstract_world("dp=2,tp=4", 8, "tpu").size
         8
     """
     spec = MeshSpec(axes).resolve(num_devices)
-    device = PaperDevice(0, platform, compute_capability=compute_capability)
+    device = PlaceholderDevice(0, platform, compute_capability=compute_capability)
     devices = [dataclasses.replace(device, id=number) for number in range(num_devices)]
     # Not by `build_mesh`, which asks the devices of a TPU how they are wired.
     types = (AxisType.Auto,) * len(spec.names)

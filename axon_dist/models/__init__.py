@@ -2,7 +2,7 @@
 
 No word of parallelism: strategies shard these modules from outside, by the paths of their leaves.
 Start reading in `transformer.py`; `transformer_config.py` has its named sizes, `layers.py` its
-pieces, `attention.py` the forms of attention; `generate.py` goes on with prompts. `vit.py` and
+pieces, `attention.py` the forms of attention; `generate.py` continues prompts. `vit.py` and
 `resnet.py` classify images. `formats.py` has a row for each family of decoders that hubs know,
 `weight_rules.py` says which of their tensors is which parameter, and `snapshot.py` compares a model
 with the config of a snapshot.

@@ -131,7 +131,7 @@ def capped(scores: Array, softcap: float | None) -> Array:
 
 
 def in_window(distance: Array, window: Array | int) -> Array:
-    """Whether a key is near enough: so many positions before its query, less than the window."""
+    """Whether a key is within the window: `distance` positions before its query."""
     return (distance < window) | (jnp.asarray(window) == 0)
 
 
@@ -230,8 +230,8 @@ def describe_attention(
         else cudnn_obstacle(heads_of, heads_of, heads_of, ids)
     )
     if why is not None:
-        said = " ".join(why.split()).rstrip(".")
-        return f"{plain}, for {kernel} cannot run: {said}; {_CURES[kernel]}"
+        reason = " ".join(why.split()).rstrip(".")
+        return f"{plain}, for {kernel} cannot run: {reason}; {_CURES[kernel]}"
     piece = length // num_pieces(length)
     more = f", and reads masks [B, 1, {piece}, {piece}] that are made of the segments"
     return _NAMES[kernel] + (more if kernel == "cudnn" and segments else "")

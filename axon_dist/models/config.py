@@ -33,7 +33,7 @@ ACTIVATIONS: MappingProxyType[str, Callable[[Array], Array]] = MappingProxyType(
 
 
 class Presets:
-    """The base of a dataclass of sizes that come under names, too.
+    """The base of a dataclass of sizes that has named presets.
 
     Attributes:
         presets: values of its fields, by name.
@@ -68,7 +68,7 @@ def numerics(config: Any) -> dict[str, Any]:
 
 
 def check_fields(cls: type, changes: Mapping[str, object]) -> None:
-    """Raises `ConfigError` for a change of a field that a dataclass has not."""
+    """Raises `ConfigError` for a change of a field that a dataclass lacks."""
     fields = [field.name for field in dataclasses.fields(cls)]
     for change in changes:
         if change not in fields:
@@ -108,7 +108,7 @@ def check_choice(field: str, name: str, known: Collection[str], what: str) -> No
 
 
 def check_flags(config: Any) -> None:
-    """Raises `ConfigError` unless every field that is true or false by default is either."""
+    """Raises `ConfigError` unless every field with a boolean default is a boolean."""
     for field in dataclasses.fields(config):
         if isinstance(field.default, bool):
             _FLAG.check(type(config).__name__, field.name, getattr(config, field.name))

@@ -23,11 +23,11 @@ class Balance(nnx.Variable):
 
 
 class ExpertReport(nnx.Variable):
-    """What a layer of experts has found in its last training pass: a row of `Findings`."""
+    """What a layer of experts reports of its last training pass: a row of `Findings`."""
 
 
 class Findings(NamedTuple):
-    """What layers of experts tell the loss.
+    """What layers of experts report to the loss.
 
     Args:
         balance: the balance term, unweighed.
@@ -46,8 +46,8 @@ class Experts(nnx.Module):
     """`sum over chosen e of g_e expert_e(x)`, plus the shared expert, of every token by itself.
 
     The experts are stacked: `up` and `gate` are `[E, D, F]`, `down` is `[E, F, D]`. All tokens of
-    all samples go through `mix_experts`, a function of arrays, and all that is found out about all
-    samples together through `sum_samples`; a strategy may replace both.
+    all samples go through `mix_experts`, a function of arrays, and all sums over
+    samples through `sum_samples`; a strategy may replace both.
 
     Args:
         config: sizes and numerics, `config.experts` among them.
@@ -82,7 +82,7 @@ class Experts(nnx.Module):
         self.experts: ExpertConfig = experts
         self.activation: str = config.activation
         self.dtype = config.dtype and jnp.dtype(config.dtype)
-        # Set by `eval()`: what is only looked at neither moves the bias nor reports.
+        # Set by `eval()`: evaluation neither moves the bias nor reports.
         self.deterministic: bool = False
 
     @property
@@ -92,7 +92,7 @@ class Experts(nnx.Module):
 
     @property
     def idle_share(self) -> dict[str, float]:
-        """The share of each stacked kernel that a token does not meet: `1 - k / E`."""
+        """The share of each stacked kernel that is inactive for a token: `1 - k / E`."""
         share = 1 - self.experts.per_token / self.experts.count
         return {name: share for name in self.hidden_dims if hasattr(self, name)}
 
@@ -104,21 +104,21 @@ class Experts(nnx.Module):
         x = x.astype(dtype)
         logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
         scores = jax.nn.softmax(logits, axis=-1)
-        gates, chosen = self._choose(scores)
-        mixed, dropped = self.mix_experts(x, gates, chosen, kernels)
+        gates, expert_ids = self._choose(scores)
+        mixed, dropped = self.mix_experts(x, gates, expert_ids, kernels)
         if not self.deterministic:
-            self._learn(logits, scores, chosen, dropped)
+            self._learn(logits, scores, expert_ids, dropped)
         return mixed + self.shared_mlp(x) if hasattr(self, "shared_mlp") else mixed
 
     def mix_experts(
-        self, tokens: Array, gates: Array, chosen: Array, kernels: dict[str, Array]
+        self, tokens: Array, gates: Array, expert_ids: Array, kernels: dict[str, Array]
     ) -> tuple[Array, Array]:
         """Sums what the chosen experts make of each token, weighed by their gates.
 
         Args:
             tokens: `[B, T, D]`.
             gates: float32 `[B, T, k]`.
-            chosen: int32 `[B, T, k]`, the numbers of the experts.
+            expert_ids: int32 `[B, T, k]`, the numbers of the experts.
             kernels: of all experts.
 
         Returns:
@@ -128,7 +128,7 @@ class Experts(nnx.Module):
         def rows(x):
             return x.reshape(-1, x.shape[-1])
 
-        choice = Choice(rows(chosen), rows(gates))
+        choice = Choice(rows(expert_ids), rows(gates))
         mixed = in_order(self.feed, rows(tokens), choice, kernels)
         return mixed.reshape(tokens.shape), jnp.zeros((), jnp.float32)
 
@@ -157,33 +157,33 @@ class Experts(nnx.Module):
         ranked = jax.lax.stop_gradient(scores)
         if self.experts.bias_rate:
             ranked = ranked + self.bias[...]
-        _, chosen = jax.lax.top_k(ranked, self.experts.per_token)
-        gates = jnp.take_along_axis(scores, chosen, axis=-1)
+        _, expert_ids = jax.lax.top_k(ranked, self.experts.per_token)
+        gates = jnp.take_along_axis(scores, expert_ids, axis=-1)
         if self.experts.per_token > 1 and self.experts.normalize:
             gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
-        return gates, chosen
+        return gates, expert_ids
 
-    def _learn(self, logits: Array, scores: Array, chosen: Array, dropped: Array) -> None:
-        """Leaves what the loss asks for, and moves the bias."""
+    def _learn(self, logits: Array, scores: Array, expert_ids: Array, dropped: Array) -> None:
+        """Stores the report for the loss, and moves the bias."""
         experts, count = self.experts, self.experts.count
-        is_chosen = jnp.any(chosen[..., None] == jnp.arange(count), axis=-2)
-        # Counted in whole numbers: a sum of fractions depends on who adds up what, and its
-        # difference from the mean may change its sign.
-        counts = jnp.sum(is_chosen, axis=1, dtype=jnp.int32)
-        each = chosen.shape[1] * experts.per_token
+        is_routed = jnp.any(expert_ids[..., None] == jnp.arange(count), axis=-2)
+        # Integers: a sum of fractions depends on the order of addition, and its difference
+        # from the mean may change its sign.
+        counts = jnp.sum(is_routed, axis=1, dtype=jnp.int32)
+        each = expert_ids.shape[1] * experts.per_token
         total, samples = self.sum_samples(counts)
         of_batch = total / (samples * each)
         probability = jnp.mean(scores, axis=1)
         is_of_batch = experts.balance_per == "batch"
         of_sample = jnp.sum(counts / each * probability, axis=-1, keepdims=True)
         router_z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=1, keepdims=True)
-        # Together: ranks that have some of the samples each have to ask the others.
+        # One sum for both: where ranks have different samples, it is a collective.
         asked = [probability if is_of_batch else of_sample, router_z]
         total, samples = self.sum_samples(jnp.concatenate(asked, axis=-1))
-        own, mean_z = (total / samples)[:-1], (total / samples)[-1]
-        balance = count * jnp.sum(of_batch * own if is_of_batch else own)
-        found = Findings(balance, mean_z, dropped, count * jnp.max(of_batch))
-        self.report.set_value(jnp.stack(found))
+        mean, mean_z = (total / samples)[:-1], (total / samples)[-1]
+        balance = count * jnp.sum(of_batch * mean if is_of_batch else mean)
+        findings = Findings(balance, mean_z, dropped, count * jnp.max(of_batch))
+        self.report.set_value(jnp.stack(findings))
         if experts.bias_rate:
             moved = experts.bias_rate * jnp.sign(1 / count - of_batch)
             self.bias.set_value(self.bias[...] + moved)

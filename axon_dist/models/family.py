@@ -1,4 +1,4 @@
-"""`Family`: what hubs say of a family of decoders, read as a `TransformerConfig` and written again.
+"""`Family`: the configs and weights of a family on hubs, to and from a `TransformerConfig`.
 
 Rotary pairs are (i, i + K/2) there as here, so that queries and keys need no permutation.
 """
@@ -31,7 +31,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
         "tanh": "tanh",
     }
 )
-"""What hubs call the activations that there are here; the first of two names is written."""
+"""The names of activations on hubs -> those here; the first of two names is written."""
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -120,7 +120,7 @@ LINEAR: MappingProxyType[str, str | tuple[str, ...]] = MappingProxyType(
     }
 )
 _EXPERT = rf"(?P<{EXPERT}>\d+)"
-_OWN = (r"blocks/(\d+/)?attention/window", r"blocks/(\d+/)?mlp/report")
+_UNSAVED = (r"blocks/(\d+/)?attention/window", r"blocks/(\d+/)?mlp/report")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,8 +152,8 @@ class Family:
         architecture: the class of its models there.
         parts: fields of `TransformerConfig` that are fixed in this family, over those of `_PARTS`.
         keys: fields of a `TransformerConfig` -> keys of `config.json`, beside the sizes.
-        defaults: values of keys that a config may leave out, None for no value; a key that stands
-            here is one that the family has.
+        defaults: values of keys that a config may leave out, None for no value; an optional
+            key listed here is one that the family has.
         only: keys of which a `Transformer` supports these values alone; others are refused.
         windows: `"all"` layers have one, or `"listed"` ones have; empty where none has.
         activation: the key of the activation.
@@ -203,7 +203,7 @@ class Family:
         if not config.tied_head:
             table.append(WeightRule(r"lm_head\.weight", "lm_head/kernel", _TURNED))
         ignored = (rf"{start}{names.layers}\.\d+\.{names.unused}",)
-        return WeightRules(tuple(table), ignored, copies, _OWN)
+        return WeightRules(tuple(table), ignored, copies, _UNSAVED)
 
     def _rows(self, config: TransformerConfig, layer: str) -> Iterator[tuple[Any, ...]]:
         form = self.names.form
@@ -270,7 +270,7 @@ class Family:
             parts |= {"kv_heads": config.num_heads, "key_size": config.width // config.num_heads}
         require(config, self.name, {k: v for k, v in parts.items() if k not in self.keys})
         names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
-        found = {
+        entries = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **sizes_of(config, {**self.sizes, **self.keys}),
@@ -280,15 +280,15 @@ class Family:
             **self._window_keys(config),
             **self._expert_keys(config),
             **(self.written(config) if self.written else {}),
-            # What no model here knows; a default there may lie beyond the vocabulary.
+            # No model here has these; a default there may be beyond the vocabulary.
             **dict.fromkeys(TOKEN_IDS),
             "torch_dtype": config.param_dtype,
         }
         if self._has("query_pre_attn_scalar"):
             scalar = config.score_scale**-2
             is_whole = abs(scalar - round(scalar)) < 1e-6 * scalar
-            found["query_pre_attn_scalar"] = round(scalar) if is_whole else scalar
-        return found
+            entries["query_pre_attn_scalar"] = round(scalar) if is_whole else scalar
+        return entries
 
     @property
     def _bias_keys(self) -> tuple[str, ...]:
@@ -311,64 +311,64 @@ class Family:
     def _rotation(self, data: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
         if not self._is_rotary:
             return {}
-        given = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-        local = given.get("sliding_attention") or {}
-        given = given.get("full_attention", given) or {}
-        found: dict[str, Any] = {
-            "rope_theta": float(given.get("rope_theta") or data["rope_theta"]),
-            "rope_scaling": self._scaling(given, data),
+        rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
+        local = rope.get("sliding_attention") or {}
+        rope = rope.get("full_attention", rope) or {}
+        fields: dict[str, Any] = {
+            "rope_theta": float(rope.get("rope_theta") or data["rope_theta"]),
+            "rope_scaling": self._scaling(rope, data),
         }
-        fraction = given.get("partial_rotary_factor", data.get("partial_rotary_factor")) or 1.0
+        fraction = rope.get("partial_rotary_factor", data.get("partial_rotary_factor")) or 1.0
         if fraction != 1 and not self._has("partial_rotary_factor"):
             raise self._beyond(f"partial_rotary_factor={fraction}")
-        found["rotary_fraction"] = float(fraction)
+        fields["rotary_fraction"] = float(fraction)
         theta = local.get("rope_theta") or data.get("rope_local_base_freq")
         if self._has("rope_local_base_freq") and has_windows and theta:
-            found["local_rope_theta"] = float(theta)
-        elif local and local != given:
+            fields["local_rope_theta"] = float(theta)
+        elif local and local != rope:
             raise self._beyond("rotary positions of its own in layers with a window")
-        return found
+        return fields
 
-    def _scaling(self, given: Mapping[str, Any], data: Mapping[str, Any]) -> RopeScaling | None:
-        kind = given.get("rope_type", given.get("type")) or "default"
+    def _scaling(self, rope: Mapping[str, Any], data: Mapping[str, Any]) -> RopeScaling | None:
+        kind = rope.get("rope_type", rope.get("type")) or "default"
         if kind == "default":
             return None
-        odd = [key for key in ("mscale", "mscale_all_dim") if given.get(key)]
+        odd = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)]
         more = "".join(f" with {key}" for key in odd)
-        if kind not in self.scalings or odd or not given.get("truncate", True):
+        if kind not in self.scalings or odd or not rope.get("truncate", True):
             raise self._beyond(f"rotary positions of the kind {kind!r}{more}")
         low, high = _TURNS.get(kind, ("low_freq_factor", "high_freq_factor"))
-        before = given.get("original_max_position_embeddings", data["max_position_embeddings"])
+        before = rope.get("original_max_position_embeddings", data["max_position_embeddings"])
         if kind == "linear":
-            return RopeScaling("linear", float(given["factor"]))
+            return RopeScaling("linear", float(rope["factor"]))
         return RopeScaling(
             kind,
-            float(given["factor"]),
+            float(rope["factor"]),
             int(before),
-            float(given.get(low) or 1.0),
-            float(given.get(high) or 32.0),
-            given.get("attention_factor"),
+            float(rope.get(low) or 1.0),
+            float(rope.get(high) or 32.0),
+            rope.get("attention_factor"),
         )
 
     def _rotation_keys(self, config: TransformerConfig) -> dict[str, Any]:
         if not self._is_rotary:
             return {}
-        found: dict[str, Any] = {"rope_theta": config.rope_theta}
+        entries: dict[str, Any] = {"rope_theta": config.rope_theta}
         if self._has("rope_local_base_freq"):
-            found["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
+            entries["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
         scaling = config.rope_scaling
         if scaling is None:
-            return found
+            return entries
         if scaling.kind not in self.scalings:
             require(config, self.name, {"rope_scaling": None})
-        said: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        scaled: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind != "linear":
             low, high = _TURNS[scaling.kind]
-            said |= {low: scaling.low, high: scaling.high}
-            said["original_max_position_embeddings"] = scaling.original_length
+            scaled |= {low: scaling.low, high: scaling.high}
+            scaled["original_max_position_embeddings"] = scaling.original_length
         if scaling.attention_factor is not None:
-            said["attention_factor"] = scaling.attention_factor
-        return {**found, "rope_scaling": said}
+            scaled["attention_factor"] = scaling.attention_factor
+        return {**entries, "rope_scaling": scaled}
 
     def _windows(self, data: Mapping[str, Any]) -> tuple[int, ...]:
         size = data.get("sliding_window")
@@ -377,9 +377,9 @@ class Family:
         if self.windows == "all":
             return (size,)
         kinds, count = data.get("layer_types"), min(data["num_hidden_layers"], 2**14)
-        every, first = data.get("sliding_window_pattern"), data.get("max_window_layers", 0)
+        pattern, first = data.get("sliding_window_pattern"), data.get("max_window_layers", 0)
         if kinds is None:
-            is_full = [(every and not (i + 1) % every) or i < first for i in range(count)]
+            is_full = [(pattern and not (i + 1) % pattern) or i < first for i in range(count)]
         else:
             odd = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
             if odd or len(kinds) != count:
@@ -403,17 +403,17 @@ class Family:
                 f"a Transformer with windows={config.windows} is no {self.name}, which has "
                 f"{_WINDOWS[self.windows]}; use another format, or 'native'"
             )
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         if self.windows:
-            found["sliding_window"] = max(sizes, default=None)
+            entries["sliding_window"] = max(sizes, default=None)
         if self._has("use_sliding_window"):
-            found["use_sliding_window"] = bool(sizes)
+            entries["use_sliding_window"] = bool(sizes)
         if self.windows == "listed":
             kinds = ("sliding_attention" if size else "full_attention" for size in each)
-            found["layer_types"] = list(kinds)
+            entries["layer_types"] = list(kinds)
             if self._has("max_window_layers"):
-                found["max_window_layers"] = next((i for i, w in enumerate(each) if w), len(each))
-        return found
+                entries["max_window_layers"] = next((i for i, w in enumerate(each) if w), len(each))
+        return entries
 
     def _experts(self, data: Mapping[str, Any]) -> ExpertConfig | None:
         keys = self.experts
@@ -440,14 +440,14 @@ class Family:
             )
         wanted = {"shared": 0, "bias_rate": 0.0, **({} if keys.normalize else {"normalize": True})}
         require(experts, self.name, wanted)
-        found = {
+        entries = {
             keys.count: experts.count,
             "num_experts_per_tok": experts.per_token,
             keys.width: experts.width or config.hidden_size,
             "output_router_logits": experts.balance > 0,
             "router_aux_loss_coef": experts.balance,
         }
-        return found | ({keys.normalize: experts.normalize} if keys.normalize else {})
+        return entries | ({keys.normalize: experts.normalize} if keys.normalize else {})
 
 
 _TURNS = {
@@ -471,13 +471,13 @@ def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> l
             experts are stacked, behind layers that are.
     """
     start, lead = ("blocks/", (LAYER,)) if config.scan_layers else (f"blocks/{{{LAYER}}}/", ())
-    found = []
+    rules = []
     for names, paths, form, *dim in rows:
         inside = (paths,) if isinstance(paths, str) else paths
         stack = (*lead, EXPERT) if f"(?P<{EXPERT}>" in names else lead
         inner = tuple(start + path for path in inside)
-        found.append(WeightRule(names, inner, form, dim=dim[0] if dim else 0, stack=stack))
-    return found
+        rules.append(WeightRule(names, inner, form, dim=dim[0] if dim else 0, stack=stack))
+    return rules
 
 
 def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> dict[str, Any]:

@@ -245,7 +245,7 @@ FORMATS: MappingProxyType[str, Family] = MappingProxyType(
 
 
 def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules:
-    """The table that rules given by name, or not at all, stand for.
+    """The table of rules that are given as a table, by name, or not at all.
 
     Args:
         rules: a table; a name; None for the native one.

@@ -91,8 +91,8 @@ def kept_logits(logits: Array, sampling: Sampling) -> Array:
         probabilities = jax.nn.softmax(values, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         # Nothing is before the first, whatever rounding makes of the difference.
-        is_kept = (before < top_p).at[..., 0].set(True)
-        values = jnp.where(is_kept, values, -jnp.inf)
+        is_in_nucleus = (before < top_p).at[..., 0].set(True)
+        values = jnp.where(is_in_nucleus, values, -jnp.inf)
     nothing = jnp.full_like(scaled, -jnp.inf)
     return jnp.put_along_axis(nothing, ids, values, axis=-1, inplace=False)
 
@@ -111,8 +111,8 @@ def draw(key: Array, logits: Array, sampling: Sampling) -> Array:
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    kept = kept_logits(logits, sampling)
-    return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+    filtered = kept_logits(logits, sampling)
+    return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
 
 
 _TOLERANCE = 1e-4
@@ -120,7 +120,7 @@ _TOLERANCE = 1e-4
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A model that keeps what it has seen, as `Transformer` does."""
+    """A model with a cache of earlier tokens, as `Transformer` is."""
 
     def start_cache(self, padding: Array, length: int) -> PyTree:
         """Makes an empty cache for rows with some positions of padding in front, int32 `[B]`."""
@@ -171,14 +171,14 @@ def generate(
     seed: int = 0,
     end: int | None = None,
 ) -> Generated:
-    """Goes on with prompts, token by token, as this loop does:
+    """Continues prompts token by token, as this loop does:
 
         for _ in range(num_tokens):
             prompt = prompt + [draw(model(prompt)[-1])]
 
     All of it is one compiled program: the prompts go through the model at once, and every token
     after that, in a `lax.scan`, alone, beside a cache of what came before. Parameters that are
-    split over a mesh stay where they are, and the tokens are those of one device. Dropout rests.
+    split over a mesh stay where they are, and the tokens are those of one device. Dropout is off.
 
     A model without `start_cache` and `decode` is run over the whole of its sequence for each
     token; it has to map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is tried first.
@@ -191,7 +191,7 @@ def generate(
         top_k: draw among this many of the likeliest tokens; None for all.
         top_p: draw among the fewest that together have at least this probability; None for all.
         seed: of the draws; each row has its own.
-        end: the token behind which nothing follows; None goes on to the last.
+        end: the token that ends a row; None generates `num_tokens` for all.
 
     Returns:
         The tokens that were added.
@@ -220,11 +220,11 @@ def generate(
         "num_tokens": num_tokens,
         "sampling": sampling,
         "end": end,
-        "whole": _whole(leaves),
+        "replicated": _replicated(leaves),
     }
     run = functools.partial(_compiled, **options)
     if not _is_hashable(graphdef):
-        # Compiled anew at every call, for nothing can be looked up by what has no hash.
+        # Compiled at every call: without a hash it cannot be a key of the cache.
         run = jax.jit(functools.partial(_generate, **options))
     added = np.asarray(run(leaves, tokens, padding, jax.random.key(seed)))
     is_end = np.zeros_like(added, bool) if end is None else added == end
@@ -242,7 +242,7 @@ def _generate(
     num_tokens: int,
     sampling: Sampling,
     end: int | None,
-    whole: NamedSharding | None,
+    replicated: NamedSharding | None,
 ) -> Array:
     """Tokens `[B, T]` -> those that follow, `[B, N]`."""
 
@@ -262,22 +262,22 @@ def _generate(
         token, is_over = take(logits, number, is_over)
         return (token, cache, is_over), token
 
-    # The last token is drawn and never seen.
+    # The last token is drawn, and never an input.
     room = tokens.shape[1] + num_tokens - 1
     logits, cache = decode(tokens, _decoder(graphdef, leaves).start_cache(padding, room))
     first, is_over = take(logits, 0, jnp.zeros(tokens.shape[0], bool))
     _, others = jax.lax.scan(step, (first, cache, is_over), jnp.arange(1, num_tokens))
     added = jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
-    return added if whole is None else jax.lax.with_sharding_constraint(added, whole)
+    return added if replicated is None else jax.lax.with_sharding_constraint(added, replicated)
 
 
 _compiled = jax.jit(
-    _generate, static_argnames=("graphdef", "num_tokens", "sampling", "end", "whole")
+    _generate, static_argnames=("graphdef", "num_tokens", "sampling", "end", "replicated")
 )
 
 
 def _decoder(graphdef: nnx.GraphDef, leaves: PyTree) -> Decoder:
-    """The model at rest, put together where it is called: in a loop it must not be changed."""
+    """The model in eval mode, merged where it is called: inside a loop it must not change."""
     model = nnx.merge(graphdef, leaves, copy=True)
     model.eval()
     return model if isinstance(model, Decoder) else Recomputing(model)
@@ -304,14 +304,14 @@ class Recomputing:
         self, tokens: Array, cache: tuple[Array, Array]
     ) -> tuple[Array, tuple[Array, Array]]:
         """Writes further tokens behind those so far, and runs the model on everything."""
-        kept, counts = cache
-        rows = jnp.arange(kept.shape[0])[:, None]
+        history, counts = cache
+        rows = jnp.arange(history.shape[0])[:, None]
         columns = counts[:, None] + jnp.arange(tokens.shape[1])
-        # Padding stands before column 0; out of bounds nothing is written.
-        columns = jnp.where(columns < 0, kept.shape[1], columns)
-        kept = kept.at[rows, columns].set(tokens, mode="drop")
+        # Padding is before column 0; out of bounds nothing is written.
+        columns = jnp.where(columns < 0, history.shape[1], columns)
+        history = history.at[rows, columns].set(tokens, mode="drop")
         counts = counts + tokens.shape[1]
-        return self.model(kept)[rows[:, 0], counts - 1], (kept, counts)
+        return self.model(history)[rows[:, 0], counts - 1], (history, counts)
 
 
 def _aligned(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
@@ -358,22 +358,22 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
 def _check_causal(
     model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_tokens: int
 ) -> None:
-    """Runs a model without a cache twice, other tokens behind the prompts."""
+    """Raises unless a model without a cache is causal: runs it with two texts after the prompts."""
     kind = type(model).__name__
     graphdef, leaves = nnx.split(model)
     length = tokens.shape[1] + num_tokens - 1
     behind = np.arange(length) >= (tokens.shape[1] - padding)[:, None]
-    kept = np.zeros((len(tokens), length), np.int32)
-    kept[~behind] = tokens[np.arange(tokens.shape[1]) >= padding[:, None]]
+    padded = np.zeros((len(tokens), length), np.int32)
+    padded[~behind] = tokens[np.arange(tokens.shape[1]) >= padding[:, None]]
 
     @jax.jit
     def run(leaves: PyTree, tokens: Array) -> Array:
         return _decoder(graphdef, leaves).model(tokens)  # type: ignore[attr-defined]
 
-    logits, again = (np.asarray(run(leaves, np.where(behind, x, kept))) for x in (0, 1))
-    if logits.shape[:-1] != kept.shape:
+    logits, again = (np.asarray(run(leaves, np.where(behind, x, padded))) for x in (0, 1))
+    if logits.shape[:-1] != padded.shape:
         raise UnsupportedError(
-            f"{kind} maps tokens of shape {kept.shape} to {logits.shape}, and generating needs "
+            f"{kind} maps tokens of shape {padded.shape} to {logits.shape}, and generating needs "
             "logits for every position, [B, T, V]; wrap it in a module that gives these"
         )
     seen, other = (x[~behind].astype(np.float32) for x in (logits, again))
@@ -390,8 +390,8 @@ def _check_causal(
         )
 
 
-def _whole(leaves: PyTree) -> NamedSharding | None:
-    """Where the tokens go: to every device of the mesh that the parameters are on."""
+def _replicated(leaves: PyTree) -> NamedSharding | None:
+    """The sharding of the tokens: replicated over the mesh of the parameters; None without one."""
     for leaf in jax.tree.leaves(leaves):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):

@@ -30,7 +30,7 @@ class Past:
     """Keys and values of one layer, or of several in a further dim in front.
 
     Args:
-        keys: `[B, S, N, K]`, rotated already; what lies behind the positions seen is not looked at.
+        keys: `[B, S, N, K]`, rotated already; entries after the positions seen are ignored.
         values: `[B, S, N, K]`.
     """
 
@@ -79,11 +79,11 @@ class Place:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What a whole model keeps.
+    """The cache of a whole model.
 
     Args:
         past: the `Past` of each layer.
-        place: where the next tokens stand.
+        place: the position of the next tokens.
     """
 
     past: PyTree
@@ -97,7 +97,7 @@ class Cache:
 def cached_attention(
     query: Array, past: Past, visible: Array, softcap: float | None = None
 ) -> Array:
-    """Computes `softmax(q k^T / sqrt(K) + mask) v` over everything kept, the softmax in float32.
+    """Computes `softmax(q k^T / sqrt(K) + mask) v` over cached positions, the softmax in float32.
 
     Key heads are not repeated for the query heads that share them: reading them is what a step of
     decoding costs.
@@ -208,7 +208,7 @@ class SelfAttention(nnx.Module):
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-        """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
+        """Maps further positions `[B, T, D]`, seeing the cached ones; extends the cache."""
         positions = place.positions(x.shape[1])
         query, key, value = self._projected(x, positions)
         past = past.extended(key, value, place.start)
@@ -379,7 +379,7 @@ def linear(
 
 
 def dropout_layer(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Dropout, which has random numbers of its own only where it drops anything."""
+    """Dropout, with a random stream only where its rate is above 0."""
     return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 

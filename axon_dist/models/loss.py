@@ -16,7 +16,7 @@ from axon_dist.core.weighted import Weighted
 from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
 
 AUXILIARY = "auxiliary"
-"""The method by which a model tells what its call has added to the loss, and metrics of it."""
+"""The method that returns what a model's call adds to the loss, and metrics of it."""
 
 
 LossOutput: TypeAlias = Weighted | tuple[Weighted, dict[str, Array]]
@@ -29,7 +29,7 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
     The logits of a large vocabulary never exist all at once: a model that has a method
     `before_head(tokens)` and returns from it what `linear_cross_entropy` takes besides labels and
     weights, `{"hidden": [B, T, D], "kernel": [D, V]}`, has its loss computed a chunk of positions
-    at a time. One that returns None there, or has no such method, is asked for its logits.
+    at a time. For one that returns None there, or has no such method, the logits are computed.
 
     A model that has a method `auxiliary()`, which is asked after its call, and returns from it a
     scalar and a dict of metrics, has the scalar added to the mean loss: as mixtures of experts do
@@ -40,7 +40,7 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         batch: `"tokens"`, integer `[B, T + 1]`, and optionally `"mask"`, `[B, T + 1]`, zero where a
             token is padding or prompt and must not count as a target (its first column never does);
             `"weight"`, `[B]`, by which each sample counts; and `"segments"`, integer `[B, T + 1]`,
-            the document of each token where several stand in a row, 0 for padding: the model is
+            the document of each token where a row has several, 0 for padding: the model is
             given them, and neither padding nor the first token of a document counts as a target.
 
     Returns:
@@ -164,8 +164,8 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
         )
     logits = logits.astype(jnp.float32)
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-    chosen = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    label_logits = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - label_logits
 
 
 def _check_batch(batch: object, *names: str) -> None:
@@ -182,10 +182,10 @@ def _check_batch(batch: object, *names: str) -> None:
 def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
     """The loss with what the model adds to its mean; and metrics, if the model has any."""
     method = getattr(model, AUXILIARY, None)
-    found = None if method is None else method()
-    if found is None:
+    auxiliary = None if method is None else method()
+    if auxiliary is None:
         return loss
-    more, metrics = found
+    more, metrics = auxiliary
     return Weighted(loss.total + more * loss.weight, loss.weight), metrics
 
 
@@ -218,8 +218,8 @@ def _predict(
 
 def _takes_segments(model: Callable[..., Array]) -> bool:
     call = type(model).__call__ if isinstance(model, nnx.Module) else model
-    taken = inspect.signature(call).parameters
-    return "segments" in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    parameters = inspect.signature(call).parameters
+    return "segments" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _counts(batch: Mapping[str, Array]) -> Array:

@@ -1,4 +1,4 @@
-"""Rotary positions: by which angle a pair of features turns, and how that is stretched.
+"""Rotary positions: the angles by which pairs of features turn, and their scaling.
 
 Source: Su et al., RoFormer, arXiv:2104.09864; Chen et al., arXiv:2306.15595 (linear); Peng et al.,
 YaRN, arXiv:2309.00071; Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.4 (llama3).
@@ -100,8 +100,8 @@ def _linear(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
 
 def _llama3(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
     turns = scaling.original_length * frequency / (2 * math.pi)
-    kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
-    return (1 - kept) * frequency / scaling.factor + kept * frequency
+    fast = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return (1 - fast) * frequency / scaling.factor + fast * frequency
 
 
 def _yarn(scaling: RopeScaling, frequency: Array, theta: float) -> Array:

@@ -1,4 +1,4 @@
-"""Snapshots of a hub: where one lies here, and whether a model is the one that it is of.
+"""Snapshots of a hub: their local folders, and whether a model is the one that they describe.
 
 Names and shapes of tensors say nothing of the base of rotary positions, of the number of heads, of
 what is added inside norms: weights that fit may still belong to another function.
@@ -48,7 +48,7 @@ _WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", CONFIG_FILE, ADAPTER_CONFIG)
 
 
 def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
-    """Where a repository of a hub, or what is in a bucket, lies here, fetched if need be.
+    """The local path of a hub's repository, or of a bucket's folder, downloaded where needed.
 
     Args:
         path: a path, which is returned as it is; `hf://`, which needs huggingface_hub, in whose
@@ -99,7 +99,7 @@ def configs_beside(files: Files) -> list[Path]:
 
 
 def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
-    """The sizes of a `Transformer` that takes up the weights of a hub's repository.
+    """The sizes of a `Transformer` for the weights of a hub's repository.
 
     Args:
         path: a local snapshot with a `config.json`, or that file; or `hf://org/name`.
@@ -142,7 +142,7 @@ def format_name(path: str | Path) -> str:
 
 
 def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
-    """The format of a snapshot, its config, and where that lies."""
+    """The format of a snapshot, its config, and the path of that."""
     path = as_path(fetched(path, (CONFIG_FILE,)), "the config of a model", CheckpointError)
     file = path / CONFIG_FILE if path.is_dir() else path
     what = f"{str(file)!r} as the config of a model"
@@ -184,7 +184,7 @@ def check_snapshot(
     rules: WeightRules | str | None = None,
     differ: str | Iterable[str] = (),
 ) -> None:
-    """Compares a `Transformer` with the `config.json` that lies beside weights, where one does.
+    """Compares a `Transformer` with the `config.json` beside weights, where there is one.
 
     Args:
         files: as of `load_weights`.
@@ -222,10 +222,10 @@ def check_snapshot(
             if rules in FORMATS:
                 raise
             continue
-        found = list(_differences(model.config, theirs, differ))
-        if found:
+        diffs = list(_differences(model.config, theirs, differ))
+        if diffs:
             raise ConfigError(
-                f"the model is not the one of {str(file)!r}: {', '.join(found)}. Its weights would "
+                f"the model is not the one of {str(file)!r}: {', '.join(diffs)}. Its weights would "
                 "be those of another function: take the sizes from there, in a config by "
                 f"model: {{hub: {file.parent}}}, in Python by hub_config({str(file.parent)!r})"
                 "; or name in differ=(...) what is to differ"
@@ -242,8 +242,8 @@ def token_ids(files: Files) -> dict[str, Any]:
         CheckpointError: when it cannot be read.
         UnsupportedError: when it is of a family without a row in `FORMATS`.
     """
-    found = {key: x for file in configs_beside(files) for key, x in _read_config(file)[1].items()}
-    return {key: found[key] for key in TOKEN_IDS if key in found}
+    entries = {key: x for file in configs_beside(files) for key, x in _read_config(file)[1].items()}
+    return {key: entries[key] for key in TOKEN_IDS if key in entries}
 
 
 def _differences(
@@ -266,17 +266,17 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
         Values by field; those of experts as `experts.count`.
     """
     names = [field.name for field in dataclasses.fields(config) if field.name not in FREE]
-    found = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
+    values = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
     if config.positions == "learned":
-        del found["rope_theta"]
+        del values["rope_theta"]
     is_usual = abs(config.score_scale * config.key_size**0.5 - 1) < 1e-9
-    found["attention_scale"] = None if is_usual else config.score_scale
+    values["attention_scale"] = None if is_usual else config.score_scale
     far = config.max_length if config.local_rope_theta is None else float("inf")
     each = tuple(0 if window >= far else window for window in config.layer_windows)
-    found["windows"] = each if any(each) else ()
+    values["windows"] = each if any(each) else ()
     experts = config.experts
     for name in _OF_EXPERTS:
         value = None if experts is None else getattr(experts, name)
         is_default = name == "width" and experts is not None and value is None
-        found[f"experts.{name}"] = config.hidden_size if is_default else value
-    return found
+        values[f"experts.{name}"] = config.hidden_size if is_default else value
+    return values

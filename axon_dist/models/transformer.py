@@ -34,7 +34,7 @@ from .transformer_config import TransformerConfig
 class Block(nnx.Module):
     """One layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`.
 
-    The norms stand before, after or around both, as the config says.
+    The norms are before, after or around both, as the config says.
 
     Args:
         config: sizes and numerics.
@@ -65,7 +65,7 @@ class Block(nnx.Module):
         return self._rest(x, mixed)
 
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-        """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
+        """Maps further positions `[B, T, D]`, seeing the cached ones; extends the cache."""
         mixed, past = self.attention.decode(self._normed("attention_norm", x), past, place)
         return self._rest(x, mixed), past
 
@@ -128,7 +128,7 @@ class Transformer(nnx.Module):
         Args:
             tokens: integer `[B, T]`, T at most `config.max_length`.
             segments: integers `[B, T]` that say which tokens are of one document, where several
-                stand in a row one after another: tokens see their own document alone, and
+                follow each other in a row: tokens see their own document alone, and
                 positions begin anew in each. None for one document in each row.
 
         Returns:
@@ -158,8 +158,8 @@ class Transformer(nnx.Module):
     ) -> Array:
         """The residual stream behind the last block.
 
-        Where tokens lie in a row says nothing here but which of them attention sees: it is
-        `positions` that says where they stand.
+        The order of tokens in a row decides only which of them attention sees: their positions are
+        those of `positions`.
 
         Args:
             tokens: integers `[B, T]`.
@@ -192,14 +192,14 @@ class Transformer(nnx.Module):
         if not self.config.chunks_logits:
             return None
         layer = self.token_embedding if self.config.tied_head else self.lm_head
-        found = _plain_kernel(layer)
-        if found is None:
+        kernel = _plain_kernel(layer)
+        if kernel is None:
             return None
         x = self.final_norm(self.residual(tokens, *_places(segments)))
-        dtype = layer.dtype or jnp.promote_types(x.dtype, found.dtype)
+        dtype = layer.dtype or jnp.promote_types(x.dtype, kernel.dtype)
         return {
             "hidden": x.astype(dtype),
-            "kernel": found.astype(dtype),
+            "kernel": kernel.astype(dtype),
             "logits_dtype": self.config.logits_dtype,
         }
 
@@ -215,9 +215,9 @@ class Transformer(nnx.Module):
             return None
         blocks = [self.blocks] if self.config.scan_layers else list(self.blocks)
         rows = [block.mlp.report[...].reshape(-1, len(Findings._fields)) for block in blocks]
-        found = Findings(*jnp.concatenate(rows).T)
-        terms = experts.balance * found.balance + experts.z_loss * found.router_z
-        return jnp.sum(terms), {name: jnp.mean(x) for name, x in found._asdict().items()}
+        findings = Findings(*jnp.concatenate(rows).T)
+        terms = experts.balance * findings.balance + experts.z_loss * findings.router_z
+        return jnp.sum(terms), {name: jnp.mean(x) for name, x in findings._asdict().items()}
 
     def start_cache(self, padding: Array, length: int) -> Cache:
         """Makes an empty cache.
@@ -257,11 +257,11 @@ class Transformer(nnx.Module):
         if self.config.scan_layers:
             x, past = decode_layers(self.blocks, x, cache.past, place)
         else:
-            kept = []
+            updated = []
             for block, past in zip(self.blocks, cache.past, strict=True):
                 x, past = block.decode(x, past, place)
-                kept.append(past)
-            past = tuple(kept)
+                updated.append(past)
+            past = tuple(updated)
         return self.head(x[:, -1:])[:, 0], cache.after(past, tokens.shape[1])
 
     def embed(self, tokens: Array, positions: Array | None = None) -> Array:
@@ -352,16 +352,16 @@ def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
 
 
 def decode_layers(stacked: Block, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-    """As `scan_layers`, for the `decode` of layers that rest.
+    """As `scan_layers`, for the `decode` of layers in eval mode.
 
     Args:
         stacked: a block, its leaves with a leading dim L.
         x: further positions `[B, T, D]`.
-        past: what is kept, its arrays with a leading dim L.
+        past: the cache, its arrays with a leading dim L.
         place: which positions they are.
 
     Returns:
-        The output of the last layer, and what is kept now.
+        The output of the last layer, and the new cache.
     """
     graph, leaves = nnx.split(stacked)
 
@@ -377,7 +377,7 @@ def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
         weight, method, plain = layer.embedding, type(layer).attend, nnx.Embed.attend
     else:
         weight, method, plain = layer.kernel, type(layer).__call__, nnx.Linear.__call__
-    # A weight that says how it is to be read, as one that its layer gathers, is left to its layer.
+    # A weight with a hook for its reads, such as one that its layer gathers, is read by its layer.
     if inspect.unwrap(method) is not inspect.unwrap(plain) or any(
         callable(value) for value in weight.get_metadata().values()
     ):

@@ -28,7 +28,7 @@ class Form:
 
     Args:
         text: both sides; empty leaves arrays of any shape as they are.
-        sizes: of the dims that no shape tells.
+        sizes: of the dims that cannot be inferred from shapes.
 
     Raises:
         ConfigError: when the text cannot be read, or its sides have other names.
@@ -148,7 +148,7 @@ class Form:
 
 def _groups(side: str) -> Side:
     """Reads one side, such as `"(head size) d"`."""
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     group: list[str] | None = None
     if _TOKEN.sub("", side).strip():
         raise ConfigError(f"cannot read {side.strip()!r} in a form; write 'name (name name)'")
@@ -156,17 +156,17 @@ def _groups(side: str) -> Side:
         if token == "(" and group is None:
             group = []
         elif token == ")" and group:
-            found.append(tuple(group))
+            groups.append(tuple(group))
             group = None
         elif token in "()":
             break
         elif group is None:
-            found.append((token,))
+            groups.append((token,))
         else:
             group.append(token)
     else:
         if group is None:
-            return tuple(found)
+            return tuple(groups)
     raise ConfigError(f"the parentheses in {side.strip()!r} do not pair up around names")
 
 
@@ -189,7 +189,7 @@ class WeightRule:
             or an optional text such as `(?:model\.)?`, which is written.
         paths: of parameters, such as `"blocks/{layer}/mlp/up/kernel"`, with those groups.
         form: the dims of a tensor -> those of the parameter, such as `"out in -> in out"`.
-        sizes: of the dims in `form` that no shape tells.
+        sizes: of the dims in `form` that cannot be inferred from shapes.
         dim: the dim of the parameter along which tensors are joined, or the one along which a
             tensor, its dims as those of the parameter, is split.
         stack: a group that no path has, its values count dim 0 of the parameter; or several, which
@@ -219,8 +219,8 @@ class WeightRule:
 
     def __post_init__(self) -> None:
         for field in ("names", "paths"):
-            given = getattr(self, field)
-            object.__setattr__(self, field, (given,) if isinstance(given, str) else tuple(given))
+            value = getattr(self, field)
+            object.__setattr__(self, field, (value,) if isinstance(value, str) else tuple(value))
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -268,8 +268,8 @@ class WeightRule:
     def match(self, name: str) -> tuple[int, dict[str, str]] | None:
         """Which of its names a name is, and the values of the groups; None if it is none."""
         for number, pattern in enumerate(self.names):
-            if found := _compiled(pattern, self).fullmatch(name):
-                return number, found.groupdict()
+            if hit := _compiled(pattern, self).fullmatch(name):
+                return number, hit.groupdict()
         return None
 
     def paths_of(self, groups: Mapping[str, str]) -> tuple[Path, ...]:
@@ -284,8 +284,8 @@ class WeightRule:
             texts = [re.escape(part) for part in parts[::2]]
             places = [f"(?P<{name}>{inside.get(name, '[^/]+')})" for name in parts[1::2]]
             pattern = "".join(a + b for a, b in zip(texts, [*places, ""], strict=True))
-            if found := re.fullmatch(pattern, path):
-                return number, found.groupdict()
+            if hit := re.fullmatch(pattern, path):
+                return number, hit.groupdict()
         return None
 
     def name_of(self, number: int, groups: Mapping[str, str]) -> str:
@@ -298,7 +298,7 @@ class WeightRule:
         Raises:
             ConfigError: when the regular expression fits more than one name.
         """
-        written = _OPTIONAL.sub(lambda found: found[1], self.names[number])
+        written = _OPTIONAL.sub(lambda hit: hit[1], self.names[number])
         texts = _GROUP.split(written)[::3]
         if any(_IS_PATTERN.search(text) for text in texts):
             raise ConfigError(
@@ -351,8 +351,8 @@ NATIVE = WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),))
 """Names are the paths of the parameters, and nothing is rearranged."""
 
 
-def _compiled(pattern: str, where: object) -> re.Pattern[str]:
-    with reworded(f"{where}: {pattern!r} is no regular expression", "correct it", of=re.error):
+def _compiled(pattern: str, owner: object) -> re.Pattern[str]:
+    with reworded(f"{owner}: {pattern!r} is no regular expression", "correct it", of=re.error):
         return re.compile(pattern)
 
 
@@ -373,11 +373,11 @@ def shorten(names: Iterable[str]) -> str:
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
-    listed = [_spelled(kind, alike) for kind, alike in kinds.items()]
+    listed = [_summary(kind, alike) for kind, alike in kinds.items()]
     return first_few(listed, _MOST, more=" kinds")
 
 
-def _spelled(kind: str, names: list[str]) -> str:
+def _summary(kind: str, names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     numbers = [_NUMBER.findall(name) for name in names]

@@ -98,13 +98,13 @@ class TensorParallelAttention(nnx.Module):
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
     def _shared(self, heads: Array, num_queries: int) -> Array:
-        """Repeats key heads for the query heads that share them; a rank keeps those it needs."""
+        """Repeats key heads for the query heads that share them; of a rank, those that it needs."""
         axis = manual_axis(self.group)
         if axis is None or heads.shape[-2] < self.num_kv_heads:
             return self._by_heads(jnp.repeat(heads, num_queries // heads.shape[-2], axis=-2))
-        every = jnp.repeat(heads, self.num_heads // self.num_kv_heads, axis=-2)
+        repeated = jnp.repeat(heads, self.num_heads // self.num_kv_heads, axis=-2)
         start = jax.lax.axis_index(axis) * num_queries
-        return jax.lax.dynamic_slice_in_dim(every, start, num_queries, axis=-2)
+        return jax.lax.dynamic_slice_in_dim(repeated, start, num_queries, axis=-2)
 
     def _by_heads(self, x: Array) -> Array:
         if self.group is None or manual_axis(self.group) is not None:
@@ -116,7 +116,7 @@ class TensorParallelAttention(nnx.Module):
 def mixes(module: nnx.Module) -> bool:
     """Whether a module has a method `attend(query, key, value)`, with or without more arguments.
 
-    One of them may be `segments`, integers `[B, T]`: a position sees those of its own alone.
+    One of them may be `segments`, integers `[B, T]`: a position sees only its own segment.
     """
     return _parameters(module, "attend")[1:4] == ["query", "key", "value"]
 
@@ -124,14 +124,14 @@ def mixes(module: nnx.Module) -> bool:
 def in_any_order(module: nnx.Module) -> bool:
     """Whether a module has a method `residual(tokens, segments, positions)`.
 
-    It promises that what it gives for a token does not depend on where in the row that stands, but
-    by `positions`, and by attention: rows in another order give results in that order.
+    It promises that its result for a token does not depend on the place of the token in the row,
+    but on `positions` and attention alone: rows in another order give results in that order.
     """
     return _parameters(module, "residual")[1:] == ["tokens", "segments", "positions"]
 
 
 def _parameters(module: nnx.Module, name: str) -> list[str]:
-    """What the method of a name takes; nothing where there is none."""
+    """The parameters of a method by name; none where there is no such method."""
     method = getattr(type(module), name, None)
     return [] if method is None else list(inspect.signature(method).parameters)
 
@@ -150,14 +150,14 @@ def attended(
     Raises:
         UnsupportedError: when the call gives more than these.
     """
-    given = inspect.signature(attend).bind(module, *args, **kwargs).arguments
-    segments = given.pop("segments", None)
-    (_, *heads), more = list(given.values())[:4], list(given)[4:]
-    more = [name for name in more if given[name] is not None]
-    more += [name for name in list(given)[:4] if name in ("args", "kwargs")]
+    bound = inspect.signature(attend).bind(module, *args, **kwargs).arguments
+    segments = bound.pop("segments", None)
+    (_, *heads), more = list(bound.values())[:4], list(bound)[4:]
+    more = [name for name in more if bound[name] is not None]
+    more += [name for name in list(bound)[:4] if name in ("args", "kwargs")]
     if more or len(heads) != 3:
         raise UnsupportedError(
-            f"{type(module).__name__}.attend is called with {', '.join(list(given)[1:])}; where a "
+            f"{type(module).__name__}.attend is called with {', '.join(list(bound)[1:])}; where a "
             "strategy divides attention over devices it can take query, key, value and segments "
             "alone. Keep what else it needs in the module, such as causal=True"
         )
@@ -169,7 +169,7 @@ def check_attend(module: nnx.Module) -> None:
     """Raises where every call of a module's `attend` has to give more than three arrays.
 
     Raises:
-        UnsupportedError: naming what it asks for.
+        UnsupportedError: naming the others.
     """
     _, *rest = inspect.signature(type(module).attend).parameters.values()  # type: ignore[attr-defined]
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

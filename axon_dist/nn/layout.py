@@ -1,4 +1,4 @@
-"""Where activations lie: which mesh axes split samples, positions and features."""
+"""How activations are sharded: which mesh axes split samples, positions and features."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FREE = PartitionSpec.UNCONSTRAINED
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the activations of a step lie, as far as every layer agrees.
+    """How the activations of a step are sharded, as far as every layer agrees.
 
     Args:
         mesh: names and sizes of its axes, over all devices.
         batch: the axes that split dim 0, the samples.
         sequence: the axes that split dim 1, the positions, in every layer.
         heads: the axes that split the heads of attention.
-        vocabulary: the axis that splits the tokens that a head tells apart, where they divide.
-        may_ring: whether ranks may hand values round a ring, which stages of a pipeline may not.
+        vocabulary: the axis that splits the classes of a head, where they divide.
+        may_ring: whether ranks may pass values around a ring; stages of a pipeline may not.
     """
 
     mesh: Mesh
@@ -148,8 +148,8 @@ def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
     manual = manual_axes()
     if set(manual) >= set(mesh.axis_names):
         return x
-    here = jax.sharding.get_abstract_mesh() if manual else mesh
-    return jax.lax.with_sharding_constraint(x, NamedSharding(here, without(spec, manual)))
+    current_mesh = jax.sharding.get_abstract_mesh() if manual else mesh
+    return jax.lax.with_sharding_constraint(x, NamedSharding(current_mesh, without(spec, manual)))
 
 
 def manual_axes() -> Axes:

@@ -1,7 +1,7 @@
 """Linear layers split by columns and by rows, and the feed-forward made of them.
 
-Each layer is one program in two views. In global view (plain `jax.jit`) kernels are whole arrays
-that lie split, and the compiler adds the collectives that the pinned activations ask for. Inside a
+Each layer is one program in two views. In global view (plain `jax.jit`) kernels are global arrays
+that are sharded, and the compiler adds the collectives that the pinned activations need. Inside a
 `shard_map` over the axis the layer holds its own shard and calls the collectives itself.
 Differentiate from outside the `shard_map`.
 """
@@ -40,7 +40,7 @@ class ParallelMode(NamedChoice):
     VOCAB = "vocab"
     """The rows of a token table, or the logits of a head, are split."""
     REPLICATE = "replicate"
-    """Every rank computes the whole."""
+    """Every rank computes the whole product."""
 
 
 Initializer: TypeAlias = Callable[..., Array]
@@ -78,10 +78,10 @@ class _ParallelLinear(nnx.Module):
     ):
         check_divides(("in_features", "out_features")[split_dim], features[split_dim], group)
         fill_kernel, fill_bias = inits
-        self.kernel = nnx.Param(born(fill_kernel, rngs, features, dtypes[1], group, split_dim))
+        self.kernel = nnx.Param(filled(fill_kernel, rngs, features, dtypes[1], group, split_dim))
         bias_dim = 0 if split_dim == 1 else None
         self.bias = (
-            nnx.Param(born(fill_bias, rngs, features[1:], dtypes[1], group, bias_dim))
+            nnx.Param(filled(fill_bias, rngs, features[1:], dtypes[1], group, bias_dim))
             if use_bias
             else None
         )
@@ -301,7 +301,7 @@ def check_divides(what: str, size: int, group: ProcessGroup | None) -> None:
         )
 
 
-def born(
+def filled(
     init: Initializer,
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
@@ -309,11 +309,11 @@ def born(
     group: ProcessGroup | None,
     dim: int | None,
 ) -> Array:
-    """Fills a whole array and keeps each rank's shard of it, split along `dim`."""
-    held = math.prod(shape) * jnp.dtype(dtype).itemsize
-    if held >= ADDRESSES:  # Whoever asks XLA for such an array ends in an abort.
+    """Initializes an array whose shards are split along `dim` over the ranks of a group."""
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if size >= ADDRESSES:  # XLA aborts the process when asked for such an array.
         raise ConfigError(
-            f"a weight of shape {shape} in {jnp.dtype(dtype)} has {held:.1e} bytes, and a process "
+            f"a weight of shape {shape} in {jnp.dtype(dtype)} has {size:.1e} bytes, and a process "
             f"can address {ADDRESSES:.1e}; check the features"
         )
     if group is None:
@@ -381,7 +381,7 @@ class VocabParallelEmbedding(nnx.Module):
     ):
         check_divides("num_embeddings", num_embeddings, group)
         shape = (num_embeddings, features)
-        self.embedding = nnx.Param(born(embedding_init, rngs, shape, param_dtype, group, 0))
+        self.embedding = nnx.Param(filled(embedding_init, rngs, shape, param_dtype, group, 0))
         self.num_embeddings = num_embeddings
         self.features = features
         self.group = group
@@ -461,5 +461,5 @@ def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str |
     largest = largest if axis is None else all_max(largest, axis)
     exponentials = total(jnp.exp(logits - largest[..., None]).sum(-1))
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) + start
-    chosen = total(jnp.where(classes == labels[..., None], logits, 0.0).sum(-1))
-    return jnp.log(exponentials) + largest - chosen
+    label_logits = total(jnp.where(classes == labels[..., None], logits, 0.0).sum(-1))
+    return jnp.log(exponentials) + largest - label_logits

@@ -20,7 +20,7 @@ from ..ops.fp8 import size_of
 
 
 class LoRALinearGeneral(nnx.LinearGeneral):
-    """An `nnx.LinearGeneral`, as in attention, with an `nnx.LoRA` of its dims as one beside it.
+    """An `nnx.LinearGeneral`, as in attention, with an `nnx.LoRA` of its dims, taken as one.
 
     What `nnx.LoRALinear` is for `nnx.Linear`; `lora` makes it of a layer that exists.
     """
@@ -73,8 +73,8 @@ def lora(
         paths: regular expressions, searched for in the paths of `nnx.Linear` and
             `nnx.LinearGeneral` layers; "" finds them all.
         rngs: of `lora_a`.
-        dtype: what the adapters compute in; None takes each layer's own.
-        param_dtype: what the adapters are kept in.
+        dtype: what the adapters compute in; None takes that of each layer.
+        param_dtype: of the arrays of the adapters.
 
     Returns:
         A model like the one given.
@@ -89,8 +89,8 @@ def lora(
 
     Source: Hu et al., LoRA, arXiv:2106.09685.
     """
-    for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
-        FLOATS.or_none().check("lora", name, given)
+    for name, option in (("dtype", dtype), ("param_dtype", param_dtype)):
+        FLOATS.or_none().check("lora", name, option)
     adapted = nnx.clone(model)
     layers = dict(_layers(adapted))
     paths = (paths,) if isinstance(paths, str) else paths
@@ -146,8 +146,8 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
     plain = nnx.clone(model)
     known = {after: before for before, after in ADAPTED.items()}
     merged: set[int] = set()
-    found = list(nnx.iter_modules(plain))
-    for _, layer in found:
+    modules = list(nnx.iter_modules(plain))
+    for _, layer in modules:
         if not isinstance(layer, nnx.LoRALinear | LoRALinearGeneral) or type(layer) not in known:
             continue
         adapter, kernel = layer.lora, layer.kernel
@@ -162,7 +162,7 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         _become(layer, known[type(layer)])
     others = [
         "/".join(map(str, keys))
-        for keys, module in found
+        for keys, module in modules
         if isinstance(module, nnx.LoRA) and id(module) not in merged
     ]
     if others:

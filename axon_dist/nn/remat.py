@@ -145,9 +145,9 @@ def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Pat
         Paths.
     """
     classes = names or block_classes(model)
-    found = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
-    found.update(linen_named(model, names) if names else linen_blocks(model))
-    return frozenset("/".join(map(str, keys)) for keys in found)
+    blocks = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
+    blocks.update(linen_named(model, names) if names else linen_blocks(model))
+    return frozenset("/".join(map(str, keys)) for keys in blocks)
 
 
 def block_classes(model: nnx.Module) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def block_classes(model: nnx.Module) -> tuple[str, ...]:
     Returns:
         Class names, of elements of outermost lists that hold parameters and of outermost stacked
         modules; empty where nothing is repeated. A stacked module without a layer of Flax in it
-        cannot be told from a single one: name its class yourself.
+        looks like a single one: name its class yourself.
 
     Example:
         >>> block_classes(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.relu))
@@ -172,7 +172,7 @@ def block_classes(model: nnx.Module) -> tuple[str, ...]:
         depth = sum(isinstance(key, int) for key in keys)
         has_params = bool(jax.tree.leaves(nnx.state(module, nnx.Param)))
         is_listed = depth == 1 and isinstance(keys[-1], int) and has_params
-        # What a stacked block holds in lists of its own is a part of it.
+        # Lists within a stacked block are parts of that block.
         in_stack = any(is_inside(path, stack) for stack in stacks)
         if path in stacks or (is_listed and not in_stack):
             names.setdefault(type(module).__name__, 0)

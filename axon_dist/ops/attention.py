@@ -1,7 +1,7 @@
 """Attention of queries with some of their keys: results that are merged with those of other keys.
 
 With `o` and `l` the result and the logarithm of the weights of some keys, `l = log sum_j exp(s_j)`,
-the result of two sets of keys is `(exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))`. Backwards the
+the result of two sets of keys is `(exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))`. The
 gradients of each set follow from the `l` of all keys, and from `delta`, the sum of result times
 cotangent over features; they add up.
 
@@ -120,11 +120,11 @@ BLOCK = 512
 
 HIDDEN = -1e30
 """The score of a key of another segment. Finite, so that a block in which a query sees no key adds
-something that the first key it sees wipes out, and no difference of infinities."""
+something that the first key it sees cancels, and no difference of infinities."""
 
 
 class Keys(NamedTuple):
-    """Keys that lie together.
+    """A block of keys.
 
     Args:
         key: `[B, S, N, K]`.
@@ -138,11 +138,11 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries that lie together, and what their gradients need besides.
+    """A block of queries, and what their gradients need besides.
 
     Args:
         query: `[B, T, H, K]`, H a multiple of N.
-        segments: integers `[B, T]`, or None; a query sees the keys of its own alone.
+        segments: integers `[B, T]`, or None; a query sees the keys of its segment alone.
         cotangent: of the result with all keys, like the queries.
         log_weight: of all keys, float32 `[B, T, H]`.
         delta: the sum of result times cotangent over features, float32 `[B, T, H]`.
@@ -190,7 +190,7 @@ class BlockAttention:
     def backward(
         self, queries: Queries, keys: Keys, causal: bool = False
     ) -> tuple[Array, Array, Array]:
-        """What these add to the gradients of queries, keys and values, float32."""
+        """The parts that these keys add to the gradients of queries, keys and values, float32."""
         return self._run("backward", queries, keys, causal)
 
     def _run(self, method: str, queries: Queries, keys: Keys, causal: bool) -> Any:
@@ -307,7 +307,7 @@ class _Cudnn:
         return out.astype(jnp.float32), log_weight.swapaxes(1, 2)
 
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
-        found = cudnn_attention_gradients(
+        grads = cudnn_attention_gradients(
             queries.query,
             keys.key,
             keys.value,
@@ -317,7 +317,7 @@ class _Cudnn:
             _result(queries),
             queries.cotangent.astype(queries.query.dtype),
         )
-        return _wide(found)
+        return _wide(grads)
 
     def _bias(self, queries: Queries, keys: Keys) -> Array | None:
         if queries.segments is None or keys.segments is None:
@@ -350,8 +350,8 @@ class _Splash:
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
         kernel = self._kernel(queries, causal)
         query, key, value, *segments = self._arrays(queries, keys)
-        given = (queries.log_weight, _result(queries), queries.cotangent)
-        log_weight, out, cotangent = (x.swapaxes(1, 2) for x in given)
+        results = (queries.log_weight, _result(queries), queries.cotangent)
+        log_weight, out, cotangent = (x.swapaxes(1, 2) for x in results)
 
         def of_sample(
             query: Array, key: Array, value: Array, *rest: Array
@@ -361,8 +361,8 @@ class _Splash:
             return splash_gradients(kernel, query, key, value, ids, log_weight, out, cotangent)
 
         run = per_sample(jax.vmap(of_sample))
-        found = run(query, key, value, *segments, log_weight, out, cotangent.astype(query.dtype))
-        of_query, of_key, of_value = _wide(x.swapaxes(1, 2) for x in found)
+        grads = run(query, key, value, *segments, log_weight, out, cotangent.astype(query.dtype))
+        of_query, of_key, of_value = _wide(x.swapaxes(1, 2) for x in grads)
         return of_query * query.shape[-1] ** -0.5, of_key, of_value
 
     def _kernel(
@@ -388,8 +388,8 @@ BLOCK_KERNELS: MappingProxyType[str, _Chunked | _Cudnn | _Splash] = MappingProxy
 def _result(queries: Queries) -> Array:
     """The result of some queries, or what has the same sum of products with their cotangents.
 
-    Kernels read the result for nothing but that sum, `delta`. Where queries travel, it stays at
-    home, for `delta` is one number a head.
+    Kernels read the result for nothing but that sum, `delta`. Where queries are sent, the result is
+    not, for `delta` is one number a head.
     """
     if queries.out is not None:
         return queries.out
@@ -427,14 +427,14 @@ def _scores(
     number: Array,
     place: Array,
 ) -> Array:
-    """Scaled scores of a tile `[B, N, G, T, S]`, float32, what is not seen hidden.
+    """Scaled scores of a tile `[B, N, G, T, S]`, float32, masked.
 
     Args:
         query: `[B, N, G, T, K]`.
         key: `[B, N, S, K]`.
         mine: segments of the queries `[B, T]`, or None.
         theirs: of the keys `[B, S]`.
-        causal: whether keys behind a query are hidden.
+        causal: whether keys behind a query are masked.
         number: which tile of queries this is.
         place: which tile of keys.
     """

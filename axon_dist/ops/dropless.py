@@ -1,7 +1,7 @@
 """Tokens through experts on processors that multiply no groups of rows, and no token left out.
 
-Where groups of rows have no product of their own, `in_fitting_slots` looks how many rows the
-busiest expert got and gives every expert as many slots, of a few sizes from 17/16 to 2 times the
+Where grouped products are not supported, `in_fitting_slots` reads how many rows the busiest expert
+got and gives every expert as many slots, of a few sizes from 17/16 to 2 times the
 even share R. All experts are then one batched product: no matrix is copied, and the gradient of
 each is written once. Beyond 2 R a loop takes an expert's rows in blocks of R/8, as many as it has,
 
@@ -25,16 +25,16 @@ import jax.numpy as jnp
 
 from ..core.compat import RARE
 from ..core.typing import Array, PyTree
-from .routing import Assigned, Choice, Feed, RowSource, in_given_slots, num_experts_of
+from .routing import Assigned, Choice, Feed, RowSource, in_assigned_slots, num_experts_of
 
 LOADS = (17 / 16, 9 / 8, 6 / 5, 3 / 2, 2)
 """How many times its even share of rows an expert may have slots for."""
 
 TILE = 8
-"""Slots are a multiple of it, which tensor cores want of a dim (two bytes a number)."""
+"""Slots are a multiple of it, which tensor cores need of a dim (two bytes a number)."""
 
 LEAST, MOST = 16, 512
-"""Rows of a block: fewer are no work for matrix units, and more hide no latency better."""
+"""Rows of a block: fewer do not fill matrix units, and more hide no latency better."""
 
 
 def slot_sizes(num_tokens: int, share: float) -> list[int]:
@@ -77,8 +77,8 @@ def block_rows(share: float) -> int:
 def _varying(x: Array, *others: Array) -> Array:
     """The same values, typed inside `shard_map` to vary as others do too; compiled to nothing.
 
-    JAX adds a gradient up over the ranks where its array stops being one of all, which an array
-    given to a rule of one's own would not. A whole number times zero is known to be zero.
+    JAX sums a gradient over the ranks where a replicated array becomes a varying one; it would not
+    for an array that a custom rule takes. A whole number times zero is known to be zero.
     """
     zeros = [other.ravel()[0].astype(jnp.int32) * 0 for other in others]
     return jnp.where(sum(zeros) == 0, x, 0)
@@ -86,7 +86,7 @@ def _varying(x: Array, *others: Array) -> Array:
 
 T = TypeVar("T")
 
-_Given: TypeAlias = tuple[Array, Array, PyTree]
+_Args: TypeAlias = tuple[Array, Array, PyTree]
 """Tokens, gates and kernels."""
 
 _Mix: TypeAlias = Callable[[Array, Array, PyTree, Assigned], Array]
@@ -102,7 +102,7 @@ def in_fitting_slots(
 ) -> Array:
     """As `in_order`, in as many slots for each expert as the busiest needs.
 
-    What is kept for the backward pass are the arguments: it computes the experts again.
+    The residuals of the backward pass are the arguments: it computes the experts again.
 
     Args:
         feed: the experts, which read no arrays but these.
@@ -117,47 +117,47 @@ def in_fitting_slots(
     """
     share = choice.experts.size / num_experts
     capacities = slot_sizes(len(tokens), share)
-    found = choice.by_expert(first, num_experts_of(kernels))
+    assigned = choice.by_expert(first, num_experts_of(kernels))
     if capacities == [len(tokens)]:
-        return in_given_slots(feed, capacities[0], tokens, choice.gates, kernels, found)
+        return in_assigned_slots(feed, capacities[0], tokens, choice.gates, kernels, assigned)
     leaves, treedef = jax.tree.flatten((tokens, choice.gates, kernels))
-    others = [*leaves, found.own]
-    given = treedef.unflatten([_varying(leaf, *others) for leaf in leaves])
+    others = [*leaves, assigned.expert]
+    args = treedef.unflatten([_varying(leaf, *others) for leaf in leaves])
     usual = usual_size(capacities, share)
-    slotted = [functools.partial(in_given_slots, feed, capacity) for capacity in capacities]
+    slotted = [functools.partial(in_assigned_slots, feed, capacity) for capacity in capacities]
 
-    def pulled(run: _Mix, given: _Given, found: Assigned, cotangents: Array) -> _Given:
+    def pulled(run: _Mix, args: _Args, assigned: Assigned, cotangents: Array) -> _Args:
         def mix(tokens: Array, gates: Array, kernels: PyTree) -> Array:
-            return run(tokens, gates, kernels, found)
+            return run(tokens, gates, kernels, assigned)
 
-        return jax.vjp(mix, *given)[1](cotangents)
+        return jax.vjp(mix, *args)[1](cotangents)
 
-    def choose(found: Assigned, ways: Sequence[Callable[..., T]], *arguments: object) -> T:
-        # Behind the last size, where a loop is, if it is not enough for all tokens.
-        ways = ways[:-1] if capacities[-1] == len(tokens) else ways
-        ways = [way if at == usual else _rare(way) for at, way in enumerate(ways)]
-        number = jnp.sum(jnp.max(found.sizes) > jnp.array(capacities), dtype=jnp.int32)
-        return jax.lax.switch(number, ways, *arguments)
+    def choose(assigned: Assigned, branches: Sequence[Callable[..., T]], *arguments: object) -> T:
+        # The last branch is a loop, unless the largest size is enough for all tokens.
+        branches = branches[:-1] if capacities[-1] == len(tokens) else branches
+        branches = [branch if at == usual else _rare(branch) for at, branch in enumerate(branches)]
+        number = jnp.sum(jnp.max(assigned.sizes) > jnp.array(capacities), dtype=jnp.int32)
+        return jax.lax.switch(number, branches, *arguments)
 
     size = block_rows(share)
 
     @jax.custom_vjp
-    def run(given: _Given, found: Assigned) -> Array:
-        ways = [*slotted, functools.partial(_looped, feed, size)]
-        return choose(found, ways, *given, found)
+    def run(args: _Args, assigned: Assigned) -> Array:
+        branches = [*slotted, functools.partial(_looped, feed, size)]
+        return choose(assigned, branches, *args, assigned)
 
-    def backward(residuals: tuple[_Given, Assigned], cotangents: Array) -> tuple[_Given, None]:
-        ways = [functools.partial(pulled, way) for way in slotted]
-        ways.append(functools.partial(_pulled_loop, feed, size))
-        given, found = residuals
-        return choose(found, ways, given, found, cotangents), None
+    def backward(residuals: tuple[_Args, Assigned], cotangents: Array) -> tuple[_Args, None]:
+        branches = [functools.partial(pulled, branch) for branch in slotted]
+        branches.append(functools.partial(_pulled_loop, feed, size))
+        args, assigned = residuals
+        return choose(assigned, branches, args, assigned, cotangents), None
 
-    run.defvjp(lambda given, found: (run(given, found), (given, found)), backward)
-    return run(given, found)
+    run.defvjp(lambda args, assigned: (run(args, assigned), (args, assigned)), backward)
+    return run(args, assigned)
 
 
 def _rare(way: Callable[..., T]) -> Callable[..., T]:
-    """The same, named as what a fair choice of experts hardly ever comes to."""
+    """The same, marked as a branch that a balanced choice of experts hardly ever takes."""
 
     def run(*arguments: object) -> T:
         with jax.named_scope(RARE):
@@ -167,43 +167,43 @@ def _rare(way: Callable[..., T]) -> Callable[..., T]:
 
 
 def _looped(
-    feed: Feed, size: int, tokens: Array, gates: Array, kernels: PyTree, found: Assigned
+    feed: Feed, size: int, tokens: Array, gates: Array, kernels: PyTree, assigned: Assigned
 ) -> Array:
     """Expert by expert, and block by block of its rows."""
 
-    def turn(block: _Block, total: Array, own: PyTree) -> tuple[Array, PyTree]:
-        made = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
-        return block.add(total, made, gates.shape[1]), own
+    def step(block: _Block, total: Array, none: PyTree) -> tuple[Array, PyTree]:
+        results = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
+        return block.add(total, results, gates.shape[1]), none
 
-    zeros = _varying(jnp.zeros(tokens.shape, jnp.float32), tokens, found.own)
-    total, _ = _over_blocks(size, kernels, found, turn, zeros, lambda kernel: ())
+    zeros = _varying(jnp.zeros(tokens.shape, jnp.float32), tokens, assigned.expert)
+    total, _ = _over_blocks(size, kernels, assigned, step, zeros, lambda kernel: ())
     return total.astype(tokens.dtype)
 
 
 def _pulled_loop(
-    feed: Feed, size: int, given: _Given, found: Assigned, cotangents: Array
-) -> _Given:
+    feed: Feed, size: int, args: _Args, assigned: Assigned, cotangents: Array
+) -> _Args:
     """The gradients of `_looped` by its arrays."""
-    tokens, gates, kernels = given
+    tokens, gates, kernels = args
     wide = functools.partial(jnp.promote_types, jnp.float32)
 
-    def turn(block: _Block, sums: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+    def step(block: _Block, sums: PyTree, total: PyTree) -> tuple[PyTree, PyTree]:
         of_tokens, of_gates = sums
         kernel = jax.tree.map(lambda x: x.astype(wide(x.dtype)), block.kernel)
         rows, weights = block.rows(tokens, gates), block.gates(gates)
         pull = jax.vjp(functools.partial(_weighed, feed), rows, weights, kernel)[1]
-        found = pull(block.rows(cotangents, gates).astype(jnp.float32))
-        of_tokens = block.add(of_tokens, found[0].astype(jnp.float32), gates.shape[1])
-        return (of_tokens, block.add(of_gates, found[1], 1)), jax.tree.map(jnp.add, own, found[2])
+        grads = pull(block.rows(cotangents, gates).astype(jnp.float32))
+        of_tokens = block.add(of_tokens, grads[0].astype(jnp.float32), gates.shape[1])
+        return (of_tokens, block.add(of_gates, grads[1], 1)), jax.tree.map(jnp.add, total, grads[2])
 
     def zeros(x: Array) -> Array:
-        return _varying(jnp.zeros(x.shape, wide(x.dtype)), tokens, found.own)
+        return _varying(jnp.zeros(x.shape, wide(x.dtype)), tokens, assigned.expert)
 
     sums = zeros(tokens), zeros(gates.reshape(-1))
     begin = functools.partial(jax.tree.map, zeros)
-    (of_tokens, of_gates), own = _over_blocks(size, kernels, found, turn, sums, begin)
-    own = jax.tree.map(lambda x, like: x.astype(like.dtype), own, kernels)
-    return of_tokens.astype(tokens.dtype), of_gates.reshape(gates.shape), own
+    (of_tokens, of_gates), of_kernels = _over_blocks(size, kernels, assigned, step, sums, begin)
+    of_kernels = jax.tree.map(lambda x, like: x.astype(like.dtype), of_kernels, kernels)
+    return of_tokens.astype(tokens.dtype), of_gates.reshape(gates.shape), of_kernels
 
 
 class _Block(NamedTuple):
@@ -223,7 +223,7 @@ class _Block(NamedTuple):
 
     def add(self, total: Array, rows: Array, per_token: int) -> Array:
         """Adds what is one row for each token, or with 1 for each assignment, of an expert."""
-        # A token is at most once at an expert: told so, the compiler needs no atomics.
+        # A token is at most once at an expert: indices marked unique need no atomics.
         behind = len(total) + jnp.arange(len(self.which))
         place = jnp.where(self.is_filled, self.which // per_token, behind)
         return total.at[place].add(rows, mode="drop", unique_indices=True)
@@ -232,8 +232,8 @@ class _Block(NamedTuple):
 def _over_blocks(
     size: int,
     kernels: PyTree,
-    found: Assigned,
-    turn: Callable[[_Block, PyTree, PyTree], tuple[PyTree, PyTree]],
+    assigned: Assigned,
+    step: Callable[[_Block, PyTree, PyTree], tuple[PyTree, PyTree]],
     shared: PyTree,
     begin: Callable[[PyTree], PyTree],
 ) -> tuple[PyTree, PyTree]:
@@ -242,13 +242,13 @@ def _over_blocks(
     Args:
         size: the rows of a block.
         kernels: with a leading dim of experts.
-        found: the assignments.
-        turn: (block, carried through all, carried through those of the expert) -> both.
-        shared: what all begin with.
-        begin: what an expert begins with, by its kernels.
+        assigned: the assignments.
+        step: (block, carried through all, carried through those of the expert) -> both.
+        shared: the first value that is carried through all.
+        begin: kernels -> the first value that is carried through an expert.
 
     Returns:
-        What all leave, and of each expert what it leaves, one behind the other.
+        The value carried through all, and those of the experts, stacked.
     """
 
     def expert(shared: PyTree, one: tuple[PyTree, Array, Array]) -> tuple[PyTree, PyTree]:
@@ -256,15 +256,15 @@ def _over_blocks(
 
         def block(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
             number = carry[0] + jnp.arange(size)
-            which = found.order[jnp.where(number < count, start + number, 0)]
-            return carry[0] + size, *turn(_Block(which, number < count, kernel), *carry[1:])
+            which = assigned.order[jnp.where(number < count, start + number, 0)]
+            return carry[0] + size, *step(_Block(which, number < count, kernel), *carry[1:])
 
         carry = jax.lax.while_loop(
             lambda carry: carry[0] < count, block, (count * 0, shared, begin(kernel))
         )
         return carry[1], carry[2]
 
-    return jax.lax.scan(expert, shared, (kernels, found.starts, found.sizes))
+    return jax.lax.scan(expert, shared, (kernels, assigned.starts, assigned.sizes))
 
 
 def _weighed(feed: Feed, rows: Array, gates: Array, kernel: PyTree) -> Array:
@@ -273,7 +273,7 @@ def _weighed(feed: Feed, rows: Array, gates: Array, kernel: PyTree) -> Array:
 
 @jax.custom_vjp
 def _product(rows: Array, matrix: Array) -> Array:
-    """Rows times a matrix cast to their dtype, whose gradient stays in its own, added up in it."""
+    """Rows times a matrix cast to their dtype, whose gradient is summed in its dtype."""
     return rows @ matrix.astype(rows.dtype)
 
 

@@ -46,14 +46,14 @@ class DenseLayer(Protocol):
 
 
 class WeightGather(Protocol):
-    """How a weight that lies split becomes whole, and its gradient goes to where it belongs."""
+    """How a sharded weight is gathered, and how its gradient is reduced to the shards."""
 
     def forward(self, weight: Array) -> Array:
-        """The whole weight, in the dtype that it is given in."""
+        """The gathered weight, in the dtype of its shards."""
         ...
 
     def backward(self, gradient: Array) -> Array:
-        """The gradient of the whole weight, where its owners have it."""
+        """The shards of the gradient of the gathered weight."""
         ...
 
 
@@ -70,9 +70,9 @@ class Fp8Dot:
     Args:
         axes: the mesh axes that split the samples; where a `shard_map` has made them manual, the
             largest element is found over them.
-        gather: how weights are made whole that lie split, in global view; None for weights that
-            are whole. They are rounded as they lie, and a byte of each travels: the scale is that
-            of the whole tensor either way, so the product has the same bits.
+        gather: how sharded weights are gathered, in global view; None for weights that are not
+            sharded. Shards are rounded first, so that a byte of each element is sent: the scale is
+            that of the whole tensor either way, so the product has the same bits.
 
     Example:
         >>> x, w = jnp.full((1, 16), 3.0), jnp.full((16, 16), 0.5)
@@ -110,18 +110,18 @@ class Fp8Dot:
         Raises:
             UnsupportedError: for other dims, or a layer that asks for more.
         """
-        asked = {name: value for name, value in others.items() if value is not None}
+        more = {name: value for name, value in others.items() if value is not None}
         (left, right), (*batch,) = dimension_numbers
         count = len(left)
         trailing = tuple(range(lhs.ndim - count, lhs.ndim))
-        if asked or any(batch) or (tuple(left), tuple(right)) != (trailing, tuple(range(count))):
+        if more or any(batch) or (tuple(left), tuple(right)) != (trailing, tuple(range(count))):
             raise UnsupportedError(
-                f"a product with dimension_numbers={dimension_numbers} and {asked} is none of last "
+                f"a product with dimension_numbers={dimension_numbers} and {more} is none of last "
                 "with first dims, which is what fp8 can compute; leave the layer out by "
                 "MixedPrecision.fp8(skip=...)"
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
-        # A scale is found over all samples, and what each sample gives is its own but for rounding.
+        # A scale is of all samples, and the result of each depends on others by rounding alone.
         run = per_sample(lambda x, w: _product(self, count, dtype, x, w))
         return run(lhs, rhs)
 
@@ -221,12 +221,12 @@ def _rounded_weight(w: Array, gather: WeightGather | None) -> Rounded:
     (values,) = _rounding().bind(w, scale)
     if gather is not None:
         # As plain bytes: compilers widen what they gather to a dtype that their devices have.
-        whole = gather.forward(jax.lax.bitcast_convert_type(values, jnp.uint8))
-        (values,) = _reading().bind(whole)
+        gathered = gather.forward(jax.lax.bitcast_convert_type(values, jnp.uint8))
+        (values,) = _reading().bind(gathered)
     return Rounded(values, scale)
 
 
-# Equations, so that a rematerialisation policy can say of them that the weight is not kept.
+# Equations, so that a rematerialisation policy can say that the weight is not saved.
 @functools.cache
 def _rounding() -> Primitive:
     return new_operation(WEIGHT, lambda w, scale: (values_of(w, scale, FORWARD),))
@@ -251,12 +251,12 @@ def _dot(
 
 def _manual(axes: Sequence[str]) -> tuple[str, ...]:
     current = jax.sharding.get_abstract_mesh()
-    found = () if current.empty else current.manual_axes
-    return tuple(axis for axis in axes if axis in found)
+    manual = () if current.empty else current.manual_axes
+    return tuple(axis for axis in axes if axis in manual)
 
 
 GatherOf: TypeAlias = Callable[[nnx.Variable], WeightGather | None]
-"""The Variable of a kernel -> how the product that reads it makes it whole, or None."""
+"""The Variable of a kernel -> how the product that reads it gathers it, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Fp8Layers:
     Args:
         dot: the product.
         paths: of the layers.
-        gathers: whether their products make whole the weights that lie split.
+        gathers: whether their products gather the weights that are sharded.
     """
 
     dot: Fp8Dot
@@ -278,7 +278,7 @@ class Fp8Layers:
 
         Args:
             model: the model.
-            gather_of: gives for the Variable of a kernel how the product makes it whole, or None.
+            gather_of: the Variable of a kernel -> how the product gathers it, or None.
         """
         for layer in self.layers(model):
             dot = dataclasses.replace(self.dot, gather=gather_of(layer.kernel))
@@ -314,31 +314,31 @@ def fp8_layers(model: nnx.Module, skip: Sequence[str] = ()) -> frozenset[Path]:
         frozenset({'layers/0'})
     """
     reasons = fp8_reasons(model, skip)
-    found = frozenset(path for path, reason in reasons.items() if not reason)
-    if not found:
+    layers = frozenset(path for path, reason in reasons.items() if not reason)
+    if not layers:
         listed = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:4])
         raise UnsupportedError(
             f"precision='fp8' finds no dense layer to compute in fp8 ({listed or 'none at all'}). "
             "It takes nnx.Linear, nnx.LinearGeneral and layers that split over tensor ranks, in "
             "modules that the model keeps in lists or stacks by nnx.vmap; use precision='bf16'"
         )
-    return found
+    return layers
 
 
 def is_dense(module: object) -> TypeGuard[DenseLayer]:
-    """Whether a module multiplies by a kernel, and may be told how."""
+    """Whether a module multiplies by a kernel with a product that can be replaced."""
     return hasattr(module, "dot_general") and hasattr(module, "kernel")
 
 
 def fp8_reasons(model: nnx.Module, skip: Sequence[str] = ()) -> dict[Path, str]:
     """Why each dense layer of a model does not compute in fp8; "" for those that do."""
     stacks = tuple(stacks_of(model))
-    found: dict[Path, str] = {}
+    reasons: dict[Path, str] = {}
     for keys, module in nnx.iter_modules(model):
         if is_dense(module):
             path = "/".join(map(str, keys))
-            found[path] = _reason(path, module, stacks, skip)
-    return found
+            reasons[path] = _reason(path, module, stacks, skip)
+    return reasons
 
 
 def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequence[str]) -> str:
@@ -348,8 +348,8 @@ def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequenc
         return "is to be skipped"
     if not (is_stacked or is_numbered):
         return "is in no block"
-    own = layer.dot_general not in (None, jax.lax.dot_general)
-    if own or getattr(layer, "dot_general_cls", None) is not None:
+    is_custom = layer.dot_general not in (None, jax.lax.dot_general)
+    if is_custom or getattr(layer, "dot_general_cls", None) is not None:
         return "has a dot_general of its own"
     rows, columns = _sizes(layer)
     if getattr(layer, "batch_axis", None) or rows is None:

@@ -1,4 +1,4 @@
-"""Weights kept in eight bits: whole numbers, and a scale for each channel of outputs."""
+"""Weights in eight bits: integers, and a scale for each channel of outputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NUMBERS, SCALE = "int8", "scale"
 """The keys under which a nested dict has the two, in place of the weight."""
 
 SMALLEST_GROUP = 16
-"""How many weights share a scale at least; of fewer the scales would take the memory saved."""
+"""How many weights share a scale at least; scales of fewer would need the memory saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8Form:
-    """How one weight is kept in eight bits.
+    """How one weight is stored in eight bits.
 
     Args:
         shape: of the weight.
@@ -41,8 +41,8 @@ class Int8Form:
     @property
     def scale(self) -> Shape:
         """The shape of the scales."""
-        one = self.dim % len(self.shape)
-        return tuple(1 if dim == one else size for dim, size in enumerate(self.shape))
+        group_dim = self.dim % len(self.shape)
+        return tuple(1 if dim == group_dim else size for dim, size in enumerate(self.shape))
 
     def narrow(self, weight: Array) -> dict[str, Array]:
         """`scale = bfloat16(max |w| / 127)`, and `int8 = round(w / scale)` within ±127.
@@ -60,14 +60,14 @@ class Int8Form:
         return {NUMBERS: numbers.astype(jnp.int8), SCALE: scale}
 
     def widen(self, numbers: Array, scale: Array, dtype: DTypeLike | None = None) -> Array:
-        """`int8 * scale`, in the weight's own dtype, or then cast to another.
+        """`int8 * scale`, in the dtype of the weight, or then cast to another.
 
         The product of eight bits and the eight of a bfloat16 is exact in float32, however a
         compiler orders things.
         """
-        own = jnp.dtype(self.dtype)
-        dtype = own if dtype is None else jnp.dtype(dtype)
-        return _operation().bind(numbers, scale, own=own, dtype=dtype)[0]
+        stored = jnp.dtype(self.dtype)
+        dtype = stored if dtype is None else jnp.dtype(dtype)
+        return _operation().bind(numbers, scale, stored=stored, dtype=dtype)[0]
 
 
 @jax.tree_util.register_dataclass
@@ -90,9 +90,9 @@ class Int8:
 
 
 def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
-    """How a weight is kept in eight bits, or None for one that is not.
+    """How a weight is stored in eight bits, or None for one that is not.
 
-    Weights that share a scale lie along the largest dim but the last: of a kernel `[in, out]` each
+    Weights along the largest dim but the last share a scale: of a kernel `[in, out]` each
     column has one, of experts `[experts, in, out]` each column of each, of attention `[in, heads,
     size]` each output. A row of an embedding has one.
 
@@ -111,12 +111,12 @@ def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
         >>> int8_form("norm/scale", jax.ShapeDtypeStruct((64,), "float32"))
     """
     shape, name = tuple(leaf.shape), path.rpartition("/")[2]
-    own = shape[stacked:]
-    if len(own) < 2 or name in ("bias", "scale") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    sizes = shape[stacked:]
+    if len(sizes) < 2 or name in ("bias", "scale") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None
-    dims = [-1] if name == "embedding" else range(-len(own), -1)
-    dim = max(dims, key=lambda d: (own[d], d))
-    return Int8Form(shape, leaf.dtype, dim) if own[dim] >= SMALLEST_GROUP else None
+    dims = [-1] if name == "embedding" else range(-len(sizes), -1)
+    dim = max(dims, key=lambda d: (sizes[d], d))
+    return Int8Form(shape, leaf.dtype, dim) if sizes[dim] >= SMALLEST_GROUP else None
 
 
 def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
@@ -129,7 +129,7 @@ def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
 
 
 def widened(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
-    """The weights that `narrowed` made something of, each in its own dtype."""
+    """The weights that `narrowed` made something of, each in its dtype."""
 
     def one(form, x):
         return x if form is None else form.widen(x.numbers, x.scale)
@@ -157,9 +157,9 @@ def _mapped(
     return walk(weights, "")
 
 
-def _widen(numbers: Array, scale: Array, *, own: DTypeLike, dtype: DTypeLike) -> tuple[Array]:
+def _widen(numbers: Array, scale: Array, *, stored: DTypeLike, dtype: DTypeLike) -> tuple[Array]:
     wide = numbers.astype(jnp.float32) * scale.astype(jnp.float32)
-    return (wide.astype(own).astype(dtype),)
+    return (wide.astype(stored).astype(dtype),)
 
 
 def _batched(
@@ -173,5 +173,5 @@ def _batched(
 
 @functools.cache
 def _operation() -> Primitive:
-    # One equation, so that a rematerialisation policy can say of it that the weight is not kept.
+    # One equation, so that a rematerialisation policy can say that the weight is not saved.
     return new_operation(WIDEN, _widen, _batched)

@@ -2,8 +2,8 @@
 
 The logits of a language model are its largest array by far: `[B, T, V]` in float32, 13 GB for
 64 x 1024 positions and 50 257 tokens. Here a chunk of them is made, its losses are added up, and
-what is left of it is the gradient: that of a weighted sum is known but for one factor, what comes
-back to the sum, so that it is computed at once and multiplied later. Logits are made once, as in
+only its gradient is kept: that of a weighted sum is known but for one factor, the cotangent of the
+sum, so that it is computed at once and multiplied later. Logits are made once, as in
 the plain program, and never all of them. The derivative is linear in that factor because it is
 written as one: `d total = <dH, d hidden> + <dK, d kernel> + ...`, which JAX transposes.
 """
@@ -26,13 +26,13 @@ from ..core.typing import Array, PyTree
 from ..core.weighted import Weighted
 
 LINEAR_CROSS_ENTROPY = "linear_cross_entropy"
-"""The name of the operation in a program, by which a step finds it to spell it for its mesh."""
+"""The name of the operation in a program, by which a step finds it to rewrite it for its mesh."""
 
 BEFORE_HEAD = "before_head"
 """The method by which a model gives what the loss takes in place of logits."""
 
 CHUNK_BYTES = 2**29
-"""What the float32 logits of one chunk may take: large products, and little beside a model."""
+"""Bytes of the float32 logits of one chunk: large products, and little beside a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +104,8 @@ Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None]
 """By hidden, kernel and bias; None for those not asked for."""
 
 
-class Found(NamedTuple):
-    """What is known of the loss of some positions.
+class LossParts(NamedTuple):
+    """The loss of some positions, and its gradients.
 
     Args:
         total: the weighted sum of the losses, float32.
@@ -127,7 +127,7 @@ Values: TypeAlias = tuple[tuple[Array, Array], tuple[Array, Array]]
 Wants: TypeAlias = tuple[bool, bool, bool]
 """Whether the gradients by hidden, kernel and bias are asked for."""
 
-Run: TypeAlias = Callable[[Operands, Wants], Found]
+Run: TypeAlias = Callable[[Operands, Wants], LossParts]
 """Computes a loss, on a mesh or off it."""
 
 
@@ -152,7 +152,7 @@ def linear_cross_entropy(
         Weighted(sum(weights * losses), sum(weights))
 
     at its FLOPs, forward and backward, and with the gradient of one chunk of positions at a time.
-    In a train step every rank goes over its own positions, and its own part of the vocabulary
+    In a train step every rank computes its positions, and its part of the vocabulary
     where tensor parallelism splits it; the kernel is gathered, and its gradient reduced, once.
 
     Args:
@@ -161,12 +161,12 @@ def linear_cross_entropy(
         labels: integers `[...]` in `[0, V)`.
         weights: by how much each position counts, `[...]`; None counts all alike.
         bias: `[V]`; None for none.
-        z_loss: adds this times `logsumexp(x)**2`, which holds the logits down (arXiv:2204.02311).
+        z_loss: adds this times `logsumexp(x)**2`, which keeps the logits small (arXiv:2204.02311).
         label_smoothing: the share of each label that is spread evenly over all tokens.
         soft_cap: logits are `soft_cap * tanh(x / soft_cap)`; None leaves them as they are.
         logits_dtype: what the products leave in memory. `"bfloat16"` halves the traffic of the
-            loss and **changes its numbers**: logits are rounded to three digits, as a head in
-            bfloat16 rounds its own. All sums are float32 in either case.
+            loss and **changes its numbers**: logits are rounded to three digits, as those of a head
+            in bfloat16 are. All sums are float32 in either case.
         num_chunks: into how many chunks each rank cuts its positions; None for as many as keep
             the float32 logits of one below 512 MiB.
 
@@ -249,9 +249,9 @@ def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Ar
     fits = len(shapes["kernel"]) == 2 and shapes["kernel"][:1] == width
     fits = fits and shapes["labels"] == shapes["weights"] == lead
     if not fits or shapes.get("bias", shapes["kernel"][1:]) != shapes["kernel"][1:]:
-        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        got = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise ConfigError(
-            f"linear_cross_entropy got {found}; it takes hidden [..., D], kernel [D, V], labels "
+            f"linear_cross_entropy got {got}; it takes hidden [..., D], kernel [D, V], labels "
             "and weights [...], one for each position of hidden, and a bias [V]"
         )
     if not jnp.issubdtype(jnp.asarray(labels).dtype, jnp.integer):
@@ -261,7 +261,7 @@ def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Ar
         )
 
 
-def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = None) -> Found:
+def evaluate(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = None) -> LossParts:
     """Goes over the positions, chunk by chunk.
 
     Args:
@@ -272,7 +272,7 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
             and bias are this rank's part then. None where they are whole.
 
     Returns:
-        What is found; with an axis all but the gradients by kernel and bias is that of all ranks.
+        The values; with an axis all but the gradients by kernel and bias are those of all ranks.
     """
     shape, (width, classes) = operands.labels.shape, operands.kernel.shape
     count, size = _chunks(how, math.prod(shape), classes)
@@ -291,27 +291,27 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
         carry: PyTree, piece: tuple[Array, Array, Array]
     ) -> tuple[PyTree, tuple[Array, Array | None]]:
         hidden, labels, weights = piece
-        found = _chunk(how, Operands(hidden, rest[0], labels, weights, rest[1]), wants, axis)
-        sums = found.total, found.hits, *found.grads[1:]
+        values = _chunk(how, Operands(hidden, rest[0], labels, weights, rest[1]), wants, axis)
+        sums = values.total, values.hits, *values.grads[1:]
 
         def add(a, b):
             return None if a is None else a + b
 
-        return tuple(map(add, carry, sums)), (found.losses, found.grads[0])
+        return tuple(map(add, carry, sums)), (values.losses, values.grads[0])
 
     if count == 1:
-        sums, made = chunk(start, jax.tree.map(lambda x: x[0], pieces))
+        sums, results = chunk(start, jax.tree.map(lambda x: x[0], pieces))
     else:
-        sums, made = jax.lax.scan(chunk, start, pieces)
+        sums, results = jax.lax.scan(chunk, start, pieces)
     total, hits, of_kernel, of_bias = sums
 
     def restored(x, *dims):
         return x.reshape(-1, *dims)[: math.prod(shape)].reshape(*shape, *dims)
 
-    of_hidden = None if made[1] is None else restored(made[1], width)
+    of_hidden = None if results[1] is None else restored(results[1], width)
     if axis is not None and of_hidden is not None:
         of_hidden = all_sum(of_hidden, axis)
-    return Found(total, hits, restored(made[0]), (of_hidden, of_kernel, of_bias))
+    return LossParts(total, hits, restored(results[0]), (of_hidden, of_kernel, of_bias))
 
 
 def _chunks(how: HeadLoss, positions: int, classes: int) -> tuple[int, int]:
@@ -330,7 +330,7 @@ def _padded(x: Array, length: int) -> Array:
     return x if not more else jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
 
 
-def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found:
+def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossParts:
     """The losses of some positions, `[N]`, and the gradients of their weighted sum."""
 
     def over(reduce, x):
@@ -359,12 +359,12 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found
         hits = jnp.sum(at.weights * (over(all_min, first) == at.labels))
     grads: Gradients = (None, None, None)
     if any(wants):
-        # From the logits again: an exponential more costs less than an array of them in memory.
+        # From the logits again: an exponential costs less than an array of them in memory.
         back = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
         back = back - jnp.where(is_label, 1 - smooth, 0.0) - smooth / num_classes
         back = back * at.weights[:, None] * (1.0 if slope is None else slope)
         grads = _gradients(at, back, wants)
-    return Found(jnp.sum(losses * at.weights), hits, losses, grads)
+    return LossParts(jnp.sum(losses * at.weights), hits, losses, grads)
 
 
 def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
@@ -383,7 +383,7 @@ def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
 def _gradients(at: Operands, back: Array, wants: Wants) -> Gradients:
     """Those by hidden, kernel and bias, of that by the logits, `[N, V]`.
 
-    float16 has no room for probabilities of which no loss scale has made more yet.
+    float16 cannot hold probabilities that no loss scale has multiplied yet.
     """
     dtype = jnp.promote_types(at.hidden.dtype, at.kernel.dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
@@ -416,18 +416,18 @@ def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
         The values, and their tangents.
     """
     moves = tangents.hidden, tangents.kernel, tangents.bias
-    found = run(operands, tuple(x is not None for x in moves))  # type: ignore[arg-type]
+    values = run(operands, tuple(x is not None for x in moves))  # type: ignore[arg-type]
 
     def wide(x):
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
-    of_total = jnp.zeros((), found.total.dtype)
-    for grad, move in zip(found.grads, moves, strict=True):
+    of_total = jnp.zeros((), values.total.dtype)
+    for grad, move in zip(values.grads, moves, strict=True):
         if move is not None and grad is not None:
             of_total = of_total + jnp.sum(wide(grad) * wide(move))
     if tangents.weights is not None:
-        of_total = of_total + jnp.sum(found.losses * tangents.weights)
-    return (found.total, found.hits), (of_total, jnp.zeros((), found.hits.dtype))
+        of_total = of_total + jnp.sum(values.losses * tangents.weights)
+    return (values.total, values.hits), (of_total, jnp.zeros((), values.hits.dtype))
 
 
 def differentiable(run: Run) -> Callable[..., tuple[Array, Array]]:
@@ -456,11 +456,11 @@ def differentiable(run: Run) -> Callable[..., tuple[Array, Array]]:
 
 
 def _here(*operands: Array, how: HeadLoss) -> tuple[Array, Array]:
-    return find(how, Operands(*operands), (False, False, False))[:2]
+    return evaluate(how, Operands(*operands), (False, False, False))[:2]
 
 
 def _moved(operands: Sequence[Array], tangents: Sequence[Array | None], how: HeadLoss) -> Values:
-    return derivative(functools.partial(find, how), Operands(*operands), Tangents(*tangents))
+    return derivative(functools.partial(evaluate, how), Operands(*operands), Tangents(*tangents))
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Attention within the documents of a packed row, pair of pieces by pair, without a mask of all.
 
-A row of T positions is cut into pieces of `PIECE`. Queries of a piece meet the keys of their own
-piece, and of the others those with which they may share a document; results are merged by the
-logarithms of their weights. What lies in memory is a mask of one pair, and pairs without a common
+A row of T positions is cut into pieces of `PIECE`. Queries of a piece attend to the keys of
+that piece and of the pieces with which it may share a document; results are merged by the
+logarithms of their weights. Memory holds the mask of one pair, and pairs without a common
 document cost nothing.
 
 Source: Dao et al., FlashAttention, arXiv:2205.14135; Krell et al., arXiv:2107.02027.
@@ -52,7 +52,7 @@ def packed_attention(
         query: `[B, T, H, K]`.
         key: `[B, T, N, K]`.
         value: likewise.
-        segments: integers `[B, T]`; a position sees those of its own alone.
+        segments: integers `[B, T]`; a position sees only its own segment.
         causal: position t sees positions 0 to t.
         form: which kernel attends with a piece of keys, of `BLOCK_KERNELS`.
 
@@ -74,15 +74,15 @@ def _forward(
     kernel: BlockAttention, causal: bool, query: Array, key: Array, value: Array, segments: Array
 ) -> tuple[Array, Residuals]:
     queries, keys = _pieces(Queries(query, segments)), _pieces(Keys(key, value, segments))
-    found = jax.lax.map(lambda own: kernel.forward(*own, causal=causal), (queries, keys))
+    states = jax.lax.map(lambda piece: kernel.forward(*piece, causal=causal), (queries, keys))
 
-    def visit(found: State, mine: Array, theirs: Array) -> State:
+    def visit(state: State, mine: Array, theirs: Array) -> State:
         more = kernel.forward(_at(queries, mine), _at(keys, theirs))
-        out, log_weight = _at(found, mine)
+        out, log_weight = _at(state, mine)
         new = merged(more, (out, log_weight))
-        return tuple(x.at[mine].set(y) for x, y in zip(found, new, strict=True))
+        return tuple(x.at[mine].set(y) for x, y in zip(state, new, strict=True))
 
-    out, log_weight = map(_joined, _over_pairs(visit, found, _cut(segments), causal))
+    out, log_weight = map(_joined, _over_pairs(visit, states, _cut(segments), causal))
     out = out.astype(query.dtype)
     return out, (query, key, value, segments, out, log_weight)
 
@@ -94,15 +94,15 @@ def _backward(
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     queries = _pieces(Queries(query, segments, cotangent, log_weight, delta, out))
     keys = _pieces(Keys(key, value, segments))
-    found = jax.lax.map(lambda own: kernel.backward(*own, causal=causal), (queries, keys))
+    gradients = jax.lax.map(lambda piece: kernel.backward(*piece, causal=causal), (queries, keys))
 
-    def visit(found: State, mine: Array, theirs: Array) -> State:
+    def visit(sums: State, mine: Array, theirs: Array) -> State:
         more = kernel.backward(_at(queries, mine), _at(keys, theirs))
         places = mine, theirs, theirs
-        return tuple(x.at[at].add(new) for x, at, new in zip(found, places, more, strict=True))
+        return tuple(x.at[at].add(new) for x, at, new in zip(sums, places, more, strict=True))
 
-    found = _over_pairs(visit, found, _cut(segments), causal)
-    return *narrowed(map(_joined, found), (query, key, value)), None
+    gradients = _over_pairs(visit, gradients, _cut(segments), causal)
+    return *narrowed(map(_joined, gradients), (query, key, value)), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -121,8 +121,8 @@ def _over_pairs(
     """
     first, last = segments.min(-1), segments.max(-1)
     shared = ((first[:, None] <= last) & (first <= last[:, None])).any(-1)
-    every = itertools.permutations(range(len(segments)), 2)
-    pairs = [(mine, theirs) for mine, theirs in every if theirs < mine or not causal]
+    ordered = itertools.permutations(range(len(segments)), 2)
+    pairs = [(mine, theirs) for mine, theirs in ordered if theirs < mine or not causal]
 
     def step(state: State, pair: Array) -> tuple[State, None]:
         mine, theirs = pair

@@ -21,7 +21,7 @@ from ..core.tree import has_64_bits
 from ..core.typing import Array, ArrayTree, PyTree
 
 DTypeField: TypeAlias = Any
-"""A dtype or its name, as a policy is given it; the dtype, as the policy has it."""
+"""A dtype or its name, as an argument of a policy; the dtype, as its attribute."""
 
 Result = TypeVar("Result")
 
@@ -33,11 +33,11 @@ class MixedPrecision:
     """The dtypes of a training step; whatever is not named keeps float32.
 
     The parameters stay in `param`, which the optimizer updates; the model computes with copies in
-    `compute`; gradients cross the wire in `reduce`. Statistics of norms, softmax and the loss are
+    `compute`; gradients are sent in `reduce`. Statistics of norms, softmax and the loss are
     float32 whatever is chosen.
 
     Args:
-        param: dtype in which parameters and optimizer state live.
+        param: dtype of parameters and optimizer state.
         compute: dtype of the forward and backward passes.
         reduce: dtype of gradients while they are reduced; None is `compute`.
         buffer: dtype of statistics such as BatchNorm's; None leaves them alone.
@@ -45,8 +45,8 @@ class MixedPrecision:
         products: `"fp8"` computes the dense layers within blocks as `Fp8Dot` does; None leaves them
             in the compute dtype.
         skip: regular expressions of the paths of dense layers that stay in the compute dtype.
-        gather: `"fp8"` has the weights of the products in fp8 travel as they are multiplied, a byte
-            each, where units gather weights; None has them travel in the compute dtype. No number
+        gather: `"fp8"` sends the weights of the products in fp8 as they are multiplied, a byte
+            each, where units gather weights; None sends them in the compute dtype. No number
             depends on it.
 
     Raises:
@@ -89,7 +89,7 @@ class MixedPrecision:
             raise ConfigError(f"gather is {self.gather!r:.80}; it must be 'fp8', or None")
         if self.gather is not None and self.products is None:
             raise ConfigError(
-                "gather='fp8' has weights travel as products in fp8 read them, and products is "
+                "gather='fp8' sends weights as products in fp8 read them, and products is "
                 "None; say products='fp8', or leave gather out"
             )
 
@@ -104,7 +104,7 @@ class MixedPrecision:
 
         Args:
             skip: regular expressions of the paths of layers that stay in bfloat16.
-            gather: `"fp8"` has their weights travel as a byte each, where units gather weights.
+            gather: `"fp8"` sends their weights as a byte each, where units gather weights.
         """
         return cls(compute="bfloat16", products="fp8", skip=skip, gather=gather)
 
@@ -175,7 +175,7 @@ def floating_dtype(value: DTypeField, what: str) -> np.dtype:
         ConfigError: naming what it was for, what was got and what is valid.
     """
     dtype = jnp.dtype(value) if is_dtype(value, jnp.floating) else None
-    # Dtypes of 8 bits hold products with scales of their own, as `products="fp8"` has them.
+    # Dtypes of 8 bits hold products with separate scales, as `products="fp8"` has them.
     if dtype is None or dtype.name not in NAMES:
         raise ConfigError(
             f"{what} dtype is {value!r:.80}; it must be a floating-point dtype."
@@ -210,9 +210,9 @@ def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
     """Makes a model compute in the policy's dtype, in place.
 
     Modules that promote their arguments (every layer of Flax, and the modules of a bridged Linen
-    model that have a dtype) are told the compute dtype, the
-    model's inputs are cast to it, and its outputs to the output dtype. The statistics of Flax's
-    norms are computed in float32 all the same.
+    model that have a dtype) get the compute dtype, the model's inputs are cast to it, and its
+    outputs to the output dtype. The statistics of Flax's norms are computed in float32 all the
+    same.
 
     Args:
         model: any NNX module; its parameters are cast by whoever owns them.
@@ -250,11 +250,11 @@ class Casting:
 
 @dataclasses.dataclass(frozen=True)
 class LinenCasting:
-    """Runs a bridged Linen module whose modules are told the compute dtype.
+    """Runs a bridged Linen module whose modules get the compute dtype.
 
-    They exist only while it runs: each is told as its first method is called, which is `setup` for
-    those that hand their dtype on. One that has none is left to promote what it is given, unless it
-    has one for its parameters, as the layers of Flax do.
+    They exist only while it runs: each gets it when its first method is called, which is `setup`
+    for those that pass their dtype on. One without a dtype promotes its arguments as it did, unless
+    it has a dtype of parameters, as the layers of Flax do.
 
     Args:
         policy: param, compute, reduce and output dtype.
@@ -266,21 +266,21 @@ class LinenCasting:
         self, method: Callable[..., Result], bridge: nnx.Module, *args: object, **kwargs: object
     ) -> Result:
         """Runs it."""
-        with nn.intercept_methods(self.tell):
+        with nn.intercept_methods(self.set_dtype):
             return method(bridge, *args, **kwargs)
 
-    def tell(
+    def set_dtype(
         self,
         call: Callable[..., Result],
         args: tuple,
         kwargs: Mapping[str, object],
         context: nn.module.InterceptorContext,
     ) -> Result:
-        """Runs one method of a module that has been told."""
+        """Runs one method of a module, which has the compute dtype from then on."""
         module = context.module
         fields = {field.name for field in dataclasses.fields(module)}
-        said = getattr(module, "dtype", None)
-        is_float = "param_dtype" in fields if said is None else jnp.issubdtype(said, jnp.floating)
+        dtype = getattr(module, "dtype", None)
+        is_float = "param_dtype" in fields if dtype is None else jnp.issubdtype(dtype, jnp.floating)
         if "dtype" in fields and is_float:
             object.__setattr__(module, "dtype", self.policy.compute)
         return call(*args, **kwargs)

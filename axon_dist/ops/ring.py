@@ -1,17 +1,17 @@
-"""Attention over a sequence that lies split over a mesh axis, inside `shard_map`.
+"""Attention over a sequence that is split over a mesh axis, inside `shard_map`.
 
 Ring attention passes keys and values around the ranks and merges what each block of them gives by
 the logarithms of their weights; no rank ever holds the whole sequence. Under a causal mask a
-contiguous split would leave the first rank idle while the last works, so the ranks first trade
+contiguous split would leave the first rank idle while the last works, so the ranks first exchange
 pieces: of 2c pieces rank r takes number r and number 2c-1-r, after which every rank multiplies two
 pieces of queries with keys in every step. A model that distributes its positions once, in
-front of its layers, spares each layer the trade.
+front of its layers, spares each layer the exchange.
 
-Backwards either keys and values go around with their gradients, four arrays as wide as the heads of
-keys, or queries with what their gradients need, three as wide as their heads: the lighter of both.
-Gradients travel in the dtype of what they are gradients of.
+In the backward pass either keys and values are passed around with their gradients, four arrays as
+wide as the heads of keys, or queries with what their gradients need, three as wide as their heads:
+whichever are fewer bytes. Gradients are sent in the dtype of what they are gradients of.
 
-Ulysses instead trades the split of positions for a split of heads, attends, and trades back.
+Ulysses instead turns the split of positions into one of heads by an all-to-all, and back.
 
 Source: Liu et al., Ring Attention, arXiv:2310.01889; Brandon et al., Striped Attention,
 arXiv:2311.09431; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
@@ -32,13 +32,13 @@ from ..core.typing import Array, PyTree
 from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
 AROUND = "around_a_ring"
-"""The name of what ring attention keeps under every remat policy: to recompute it would send all
+"""The name of what ring attention saves under every remat policy: to recompute it would send all
 keys around once more, and it is one activation."""
 
 Tree = TypeVar("Tree")
 State = TypeVar("State")
 Visitor = TypeVar("Visitor")
-Given = TypeVar("Given")
+Returned = TypeVar("Returned")
 
 Residuals: TypeAlias = tuple[Array, Array, Array, Array | None, Array, Array]
 """Query, key, value, segments, the result and the logarithms of its weights."""
@@ -56,7 +56,7 @@ def ring_attention(
     segments: Array | None = None,
     *,
     form: str = "auto",
-    is_dealt: bool = False,
+    is_distributed: bool = False,
 ) -> Array:
     """Attends over the whole sequence, each rank with its positions.
 
@@ -69,9 +69,9 @@ def ring_attention(
         value: like `key`.
         axis: the mesh axis of size c that splits the positions.
         causal: position t sees positions 0 to t; `T/c` is then even.
-        segments: integers `[B, T/c]`; a position sees those of its own alone. None for one segment.
+        segments: integers `[B, T/c]`; a position sees only its own. None for one segment.
         form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
-        is_dealt: whether a rank has its positions as `Ring.distribute` gives them, not in order.
+        is_distributed: whether a rank has the positions of `Ring.distribute`, not consecutive ones.
 
     Returns:
         `[B, T/c, H, K]` in the dtype of `query`, in the order that they came in.
@@ -81,7 +81,7 @@ def ring_attention(
     """
     ring = Ring(axis, jax.lax.axis_size(axis), causal)
     arrays = (query, key, value, segments)
-    if is_dealt:
+    if is_distributed:
         return _attend(ring, BlockAttention(form), *arrays)
     return ring.restore(_attend(ring, BlockAttention(form), *jax.tree.map(ring.distribute, arrays)))
 
@@ -117,7 +117,7 @@ def ulysses_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The ranks along one axis, and who works on which pieces of the sequence.
+    """The ranks along one axis, and which pieces of the sequence each works on.
 
     Arrays are `[B, positions, ...]`. A rank has two pieces of positions under a causal mask, the
     earlier one first, else one.
@@ -137,13 +137,13 @@ class Ring:
         """This rank's position on the axis."""
         return jax.lax.axis_index(self.axis)
 
-    def turn(self, tree: Tree) -> Tree:
-        """Hands arrays to the next rank."""
+    def shift(self, tree: Tree) -> Tree:
+        """Sends arrays to the next rank."""
         pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
     def distribute(self, x: Array) -> Array:
-        """Trades consecutive positions for pieces that make equal work."""
+        """Exchanges consecutive positions for pieces that make equal work."""
         if not self.causal:
             return x
         # Under a causal mask early positions have little to do. Rank r works on pieces r and
@@ -154,7 +154,7 @@ class Ring:
         return self._in_order(even, odd)
 
     def restore(self, x: Array) -> Array:
-        """Trades the pieces back for consecutive positions."""
+        """Exchanges the pieces back for consecutive positions."""
         if not self.causal:
             return x
         even, odd = jnp.split(self._in_order(*jnp.split(x, 2, axis=1)), 2, axis=1)
@@ -162,7 +162,7 @@ class Ring:
         return jnp.concatenate(list(halves), axis=1)
 
     def positions(self, length: int) -> Array:
-        """Which positions lie where once the whole sequence is distributed: int32 `[length]`.
+        """The position at each place of the distributed sequence: int32 `[length]`.
 
         Example:
             >>> Ring("cp", 2, True).positions(8).tolist()
@@ -194,7 +194,7 @@ class Ring:
     def pairs(
         self, precedes: Array | bool
     ) -> tuple[tuple[Array | int | None, Array | int | None], ...]:
-        """Which pieces of queries meet which pieces of another rank's keys.
+        """Which pieces of queries attend to which pieces of another rank's keys.
 
         The first piece of an earlier rank precedes both pieces of queries, and its second none;
         both pieces of a later rank precede the second piece of queries, and neither the first. All
@@ -206,8 +206,8 @@ class Ring:
         """
         if not self.causal:
             return ((None, None),)
-        chosen = jnp.where(precedes, 0, 1)
-        return ((1, 0), (chosen, chosen))
+        number = jnp.where(precedes, 0, 1)
+        return ((1, 0), (number, number))
 
     def piece(self, tree: Tree, number: Array | int | None) -> Tree:
         """One of the two pieces that a rank has; None for all it has."""
@@ -236,44 +236,44 @@ class Ring:
 
     def around(
         self,
-        visit: Callable[[State, Visitor, Array], tuple[State, Given]],
+        visit: Callable[[State, Visitor, Array], tuple[State, Returned]],
         state: State,
         sent: Visitor,
-    ) -> tuple[State, Given]:
-        """Visits what every other rank holds, and brings home what it is given on its way.
+    ) -> tuple[State, Returned]:
+        """Passes what each rank holds around the ring, and returns what the ranks add to it.
 
-        The next visitor is on its way while the present one is worked on, and what the last one was
-        given follows it.
+        The next block is sent while the present one is worked on, and what was added to the last
+        one follows it.
 
         Args:
-            visit: (state, what has come, from how many ranks back) -> (state, what it is given).
+            visit: (state, what arrived, from how many ranks back) -> (state, what is added to it).
             state: what the first visit gets.
             sent: what this rank sends around.
 
         Returns:
-            The last state, and the sum of what was given to what this rank holds, in whose dtypes
-            it travels.
+            The last state, and the sum of what the ranks added to what this rank holds, sent in
+            the dtypes of that.
         """
-        sent = self.turn(sent)
+        sent = self.shift(sent)
         if self.size <= 2:
-            state, given = visit(state, sent, jnp.asarray(1))
-            return state, self.turn(given)
-        ahead = self.turn(sent)
-        state, given = visit(state, sent, jnp.asarray(1))
+            state, returned = visit(state, sent, jnp.asarray(1))
+            return state, self.shift(returned)
+        ahead = self.shift(sent)
+        state, returned = visit(state, sent, jnp.asarray(1))
 
         def step(carry: PyTree, back: Array) -> tuple[PyTree, None]:
-            state, given, sent = carry
-            arriving, ahead = self.turn(given), self.turn(sent)
+            state, returned, sent = carry
+            arriving, ahead = self.shift(returned), self.shift(sent)
             state, more = visit(state, sent, back)
             return (state, _added(more, arriving), ahead), None
 
         if self.size > 3:
             steps = jnp.arange(2, self.size - 1)
-            (state, given, ahead), _ = jax.lax.scan(step, (state, given, ahead), steps)
-        # The last round need not send on what it has read.
-        arriving = self.turn(given)
+            (state, returned, ahead), _ = jax.lax.scan(step, (state, returned, ahead), steps)
+        # The last step need not send on what it has read.
+        arriving = self.shift(returned)
         state, more = visit(state, ahead, jnp.asarray(self.size - 1))
-        return state, self.turn(_added(more, arriving))
+        return state, self.shift(_added(more, arriving))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -296,7 +296,7 @@ def _forward(
     value: Array,
     segments: Array | None,
 ) -> tuple[Array, Residuals]:
-    """Merges what one's own keys give with what those of every other rank do."""
+    """Merges the results of this rank's keys and of those of every other rank."""
     queries, keys = Queries(query, segments), Keys(key, value, segments)
     out, log_weight = kernel.forward(queries, keys, ring.causal)
 
@@ -304,8 +304,8 @@ def _forward(
         state: tuple[Array, Array], keys: Keys, back: Array
     ) -> tuple[tuple[Array, Array], tuple[()]]:
         for mine, theirs in ring.pairs(back <= ring.rank):
-            found = kernel.forward(ring.piece(queries, mine), ring.piece(keys, theirs))
-            state = ring.with_piece(state, mine, functools.partial(merged, found))
+            block = kernel.forward(ring.piece(queries, mine), ring.piece(keys, theirs))
+            state = ring.with_piece(state, mine, functools.partial(merged, block))
         return state, ()
 
     if ring.size > 1:
@@ -318,7 +318,7 @@ def _forward(
 def _backward(
     ring: Ring, kernel: BlockAttention, residuals: Residuals, cotangent: Array
 ) -> tuple[Array, Array, Array, None]:
-    """Goes around once more; gradients travel with what they are gradients of, and come home."""
+    """Passes blocks around once more, with their gradients, which return to their ranks."""
     query, key, value, segments, out, log_weight = residuals
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
@@ -328,26 +328,26 @@ def _backward(
     of_query, of_key, of_value = kernel.backward(queries, keys, ring.causal)
     add = functools.partial(_pair_gradients, ring, kernel)
     if ring.size > 1 and _queries_are_lighter(query, key):
-        # Adds to the gradients of one's keys, and gives the visiting queries theirs.
+        # Adds to the gradients of this rank's keys, and returns those of the queries that came.
         def host_queries(of_keys, queries, back):
-            given, is_before = _zeros(queries.query), back > ring.rank
-            given, of_keys = add(is_before, queries, keys, given, of_keys)
-            return of_keys, given.astype(query.dtype)
+            of_queries, is_before = _zeros(queries.query), back > ring.rank
+            of_queries, of_keys = add(is_before, queries, keys, of_queries, of_keys)
+            return of_keys, of_queries.astype(query.dtype)
 
         sent = queries._replace(out=None)
-        (of_key, of_value), came = ring.around(host_queries, (of_key, of_value), sent)
-        of_query += came.astype(jnp.float32)
+        (of_key, of_value), returned = ring.around(host_queries, (of_key, of_value), sent)
+        of_query += returned.astype(jnp.float32)
     elif ring.size > 1:
-        # Adds to the gradients of one's queries, and gives the visiting keys theirs.
+        # Adds to the gradients of this rank's queries, and returns those of the keys that came.
         def host_keys(of_query, keys, back):
-            given = _zeros(keys.key), _zeros(keys.value)
-            of_query, given = add(back <= ring.rank, queries, keys, of_query, given)
-            return of_query, (given[0].astype(key.dtype), given[1].astype(value.dtype))
+            of_keys = _zeros(keys.key), _zeros(keys.value)
+            of_query, of_keys = add(back <= ring.rank, queries, keys, of_query, of_keys)
+            return of_query, (of_keys[0].astype(key.dtype), of_keys[1].astype(value.dtype))
 
-        of_query, came = ring.around(host_keys, of_query, keys)
+        of_query, returned = ring.around(host_keys, of_query, keys)
         of_key, of_value = (
             mine + theirs.astype(jnp.float32)
-            for mine, theirs in zip((of_key, of_value), came, strict=True)
+            for mine, theirs in zip((of_key, of_value), returned, strict=True)
         )
     return *narrowed((of_query, of_key, of_value), (query, key, value)), None
 
@@ -378,16 +378,16 @@ def _pair_gradients(
     of_query: Array,
     of_keys: tuple[Array, Array],
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Adds what the pieces of queries and keys that meet give to the gradients of both."""
+    """Adds the gradients of each pair of pieces of queries and keys to those of both."""
     for mine, theirs in ring.pairs(precedes):
-        found = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
-        of_query = ring.with_piece(of_query, mine, functools.partial(_added, found[0]))
-        of_keys = ring.with_piece(of_keys, theirs, functools.partial(_added, found[1:]))
+        gradients = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
+        of_query = ring.with_piece(of_query, mine, functools.partial(_added, gradients[0]))
+        of_keys = ring.with_piece(of_keys, theirs, functools.partial(_added, gradients[1:]))
     return of_query, of_keys
 
 
 def _added(addend: Tree, so_far: Tree) -> Tree:
-    """The sums in float32, in the dtypes of what there is so far."""
+    """The sums in float32, in the dtypes of the sums so far."""
 
     def add(x, y):
         return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)

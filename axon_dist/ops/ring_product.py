@@ -1,12 +1,12 @@
-"""Products with split kernels, the positions of whose other operand go round a ring of ranks.
+"""Products with split kernels, the positions of whose other operand are passed around a ring.
 
-Of t ranks each has 1/t of the positions and 1/t of the features. To make all positions whole, then
-multiply, is to wait for the gather; but the product is one of pieces,
+Of t ranks each has 1/t of the positions and 1/t of the features. Gathering all positions before the
+product exposes the gather; but the product splits into pieces,
 
     y[c] = x[c] A_r,   c = r, r - 1, ..., r - t + 1        r = the rank,
 
-and while one piece is multiplied the next is on its way. Where it is the features that are summed,
-the sum of a piece goes round instead, and every rank adds its share. Backwards each is the other.
+and while one piece is multiplied the next is sent. Where the features are summed, the sum of a
+piece is passed around instead, and every rank adds its part. Each is the backward of the other.
 What is summed over all positions, the gradient of the kernel, is one product still.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
@@ -42,14 +42,14 @@ class Circle:
     size: int
 
     def pieces(self, x: Array) -> tuple[Array, ...]:
-        """The pieces of all ranks as they come by: one's own first, then those of ranks before."""
-        found = [x]
+        """The pieces of all ranks as they arrive: first this rank's, then those of ranks before."""
+        pieces = [x]
         for _ in range(self.size - 1):
-            found.append(self.moved(found[-1]))
-        return tuple(found)
+            pieces.append(self.moved(pieces[-1]))
+        return tuple(pieces)
 
     def summed(self, addend: Callable[[Array], Array]) -> Array:
-        """Adds up over the ranks, each piece on its way to the rank that has it.
+        """Sums over the ranks; the sum of each piece is passed on to the rank that has it.
 
         Args:
             addend: the number of a piece -> this rank's share of it.
@@ -61,29 +61,29 @@ class Circle:
         return total
 
     def joined(self, pieces: Sequence[Array]) -> Array:
-        """What came by, in the order of the positions."""
+        """The pieces that arrived, in the order of the positions."""
         rows = pieces[0].shape[1]
         shape = (pieces[0].shape[0], rows * self.size, *pieces[0].shape[2:])
-        whole = jnp.zeros(shape, pieces[0].dtype)
+        joined = jnp.zeros(shape, pieces[0].dtype)
         rank = jax.lax.axis_index(self.axis)
         for back, piece in enumerate(pieces):
             start = (rank - back) % self.size * rows
-            whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, start, 1)
-        return whole
+            joined = jax.lax.dynamic_update_slice_in_dim(joined, piece, start, 1)
+        return joined
 
-    def piece(self, whole: Array, number: Array) -> Array:
+    def piece(self, x: Array, number: Array) -> Array:
         """One piece of all positions."""
-        rows = whole.shape[1] // self.size
-        return jax.lax.dynamic_slice_in_dim(whole, number * rows, rows, 1)
+        rows = x.shape[1] // self.size
+        return jax.lax.dynamic_slice_in_dim(x, number * rows, rows, 1)
 
     def moved(self, x: Array, by: int = 1) -> Array:
-        """Sends what every rank has to the one so many places on."""
+        """Sends the value of every rank to the rank so many places after it."""
         pairs = [(rank, (rank + by) % self.size) for rank in range(self.size)]
         return jax.lax.ppermute(x, self.axis, pairs)
 
 
 def added(arrived: Array, mine: Array) -> Array:
-    """Adds to a sum on its way; the compiler would have the product do so, and wait for the sum."""
+    """Adds to a sum that arrives; fused into the product, the product would wait for the sum."""
     arrived, mine = jax.lax.optimization_barrier((arrived, mine))
     return arrived + mine
 
@@ -176,7 +176,7 @@ into_rows.defvjp(
 
 
 def _apart(product: Product, left: Array, right: Array) -> Array:
-    """One product of several; the compiler would make one of all with the same kernel, and wait."""
+    """One product of several; the compiler would join those with the same kernel, and wait."""
     return product(*jax.lax.optimization_barrier((left, right)))
 
 

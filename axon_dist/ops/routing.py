@@ -4,7 +4,7 @@ An expert is a function of rows; all of them are one function `feed(product, row
 kernels have a leading dim of experts, and which multiplies by `product(rows, kernel)` alone. So
 the same feed-forward runs on rows of any number for each expert (`in_order`: sorted by expert, no
 token is left out) and on as many rows for each (`in_slots`: what exceeds them is left out and
-counted). Nothing here knows of devices; `axon_dist.parallel.expert` puts the collectives around.
+counted). Nothing here knows of devices; `axon_dist.parallel.expert` adds the collectives.
 
 Source: Shazeer et al., arXiv:1701.06538; Lepikhin et al., GShard, arXiv:2006.16668.
 """
@@ -34,7 +34,7 @@ Exchange: TypeAlias = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which experts every token goes to, and by how much each counts.
+    """The experts of every token, and the weight of each.
 
     Args:
         experts: int32 `[N, k]`, numbers of experts, those of a token all different.
@@ -51,25 +51,25 @@ class Choice:
             first: the expert from which they are counted.
             count: how many there are; it stands for all others.
         """
-        own = self.experts.reshape(-1) - first
-        own = jnp.where((own >= 0) & (own < count), own, count)
-        order = jnp.argsort(own, stable=True)
-        sizes = jnp.sum(own[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
-        return Assigned(own, order, jnp.argsort(order), sizes, jnp.cumsum(sizes) - sizes)
+        expert = self.experts.reshape(-1) - first
+        expert = jnp.where((expert >= 0) & (expert < count), expert, count)
+        order = jnp.argsort(expert, stable=True)
+        sizes = jnp.sum(expert[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+        return Assigned(expert, order, jnp.argsort(order), sizes, jnp.cumsum(sizes) - sizes)
 
 
 class Assigned(NamedTuple):
     """The assignments of tokens to E experts.
 
     Args:
-        own: int32 `[N k]`, the expert of each; E for those that are not here.
+        expert: int32 `[N k]`, the expert of each; E for those that are not here.
         order: `[N k]`, the assignments sorted by expert.
         rank: `[N k]`, where each of them is in that order.
         sizes: int32 `[E]`, how many an expert gets.
         starts: int32 `[E]`, where its first is in that order.
     """
 
-    own: Array
+    expert: Array
     order: Array
     rank: Array
     sizes: Array
@@ -95,16 +95,16 @@ def in_order(
         `[N, D]` in the dtype of the tokens.
     """
     count, per_token = num_experts_of(kernels), choice.experts.shape[1]
-    found = choice.by_expert(first, count)
-    is_here = (jnp.arange(found.own.shape[0]) < jnp.sum(found.sizes))[:, None]
-    # Masked on both ways: what a product leaves in the rows behind the last group is its own.
-    rows = jnp.where(is_here, _permuted(jnp.repeat(tokens, per_token, axis=0), found.order), 0)
+    assigned = choice.by_expert(first, count)
+    is_here = (jnp.arange(assigned.expert.shape[0]) < jnp.sum(assigned.sizes))[:, None]
+    # Masked before and after: a product may leave anything in the rows behind the last group.
+    rows = jnp.where(is_here, _permuted(jnp.repeat(tokens, per_token, axis=0), assigned.order), 0)
 
     def product(rows, kernel):
-        return jax.lax.ragged_dot(rows, kernel, found.sizes)
+        return jax.lax.ragged_dot(rows, kernel, assigned.sizes)
 
-    made = jnp.where(is_here, feed(product, rows, kernels), 0)
-    return _summed(_permuted(made, found.rank), choice.gates, tokens.dtype)
+    out = jnp.where(is_here, feed(product, rows, kernels), 0)
+    return _summed(_permuted(out, assigned.rank), choice.gates, tokens.dtype)
 
 
 def in_slots(
@@ -120,7 +120,7 @@ def in_slots(
 ) -> tuple[Array, Array]:
     """As `in_order`, with at most `capacity` tokens for each expert: those that come first.
 
-    What is left out adds nothing to its token, which goes on by the residual stream (Switch
+    What is left out adds nothing to its token, which continues by the residual stream (Switch
     Transformers, arXiv:2101.03961, section 2.2).
 
     Args:
@@ -137,38 +137,38 @@ def in_slots(
     Returns:
         `[N, D]` in the dtype of the tokens, and how many assignments were left out, float32.
     """
-    found = choice.by_expert(first, num_experts)
-    left_out = jnp.sum(jnp.maximum(found.sizes - capacity, 0)).astype(jnp.float32)
-    return in_given_slots(
-        feed, capacity, tokens, choice.gates, kernels, found, there, back
+    assigned = choice.by_expert(first, num_experts)
+    left_out = jnp.sum(jnp.maximum(assigned.sizes - capacity, 0)).astype(jnp.float32)
+    return in_assigned_slots(
+        feed, capacity, tokens, choice.gates, kernels, assigned, there, back
     ), left_out
 
 
-def in_given_slots(
+def in_assigned_slots(
     feed: Feed,
     capacity: int,
     tokens: Array,
     gates: Array,
     kernels: PyTree,
-    found: Assigned,
+    assigned: Assigned,
     there: Exchange = lambda slots: slots,
     back: Exchange = lambda slots: slots,
 ) -> Array:
     """As `in_slots`, of assignments that are sorted already; only the sum for each token."""
     number = jnp.arange(capacity)
-    is_taken = number < found.sizes[:, None]
-    source = found.order[jnp.where(is_taken, found.starts[:, None] + number, 0)]
-    place = found.rank - jnp.append(found.starts, 0)[found.own]
-    is_kept = (found.own < len(found.sizes)) & (place < capacity)
+    is_taken = number < assigned.sizes[:, None]
+    source = assigned.order[jnp.where(is_taken, assigned.starts[:, None] + number, 0)]
+    place = assigned.rank - jnp.append(assigned.starts, 0)[assigned.expert]
+    is_kept = (assigned.expert < len(assigned.sizes)) & (place < capacity)
     into = RowSource(source.reshape(-1), is_taken.reshape(-1))
-    out = RowSource(jnp.where(is_kept, found.own * capacity + place, 0), is_kept)
+    out = RowSource(jnp.where(is_kept, assigned.expert * capacity + place, 0), is_kept)
     slots = _moved(jnp.repeat(tokens, gates.shape[1], axis=0), into, out)
 
     def product(rows, kernel):
         return jnp.einsum("ecd,edh->ech", rows, kernel)
 
-    made = back(feed(product, there(slots.reshape(*is_taken.shape, -1)), kernels))
-    return _summed(_moved(made.reshape(-1, made.shape[-1]), out, into), gates, tokens.dtype)
+    results = back(feed(product, there(slots.reshape(*is_taken.shape, -1)), kernels))
+    return _summed(_moved(results.reshape(-1, results.shape[-1]), out, into), gates, tokens.dtype)
 
 
 def slots_for(num_tokens: int, per_token: int, num_experts: int, factor: float) -> int:
@@ -189,7 +189,7 @@ def num_experts_of(kernels: PyTree) -> int:
 
 
 def _permuted(rows: Array, order: Array) -> Array:
-    """Rows in another order; told so, the compiler needs no atomics for the gradient."""
+    """Rows in another order; indices marked unique need no atomics for the gradient."""
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
@@ -201,8 +201,8 @@ class RowSource(NamedTuple):
 
     def take(self, rows: Array) -> Array:
         """The rows that come."""
-        found = rows.at[self.source].get(mode="promise_in_bounds")
-        return jnp.where(self.is_filled[:, None], found, 0)
+        taken_rows = rows.at[self.source].get(mode="promise_in_bounds")
+        return jnp.where(self.is_filled[:, None], taken_rows, 0)
 
 
 @jax.custom_vjp

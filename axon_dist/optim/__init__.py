@@ -1,4 +1,4 @@
-"""Optimizers that need matrices whole, and optimizers around others.
+"""Optimizers of whole matrices, and optimizers that wrap others.
 
 Start reading in `muon.py`; how its matrices are distributed over devices is in `step/optimizer.py`.
 """

@@ -162,12 +162,12 @@ def muon(
 
     The arguments, the numbers and the state are those of `optax.contrib.muon`, so that either can
     go on with a state of the other. In a step, matrices of the same shape are stacked, each device
-    gets some of them whole by one all-to-all, orthogonalises them on its own, and gives them back
-    by another; see `DistributedUpdate`. In a pipeline whose stages are equal the stacks are those
-    of each stage; where stages differ, every device of a stage orthogonalises all matrices of it.
+    gets some of them in full by one all-to-all, orthogonalises them, and returns them by another;
+    see `DistributedUpdate`. In a pipeline whose stages are equal the stacks are those of each
+    stage; where stages differ, every device of a stage orthogonalises all matrices of it.
 
     Args:
-        learning_rate: of the matrices, and of the rest where that has none of its own.
+        learning_rate: of the matrices, and of the rest unless `adam_learning_rate` is given.
         ns_coeffs: of Newton–Schulz: (a, b, c), a row of them for each iteration, or the name of a
             preset, `"standard"` or `"dion"`.
         ns_steps: how many iterations, where one quintic is for all.
@@ -260,17 +260,17 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-        >>> found = hidden_matrices(model)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-        >>> found["layers"][0]["bias"], found["layers"][0]["kernel"].output_axis
+        >>> matrices = hidden_matrices(model)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        >>> matrices["layers"][0]["bias"], matrices["layers"][0]["kernel"].output_axis
         (None, (1,))
     """
     MODEL.check("hidden_matrices", "model", model)
-    whole: Any = model
+    instance: Any = model
     if not isinstance(model, nnx.Module):
         with nnx.use_eager_sharding(False):
-            whole = nnx.eval_shape(lambda: made_by(model, "hidden_matrices"))
-    stacks = tuple(stacks_of(whole))
-    modules = {"/".join(map(str, keys)): module for keys, module in nnx.iter_modules(whole)}
+            instance = nnx.eval_shape(lambda: made_by(model, "hidden_matrices"))
+    stacks = tuple(stacks_of(instance))
+    modules = {"/".join(map(str, keys)): module for keys, module in nnx.iter_modules(instance)}
 
     def dims_of(path: Path, leaf: Leaf) -> Dims | None:
         stack = next((s for s in stacks if path.startswith(f"{s}/") or not s), None)
@@ -288,9 +288,9 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
         dims = tuple(range(lead, leaf.ndim))
         return Dims(dims[:rows], dims[rows:])
 
-    own = nnx.to_pure_dict(nnx.state(whole, nnx.Param))
-    found = map_with_path(dims_of, own)
-    if not any(isinstance(leaf, Dims) for leaf in jax.tree.leaves(found, is_leaf=_is_dims)):
+    variables = nnx.to_pure_dict(nnx.state(instance, nnx.Param))
+    matrices = map_with_path(dims_of, variables)
+    if not any(isinstance(leaf, Dims) for leaf in jax.tree.leaves(matrices, is_leaf=_is_dims)):
         raise ConfigError(
             "no block of the model has a kernel of two dims for Muon: blocks are modules that the "
             "model keeps in lists or stacks by nnx.vmap. Name the matrices by "
@@ -335,19 +335,19 @@ class _Orthogonal:
         count = optax.safe_increment(state.count)
         ahead = correct(mu, beta, optax.safe_increment(count) if self.nesterov else count)
         if self.nesterov:
-            own = correct(updates, beta, count)
-            ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, own)
+            gradient = correct(updates, beta, count)
+            ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, gradient)
         leaves, structure = jax.tree.flatten(ahead)
         pairs = zip(leaves, self._dims_of(ahead), strict=True)
-        made = [self._orthogonalised(x, dims, state.ns_coeffs) for x, dims in pairs]
+        orthogonal = [self._orthogonalised(x, dims, state.ns_coeffs) for x, dims in pairs]
         if self.adaptive:
 
             def dual(x, y):
                 return jnp.sum(x.conj() * y) * y
 
-            made = [dual(x, y) for x, y in zip(leaves, made, strict=True)]
+            orthogonal = [dual(x, y) for x, y in zip(leaves, orthogonal, strict=True)]
         mu = optax.tree.cast(mu, self.mu_dtype)
-        return structure.unflatten(made), MuonState(count, mu, state.ns_coeffs)
+        return structure.unflatten(orthogonal), MuonState(count, mu, state.ns_coeffs)
 
     def scaled(self, updates: PyTree, rms: float | None) -> PyTree:
         """Updates scaled by the sizes of their matrices."""
@@ -377,23 +377,23 @@ class _Orthogonal:
         if not is_matrix:
             ns = dataclasses.replace(self.newton_schulz, rows=rows, columns=columns)
             return matrixwise(ns, x, coefficients, lead=lead)
-        # Tall matrices are iterated on their side: so they share a stack with the broad ones.
+        # Tall matrices are transposed first, so that they share a stack with the wide ones.
         is_tall = x.shape[-2] > x.shape[-1]
         turned = (lambda a: jnp.swapaxes(a, -1, -2)) if is_tall else (lambda a: a)
         return turned(matrixwise(self.newton_schulz, turned(x), coefficients, lead=lead))
 
     def _dims_of(self, tree: PyTree) -> list[Dims | None]:
-        """The dims of every leaf of a tree like the parameters, or like what a mask left of it."""
+        """The dims of every leaf of a tree like the parameters, or like their masked tree."""
         if self.dims is None:
             return [Dims() if x.ndim == 2 else None for x in jax.tree.leaves(tree)]
         dims = self.dims(tree) if callable(self.dims) else self.dims
-        found: list[Dims | None] = []
+        by_leaf: list[Dims | None] = []
 
-        def note(own, part):
-            return found.extend(own for _ in jax.tree.leaves(part))
+        def note(leaf_dims, part):
+            return by_leaf.extend(leaf_dims for _ in jax.tree.leaves(part))
 
         jax.tree.map(note, dims, tree, is_leaf=_is_dims)
-        return found
+        return by_leaf
 
 
 def _is_dims(x: Any) -> bool:
@@ -421,15 +421,15 @@ def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return rows, columns
 
 
-def _coefficients(given: Coefficients | str, steps: int) -> Any:
-    if isinstance(given, str):
-        if given not in PRESETS:
-            raise ConfigError(f"unknown ns_coeffs {given!r}.{did_you_mean(given, PRESETS)}")
-        given = PRESETS[given]
-    shape = np.shape(given)
+def _coefficients(values: Coefficients | str, steps: int) -> Any:
+    if isinstance(values, str):
+        if values not in PRESETS:
+            raise ConfigError(f"unknown ns_coeffs {values!r}.{did_you_mean(values, PRESETS)}")
+        values = PRESETS[values]
+    shape = np.shape(values)
     if len(shape) not in (1, 2) or shape[-1] != 3 or (len(shape) == 2 and shape[0] > steps):
         raise ConfigError(
             f"ns_coeffs has the shape {shape}; it must be (3,), or (n, 3) with n at most "
             f"ns_steps={steps}: the coefficients of a quintic, or of one for each iteration"
         )
-    return given
+    return values

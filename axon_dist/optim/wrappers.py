@@ -1,4 +1,4 @@
-"""Optimizers around others: groups of parameters by path, spikes to skip, norms by layer."""
+"""Optimizers that wrap others: groups of parameters by path, spikes to skip, norms by layer."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Spikes:
     Args:
         deviations: a step is skipped where its loss, or the norm of its gradient before clipping,
             exceeds the mean of the last steps by more than so many standard deviations.
-        window: over about so many steps mean and deviation are taken, each step weighing less the
-            longer ago it is; nothing is skipped before so many were taken.
+        window: mean and deviation are running averages over about so many steps; nothing is skipped
+            before so many steps.
     """
 
     deviations: float = 6.0
@@ -116,11 +116,11 @@ def watched(
     spikes: Spikes | None = None,
     layer_norms: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose step leaves spikes out, and tells the norms of every layer.
+    """An optimizer whose step skips spikes, and reports the norms of every layer.
 
     A skipped step changes neither parameters nor moments, nor the count of a learning rate; a
-    `Trainer` counts it. What stood out enters the averages as the most that would not have been
-    skipped, so that a loss that stays higher is followed in the end. `build_train_step` puts
+    `Trainer` counts it. A spike enters the averages as the largest value that would not have
+    been skipped, so that they follow a loss that stays higher in the end. `build_train_step` puts
     `metrics` of the state among those of the step.
 
     Args:
@@ -128,8 +128,8 @@ def watched(
         clip_norm: in place of that of `build_train_step`, which clips before the optimizer sees
             anything; None does not clip.
         spikes: which steps are skipped; None skips none.
-        layer_norms: tells `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: of a
-            block such as `blocks/0`, and of all else by the first part of its path.
+        layer_norms: reports `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: of
+            a block such as `blocks/0`, and of all else by the first part of its path.
 
     Example:
         >>> optimizer, params = watched(optax.sgd(1.0), layer_norms=True), {"w": jnp.ones(4)}
@@ -170,7 +170,7 @@ def watched(
 
 
 def metrics_of(opt_state: PyTree) -> dict[str, Array]:
-    """What a watched optimizer has to tell of its last step; nothing of any other.
+    """The metrics of the last step of a watched optimizer; none of any other.
 
     Args:
         opt_state: of any optimizer.
@@ -179,8 +179,8 @@ def metrics_of(opt_state: PyTree) -> dict[str, Array]:
     def is_watched(x: object) -> bool:
         return isinstance(x, Watched)
 
-    found = jax.tree.leaves(opt_state, is_leaf=is_watched)
-    return {name: x for one in found if is_watched(one) for name, x in one.metrics.items()}
+    states = jax.tree.leaves(opt_state, is_leaf=is_watched)
+    return {name: x for state in states if is_watched(state) for name, x in state.metrics.items()}
 
 
 def _judged(

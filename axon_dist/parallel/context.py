@@ -27,10 +27,10 @@ from .strategy import AdaptLayers, Strategy
 
 
 class ContextMode(NamedChoice):
-    """How attention sees positions that other ranks hold."""
+    """How attention reads positions of other ranks."""
 
     RING = "ring"
-    """Keys and values go around the ranks."""
+    """Keys and values are sent around the ring of ranks."""
     ULYSSES = "ulysses"
     """All-to-all: whole sequences of some heads."""
 
@@ -39,11 +39,11 @@ class ContextMode(NamedChoice):
 def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp") -> Strategy:
     """Splits the positions of every sequence over a mesh axis, attention included.
 
-    Sequence parallelism splits positions between the layers of tensor parallelism and makes them
-    whole in each; here no rank ever holds a whole sequence. Every layer but attention works on each
+    Sequence parallelism splits positions between the layers of tensor parallelism and gathers them
+    in each; here no rank ever holds a full sequence. Every layer but attention works on each
     position by itself. Attention is replaced where a module has a method
     `attend(query, key, value)`, as those of this library have, and in `nnx.MultiHeadAttention`.
-    It may take `segments` besides, integers `[B, T]`: a position sees those of its own alone.
+    It may take `segments` besides, integers `[B, T]`: a position attends only to its segment.
 
     Under a causal mask a ring distributes the positions, so that all ranks have the same work: once
     for all layers in a module with a method `residual(tokens, segments, positions)` that reads the
@@ -103,7 +103,7 @@ class ContextLayers(AdaptLayers):
         return dataclasses.replace(layout, sequence=(*layout.sequence, self.axis))
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
-        """Raises unless there is attention, whose heads divide.
+        """Raises unless the model has attention whose heads divide.
 
         Raises:
             UnsupportedError: when the model has no attention that can be replaced, or one that
@@ -111,19 +111,19 @@ class ContextLayers(AdaptLayers):
             DivisibilityError: when heads do not divide.
         """
         attention = SplitAttention(self.mode, self.axis, layout)
-        found = [m for _, m in nnx.iter_modules(model) if _is_whole(m) or mixes(m)]
-        for module in found:
-            if not _is_whole(module):
+        layers = [m for _, m in nnx.iter_modules(model) if _is_multi_head(m) or mixes(m)]
+        for module in layers:
+            if not _is_multi_head(module):
                 check_attend(module)
             if isinstance(heads := getattr(module, "num_heads", None), int):
                 attention.check_heads(heads)
             if self.sends_around and getattr(module, "is_special", False):
                 raise UnsupportedError(
-                    f"{type(module).__name__} has a window or caps its scores, and a ring of keys "
-                    "and values knows neither; take context_parallel('ulysses'), whose ranks see "
+                    f"{type(module).__name__} has a window or caps its scores, which a ring of keys "
+                    "and values does not support; take context_parallel('ulysses'), whose ranks see "
                     "whole sequences"
                 )
-        if not found:
+        if not layers:
             classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
             raise UnsupportedError(
                 "context parallelism found no attention to replace among the classes "
@@ -144,7 +144,7 @@ class ContextLayers(AdaptLayers):
             wrap_calls(module, {"residual": DistributedOnce(attention)})
 
 
-def _is_whole(module: nnx.Module) -> bool:
+def _is_multi_head(module: nnx.Module) -> bool:
     """Whether a module is attention with its projections, whose inner function is replaced."""
     return isinstance(module, nnx.MultiHeadAttention)
 
@@ -156,14 +156,14 @@ class SplitAttention:
     Args:
         mode: how.
         axis: the mesh axis that splits the positions.
-        layout: where activations lie.
-        is_dealt: whether positions lie as `Ring.distribute` gives them, and not in order.
+        layout: of the activations.
+        is_distributed: whether a rank has the positions of `Ring.distribute`, not consecutive ones.
     """
 
     mode: ContextMode
     axis: str
     layout: Layout
-    is_dealt: bool = False
+    is_distributed: bool = False
 
     def __call__(self, attend: Function, module: Any, *args: object, **kwargs: object) -> Array:
         """Attends over the whole sequence; Ulysses by the module's own method.
@@ -177,7 +177,7 @@ class SplitAttention:
 
         Raises:
             DivisibilityError: when positions or heads do not divide.
-            UnsupportedError: when the call says more.
+            UnsupportedError: when the call has other arguments.
         """
         causal = getattr(module, "causal", True)
         query, key, value, segments = attended(attend, module, args, kwargs)
@@ -190,19 +190,19 @@ class SplitAttention:
             if self.mode is ContextMode.RING:
                 how = {
                     "form": getattr(module, "form", "auto"),
-                    "is_dealt": self.is_dealt,
+                    "is_distributed": self.is_distributed,
                 }
                 return ring_attention(query, key, value, self.axis, causal, *segments, **how)
             names = ("query", "key", "value", "segments")
 
-            def whole(*x):
+            def attend_all(*x):
                 return attend(module, **dict(zip(names, x, strict=False)))
 
-            return ulysses_attention(query, key, value, self.axis, whole, *segments)
+            return ulysses_attention(query, key, value, self.axis, attend_all, *segments)
 
         more = () if segments is None else (segments,)
         specs = (spec,) * 3 + (PartitionSpec(*spec[:2]),) * len(more)
-        # Kernels say nothing of what varies over which axes.
+        # Kernels do not declare what varies over which axes.
         run = self.layout.mapped(local, specs, spec, check_vma=False)
         return run(query, key, value, *more)
 
@@ -289,7 +289,7 @@ class DistributedOnce:
         tokens, *more = layout.mapped(distribute, specs, specs, check_vma=False)(*arrays)
         segments, positions = more or (None, ring.positions(length)[None])
         before = [(one, layers_of(one)) for one in inner]
-        distributed = dataclasses.replace(self.attention, is_dealt=True)
+        distributed = dataclasses.replace(self.attention, is_distributed=True)
         try:
             for one, layers in before:
                 pairs = ((n, distributed if a == self.attention else a) for n, a in layers.layers)
@@ -306,7 +306,7 @@ class DistributedOnce:
 
         A token draws by its place in the row, which has to be the place that it has on one device.
         """
-        inner = [one for _, one in nnx.iter_modules(module) if _is_whole(one) or mixes(one)]
+        inner = [one for _, one in nnx.iter_modules(module) if _is_multi_head(one) or mixes(one)]
         draws = any(isinstance(x, nnx.RngState) for _, x in nnx.iter_graph(module))
         causal = all(mixes(one) and getattr(one, "causal", True) for one in inner)
         return inner if causal and not draws else []

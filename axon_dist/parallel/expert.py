@@ -1,4 +1,4 @@
-"""Expert parallelism: experts split over a mesh axis, and the tokens travel to them."""
+"""Expert parallelism: experts split over a mesh axis, to which tokens are sent."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SUM = "sum_samples"
 
 
 class ExpertForm(NamedChoice):
-    """How tokens reach experts that lie on other ranks."""
+    """How tokens are sent to experts of other ranks."""
 
     AUTO = "auto"
     """The form that moves fewer bytes."""
     RING = "ring"
     """Every rank gets the tokens of all, and the results are summed back to their owners."""
     ALL_TO_ALL = "all_to_all"
-    """Every rank sends each expert as many slots as `capacity` says."""
+    """Every rank sends each expert a fixed number of slots, set by `capacity`."""
 
 
 _PAIR = ArgumentKind(
@@ -73,23 +73,23 @@ def expert_parallel(
         all_to_all   4 (c - 1)/c k f A       k experts per token, f the capacity factor
 
     Modules with the methods of `models.Experts`, `mix_experts` and `feed`, run in `shard_map`, as
-    above. For the stacked experts of other models the compiler sends the tokens; it is told the
-    sharding of the experts.
+    above. For the stacked experts of other models the compiler sends the tokens, by the sharding
+    of the experts.
 
     Args:
-        form: how tokens travel; `"auto"` takes the ring where k f >= c.
+        form: how tokens are sent; `"auto"` chooses the ring where k f >= c.
         capacity: the factor f: of the N tokens of a rank (ring: of the axis) each expert takes at
             most f N k / E, in their order. **It changes the numbers where an expert gets more**:
             those tokens go without it, and the metric `dropped` is their share. None drops none and
             equals one device; all_to_all then has slots for all tokens at each expert.
         axis: the mesh axis, of size c.
         experts: patterns of the paths of stacked kernels, and the dim of their experts from the
-            end. Those of your own model are `suggest_plan(model).experts`.
+            end. Those of a model are `suggest_plan(model).experts`.
 
     Returns:
         The strategy; it splits the batch over the axis. Compose it with `ddp` or `fsdp` over other
         axes, with `tensor_parallel`, `context_parallel` and `pipelined`, whose stages send tokens
-        among their own ranks.
+        among the ranks of the stage.
 
     Raises:
         ConfigError: for an unknown form, a capacity that is not above 0, or a pattern that is none.
@@ -149,8 +149,8 @@ class ByExperts(Policy):
 
     def dim_of(self, path: Path, shape: Shape) -> int | None:
         """The dim of the experts of a parameter; None where it has none."""
-        found = next((dim for pattern, dim in self.experts if re.search(pattern, path)), None)
-        return None if found is None or -found > len(shape) else len(shape) + found
+        from_end = next((dim for pattern, dim in self.experts if re.search(pattern, path)), None)
+        return None if from_end is None or -from_end > len(shape) else len(shape) + from_end
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -184,7 +184,7 @@ class ExpertLayers(AdaptLayers):
         return (self.policy.axis,)
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
-        """Raises unless the model has experts, to which tokens can be sent as was said.
+        """Raises unless the model has experts, to which tokens can be sent in this form.
 
         Raises:
             UnsupportedError: when it has none, or only the compiler can send tokens to them.
@@ -219,24 +219,24 @@ def map_experts(
     form: ExpertForm = ExpertForm.AUTO,
     capacity: float | None = None,
 ) -> None:
-    """Has each rank sort its own tokens by expert, in place.
+    """Has each rank sort its tokens by expert, in place.
 
-    A compiler that was to sort tokens of all ranks would gather them first.
+    To sort the tokens of all ranks, the compiler would gather them first.
 
     Args:
         model: modules with experts are changed.
         layout: which axes split samples and positions.
         axis: the mesh axis that splits the experts; None where all ranks have all of them.
-        form: how tokens travel.
+        form: how tokens are sent.
         capacity: the factor of slots, or None.
     """
     _wrap(model, has_experts, MIX, SplitExperts(layout, axis, form, capacity))
 
 
-def _wrap(model: nnx.Module, chosen: Callable[[object], bool], method: str, run: Around) -> None:
+def _wrap(model: nnx.Module, matches: Callable[[object], bool], method: str, run: Around) -> None:
     """Has something run in place of a method of some modules."""
     for _, module in list(nnx.iter_modules(model)):
-        if chosen(module):
+        if matches(module):
             wrap_calls(module, {method: run})
 
 
@@ -304,7 +304,7 @@ class HasExperts(Protocol):
     hidden_dims: Mapping[str, int]
 
     def feed(self, product: Function, rows: Array, kernels: PyTree) -> Array:
-        """What the experts make of rows, their products computed by `product(rows, kernel)`."""
+        """The outputs of the experts for rows, with products by `product(rows, kernel)`."""
         ...
 
 
@@ -313,9 +313,9 @@ class SplitExperts:
     """Runs in place of a module's `mix_experts`, in `shard_map`.
 
     Args:
-        layout: where activations lie.
+        layout: of the activations.
         axis: the mesh axis that splits the experts; None where all ranks have all of them.
-        form: how tokens travel.
+        form: how tokens are sent.
         capacity: the factor of slots, or None.
     """
 
@@ -330,7 +330,7 @@ class SplitExperts:
         module: HasExperts,
         tokens: Array,
         gates: Array,
-        chosen: Array,
+        expert_ids: Array,
         kernels: dict[str, Array],
     ) -> tuple[Array, Array]:
         """As `Experts.mix_experts`."""
@@ -347,11 +347,11 @@ class SplitExperts:
             for name, kernel in kernels.items()
         }
 
-        def local(tokens: Array, gates: Array, chosen: Array, kernels: PyTree) -> PyTree:
+        def local(tokens: Array, gates: Array, expert_ids: Array, kernels: PyTree) -> PyTree:
             def rows(x):
                 return x.reshape(-1, x.shape[-1])
 
-            choice = Choice(rows(chosen), rows(gates))
+            choice = Choice(rows(expert_ids), rows(gates))
             mixed, dropped = self._mix(module.feed, rows(tokens), choice, kernels, split)
             if features:
                 mixed = all_sum(mixed, features)
@@ -359,39 +359,39 @@ class SplitExperts:
             return mixed.reshape(tokens.shape), dropped
 
         run = self.layout.mapped(local, (spec, spec, spec, places), (spec, PartitionSpec()))
-        mixed, dropped = run(tokens, gates, chosen, kernels)
+        mixed, dropped = run(tokens, gates, expert_ids, kernels)
         if self.capacity is None:
-            # Known to be none, which no rank has to ask the others about.
+            # Known to be zero, without a sum over ranks.
             return mixed, jnp.zeros((), jnp.float32)
-        return mixed, dropped / (chosen.size * num_ranks(a for a in split if a in manual))
+        return mixed, dropped / (expert_ids.size * num_ranks(a for a in split if a in manual))
 
     def _mix(
         self, feed: Function, tokens: Array, choice: Choice, kernels: PyTree, split: Axes
     ) -> tuple[Array, Array]:
-        """On one rank: what becomes of its tokens, and how many assignments had no slot."""
+        """On one rank: the outputs for its tokens, and how many assignments had no slot."""
         axis = self.axis
         if axis is None:
             return self._here(feed, tokens, choice, kernels, 0, 1)
         size = jax.lax.axis_size(axis)
-        own = jax.tree.leaves(kernels)[0].shape[0]
-        first = jax.lax.axis_index(axis) * own
+        local = jax.tree.leaves(kernels)[0].shape[0]
+        first = jax.lax.axis_index(axis) * local
         if axis not in split:
             # Too few samples to split: all ranks have the same tokens.
             mixed, dropped = self._here(feed, tokens, choice, kernels, first, size)
             return all_sum(mixed, axis), all_sum(dropped, axis)
         # Slots for all experts may be fewer than the tokens of all ranks.
-        slots = own * size * self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
+        slots = local * size * self._slots(tokens.shape[0], choice.experts.shape[1], local * size)
         sends_slots = self.form is ExpertForm.ALL_TO_ALL
         if self.form is ExpertForm.AUTO:
             sends_slots = slots < size * tokens.shape[0]
         if sends_slots:
             return self._exchange(feed, tokens, choice, kernels, size)
 
-        def every(x):
+        def gather(x):
             return gathered(x, axis, 0)
 
-        everyone = Choice(every(choice.experts), every(choice.gates))
-        mixed, dropped = self._here(feed, every(tokens), everyone, kernels, first, size)
+        everyone = Choice(gather(choice.experts), gather(choice.gates))
+        mixed, dropped = self._here(feed, gather(tokens), everyone, kernels, first, size)
         return sum_scatter(mixed, axis, 0), dropped
 
     def _slots(self, tokens: int, per_token: int, experts: int) -> int:
@@ -408,15 +408,15 @@ class SplitExperts:
         first: Array | int,
         size: int,
     ) -> tuple[Array, Array]:
-        """What the experts of this rank, one of `size`, make of tokens."""
-        own = jax.tree.leaves(kernels)[0].shape[0]
+        """The outputs of the experts of this rank, one of `size`, for tokens."""
+        local = jax.tree.leaves(kernels)[0].shape[0]
         none = (choice.gates[0, 0] * 0).astype("float32")
         if self.capacity is None and not self._lacks_groups:
             return in_order(feed, tokens, choice, kernels, first), none
         if self.capacity is None:
-            return in_fitting_slots(feed, tokens, choice, kernels, own * size, first), none
-        slots = self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
-        return in_slots(feed, tokens, choice, kernels, own, slots, first)
+            return in_fitting_slots(feed, tokens, choice, kernels, local * size, first), none
+        slots = self._slots(tokens.shape[0], choice.experts.shape[1], local * size)
+        return in_slots(feed, tokens, choice, kernels, local, slots, first)
 
     @property
     def _lacks_groups(self) -> bool:
@@ -450,7 +450,7 @@ class SplitExperts:
 
 
 def _place(ndim: int, axis: str | None, hidden: int, features: Axes) -> PartitionSpec:
-    """Where a kernel lies on its way in: experts in front, features in their dim."""
+    """The spec of a kernel in `shard_map`: experts in front, features in their dim."""
     entries: list[Axes | str | None] = [axis, *[None] * (ndim - 1)]
     if features:
         entries[ndim + hidden] = features

@@ -29,12 +29,12 @@ from ..nn.attention import attended
 from ..nn.layout import Axes, Layout, manual_axes
 from ..ops.linear_loss import (
     LINEAR_CROSS_ENTROPY,
-    Found,
     HeadLoss,
+    LossParts,
     Operands,
     Wants,
     differentiable,
-    find,
+    evaluate,
 )
 from ..ops.ring_product import Circle, into_columns, into_rows, pieces_of
 
@@ -216,7 +216,7 @@ class Spread:
             vocabulary=fits(layout.vocabulary, classes),
         )
 
-    def run(self, layout: Layout, how: HeadLoss, given: Operands, wants: Wants) -> Found:
+    def run(self, layout: Layout, how: HeadLoss, given: Operands, wants: Wants) -> LossParts:
         """Computes the loss and the gradients asked for."""
         ranks, columns = (*self.samples, *self.sequence), self.vocabulary or None
         positions = PartitionSpec(self.samples or None, self.sequence or None)
@@ -236,7 +236,7 @@ class Spread:
             return grad[None] if beside else all_sum(grad, ranks)
 
         def local(*operands: Array) -> PyTree:
-            found = find(how, Operands(*operands), wants, axis)
+            found = evaluate(how, Operands(*operands), wants, axis)
             total, hits = (all_sum(x, ranks) if ranks else x for x in (found.total, found.hits))
             of_hidden, *of_head = found.grads
             of_kernel, of_bias = map(summed, of_head, (operands[1], operands[4]))
@@ -246,7 +246,7 @@ class Spread:
         of_head = PartitionSpec(*lead, None, columns), PartitionSpec(*lead, columns)
         specs = positions, kernel, positions, positions, bias
         results = (whole, whole, positions, (positions, *of_head))
-        found = Found(*layout.mapped(local, specs, results, check_vma=False)(*given))
+        found = LossParts(*layout.mapped(local, specs, results, check_vma=False)(*given))
         if not beside:
             return found
 

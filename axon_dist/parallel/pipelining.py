@@ -1,4 +1,4 @@
-"""`Pipeline`: a model cut into stages that lie on different ranks, run by a schedule."""
+"""`Pipeline`: a model cut into stages on different ranks, run by a schedule."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def pipelined(
     backward: str = "recompute",
     split_vocabulary: bool = False,
 ) -> Strategy:
-    """Pipeline parallelism as a strategy: blocks lie along `axis`, microbatches flow through them.
+    """Pipeline parallelism as a strategy: blocks are split over `axis`, microbatches pass through.
 
-    Beside data parallelism each rank gathers the weights of its own stages once per step, where
+    Beside data parallelism each rank gathers the weights of its stages once per step, where
     they are split at all, and reduces their gradients once, whatever stage of ZeRO it is composed
     with: per microbatch it would move as many times the bytes. ZeRO-3 so saves memory between
     steps, and within a step a rank holds its stages whole.
@@ -70,9 +70,9 @@ def pipelined(
         costs: the cost of each block, or of each such call, to balance the stages by.
         backward: `"recompute"` keeps a stage's input and recomputes the stage, `"residuals"` keeps
             all that the backward pass needs, and the name of a policy of
-            `ActivationCheckpointing` keeps what it says of each block.
+            `ActivationCheckpointing` keeps of each block what that policy saves.
         split_vocabulary: splits embedding and head over the ranks by the vocabulary, and gives
-            head and loss actions of their own, `V`, that all ranks do together, and the lookups
+            head and loss separate actions, `V`, that all ranks do together, and the lookups
             `E`, and the gradients of these `G`: the last stage is then not the slowest, no rank
             holds embedding or head whole, and backwards start one or two ticks later. The loss must
             end in `linear_cross_entropy`; its head may be tied to the embedding. A table that has
@@ -96,22 +96,22 @@ def pipelined(
     if backward not in (valid := [*BACKWARD, *POLICIES]):
         raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
     keeps = backward != "recompute"
-    plan = PipelinePlan(table, axis, _names(classes), _whole(boundaries), costs, keeps)
+    plan = PipelinePlan(table, axis, _names(classes), _integers(boundaries), costs, keeps)
     remat = ActivationCheckpointing(policy=backward) if backward in POLICIES else None
     return Strategy("pipeline", pipeline=plan, remat=remat)
 
 
 def _names(classes: Any) -> tuple[str, ...]:
-    given = tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
-    if not all(isinstance(each, (str, type)) for each in given):
+    entries = tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
+    if not all(isinstance(each, (str, type)) for each in entries):
         raise ConfigError(
             f"got classes={classes!r}; it must be the name of a block class, the class itself, or "
             'a tuple of these, such as classes=("Block",)'
         )
-    return tuple(each if isinstance(each, str) else each.__name__ for each in given)
+    return tuple(each if isinstance(each, str) else each.__name__ for each in entries)
 
 
-def _whole(boundaries: Any) -> tuple[int, ...] | None:
+def _integers(boundaries: Any) -> tuple[int, ...] | None:
     if boundaries is None:
         return None
     try:
@@ -220,7 +220,7 @@ class Pipeline:
         chunks: int | None = None,
         **options: Any,
     ) -> Pipeline:
-        """A pipeline with a module of its own in each stage.
+        """A pipeline with a separate module in each stage.
 
         Parameters and activations may have different shapes in each.
 
@@ -245,7 +245,7 @@ class Pipeline:
             2
         """
         ordered = _in_order(modules)
-        table = _given(schedule)
+        table = _read_table(schedule)
         pipe = cls(
             StageChain(ordered),
             _num_ranks(len(ordered), schedule if table is None else table, chunks),
@@ -327,7 +327,7 @@ def read_schedule(
         ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
         ConfigError: for a table of other sizes than asked for, or a file that is not there.
     """
-    table = _given(schedule)
+    table = _read_table(schedule)
     if table is None:
         table = build_schedule(str(schedule), num_stages, num_microbatches, chunks)
     got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
@@ -341,8 +341,8 @@ def read_schedule(
     return table
 
 
-def _given(schedule: str | Schedule) -> Schedule | None:
-    """A table that somebody brings, as it is or in a CSV file; None for a name."""
+def _read_table(schedule: str | Schedule) -> Schedule | None:
+    """A user's table, a `Schedule` or a CSV file; None for a name."""
     if isinstance(schedule, Schedule):
         return schedule
     if not str(schedule).endswith(".csv"):

@@ -34,15 +34,15 @@ class Rule:
 
     Args:
         pattern: a regular expression, searched for in the path of a module, such as
-            `"blocks/0/mlp/up"`, or of a parameter that no layer of its own holds.
+            `"blocks/0/mlp/up"`, or of a parameter outside any layer.
         mode: what becomes of them.
         dim: the dim of the kernel that is split, counted from the end; None is the last for
             columns, the last but one for rows and for tables of tokens.
         unit: how many features belong together, such as the size of a head.
         optional: stay whole where the units do not divide, instead of raising.
-        parts: how many blocks of units lie side by side, such as 3 for queries, keys and values
+        parts: how many blocks of units are side by side, such as 3 for queries, keys and values
             in one kernel.
-        stacked: whether the model tells the blocks apart by a reshape, rather than by slices.
+        stacked: whether the model separates the blocks by a reshape, rather than by slices.
         reason: one clause in plain words, for tables.
 
     Raises:
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def why_whole(self) -> tuple[str, ...]:
-        """Why layers stay whole that no rule splits, where the plan knows; a sentence for each."""
+        """Why layers stay whole that no rule splits, where that is known; a sentence for each."""
         return ()
 
     def rule_of(self, path: Path) -> Rule | None:
@@ -200,7 +200,7 @@ class ByPlan(Policy):
 
 
 def plan_of(model: nnx.Module) -> Plan:
-    """The plan that a model's own layers declare, such as `ColumnParallelLinear`.
+    """The plan that the layers of a model declare, such as `ColumnParallelLinear`.
 
     Args:
         model: a model, arrays or shapes.

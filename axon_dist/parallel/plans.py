@@ -25,7 +25,7 @@ class PipelinePlan:
 
     Args:
         schedule: the table; its microbatches are those of a step.
-        axis: the mesh axis along which stages lie.
+        axis: the mesh axis over which stages are split.
         classes: names of the block classes; empty for the blocks that the model keeps in lists.
         boundaries: the first block of each stage and the number of blocks; None for equal stages.
         costs: the cost of each block, to balance the stages by; None for equal ones.
@@ -57,7 +57,7 @@ class PipelinePlan:
         """
         if self.axis not in world.mesh.axis_names:
             raise MeshError(
-                f"the pipeline lies along axis {self.axis!r}, which mesh {world.spec} lacks."
+                f"the pipeline is split over axis {self.axis!r}, which mesh {world.spec} lacks."
                 f"{did_you_mean(self.axis, world.mesh.axis_names)}"
             )
         size = world.mesh.shape[self.axis]
@@ -69,7 +69,7 @@ class PipelinePlan:
 
 
 APART = ("diloco", "local_sgd")
-"""The strategies whose replicas train on their own, by name."""
+"""The strategies whose replicas train independently, by name."""
 
 USUAL_EVERY = 100
 """The default number of steps between two outer steps; DiLoCo has 500 (arXiv:2311.08105)."""
@@ -79,7 +79,7 @@ USUAL_EVERY = 100
 class SlowPlan:
     """How the replicas along a slow mesh axis train apart and synchronize.
 
-    Each has parameters, moments and statistics of its own. With the outer parameters θ, and θ_r
+    Each has separate parameters, moments and statistics. With the outer parameters θ, and θ_r
     those of replica r after H steps on its share of the batches,
 
         Δ = mean_r(θ - θ_r);    θ = θ + outer.update(Δ);    θ_r = θ
@@ -87,8 +87,8 @@ class SlowPlan:
     Args:
         axis: the mesh axis; nothing else may be split over it.
         every: H, the steps between two outer steps.
-        outer: the transformation that takes Δ for a gradient.
-        compression: how Δ travels; None as it is, in float32.
+        outer: the transformation whose gradient is Δ.
+        compression: how Δ is compressed to be sent; None sends float32.
         fragments: into how many parts the parameters are cut; part p synchronizes H·(p+1)/P steps
             after the first of every H, so that the link carries one part at a time.
     """
@@ -127,15 +127,15 @@ class SlowPlan:
             >>> [sorted(part) for part in plan.parts({"a": 4, "b": 4, "c": 8})]
             [['a', 'b'], ['c']]
         """
-        found: list[set[Path]] = [set() for _ in range(self.fragments)]
+        groups: list[set[Path]] = [set() for _ in range(self.fragments)]
         total, before = sum(sizes.values()), 0
         for path, size in sizes.items():
-            # By the middle of each: what is large does not drag its neighbours along.
-            found[min((2 * before + size) * self.fragments // (2 * total), len(found) - 1)].add(
+            # By the middle of each, so that a large one does not move its neighbours.
+            groups[min((2 * before + size) * self.fragments // (2 * total), len(groups) - 1)].add(
                 path
             )
             before += size
-        return tuple(map(frozenset, found))
+        return tuple(map(frozenset, groups))
 
     def wire_bytes(self, sizes: Mapping[Path, int], ranks: int) -> int:
         """Bytes that one device sends over the axis in H steps, all fragments together.
@@ -169,12 +169,12 @@ class CPUOffload(NamedChoice):
 
     @property
     def params(self) -> str | None:
-        """The memory kind of the parameters; None is the device's own."""
+        """The memory kind of the parameters; None is the device's."""
         return HOST if self in (CPUOffload.PARAMS, CPUOffload.FULL) else None
 
     @property
     def opt_state(self) -> str | None:
-        """The memory kind of the optimizer state; None is the device's own."""
+        """The memory kind of the optimizer state; None is the device's."""
         return HOST if self in (CPUOffload.OPTIMIZER, CPUOffload.FULL) else None
 
 
@@ -229,7 +229,7 @@ class TransformerAutoWrapPolicy:
 class SizeBasedAutoWrapPolicy:
     """A module is a unit when it is called, holds enough parameters and no such module inside.
 
-    Lists of modules are not called, and the model itself is no unit of its own.
+    Lists of modules are not called, and the model itself is no unit.
 
     Args:
         min_params: the least number of parameters of a unit.
@@ -256,9 +256,9 @@ class SizeBasedAutoWrapPolicy:
         }
         wrapped: list[tuple] = []
         for keys in modules:
-            held = sum(size for leaf, size in sizes.items() if leaf[: len(keys)] == keys)
+            count = sum(size for leaf, size in sizes.items() if leaf[: len(keys)] == keys)
             has_unit = any(inner[: len(keys)] == keys for inner in wrapped)
-            if keys and not has_unit and held >= self.min_params:
+            if keys and not has_unit and count >= self.min_params:
                 wrapped.append(keys)
         return frozenset("/".join(map(str, keys)) for keys in wrapped)
 

@@ -72,7 +72,7 @@ def _row(
     axes: Callable[[World], tuple[str, ...]] = data_axes,
     **fixed: Any,
 ) -> MakeStrategy:
-    """A row for `make` over some axes; its signature shows what is left for a config to say."""
+    """A row for `make` over some axes; its signature has the options that are left to a config."""
 
     def strategy(model: nnx.Module, world: World, **options: Any) -> Strategy:
         return make(axes=axes(world), **fixed, **options)
@@ -102,15 +102,15 @@ def _tensor(
         plan: `auto` reads it off the model; or the name of a preset; or a mode, `column`, `row` or
             `sequence`, for each pattern of paths, such as `{up$: column, down$: row}`.
         sequence: norms, dropout and residuals hold 1/tp of the positions.
-        rings: with `sequence`, pieces of the positions go round the ranks beside the products.
+        rings: with `sequence`, pieces of the positions are sent around a ring beside the products.
     """
     if isinstance(plan, str) and plan not in (AUTO, *PRESETS):
         raise ConfigError(
             f"no plan is called {plan!r}.{did_you_mean(plan, (AUTO, *PRESETS))} Or give patterns, "
             "such as {up$: column, down$: row}"
         )
-    chosen = suggest_plan(model) if plan == AUTO else plan
-    return tensor_parallel(chosen, sequence=sequence, rings=rings)
+    resolved = suggest_plan(model) if plan == AUTO else plan
+    return tensor_parallel(resolved, sequence=sequence, rings=rings)
 
 
 def _pipeline(
@@ -126,14 +126,14 @@ def _pipeline(
     """Pipeline parallelism over the axis `pp`, by a schedule's name or CSV file.
 
     Args:
-        model: is cut as the world says.
+        model: is cut over the ranks of the world.
         world: the devices, and the mesh they form.
         num_microbatches: the parts that a batch is cut into.
         schedule: a name that `axon schedule` draws, or the path of a CSV file with a table.
         chunks: stages per rank; None takes what is usual for the schedule.
         boundaries: the first block of each stage, and the number of blocks; None cuts evenly.
         backward: `recompute` keeps a stage's input and recomputes the stage, `residuals` keeps all
-            that the backward pass needs, and a policy of `remat` what that says of each block.
+            that the backward pass needs, and a policy of `remat` what that saves of each block.
         split_vocabulary: every rank computes its part of the vocabulary of embedding, head and
             loss, which else the end stages compute; for a loss of `linear_cross_entropy`.
     """
@@ -157,7 +157,7 @@ def _context(model: nnx.Module, world: World, mode: ContextMode = ContextMode.RI
     Args:
         model: whose attention is replaced.
         world: the devices, and the mesh they form.
-        mode: `ring` sends keys and values round; `ulysses` exchanges heads for positions, and
+        mode: `ring` sends keys and values around; `ulysses` exchanges heads for positions, and
             needs heads that divide by the ranks.
     """
     return context_parallel(mode)
@@ -174,7 +174,7 @@ def _expert(
     Args:
         model: whose experts are split, in arrays that stack them or in lists.
         world: the devices, and the mesh they form.
-        form: how tokens travel: `ring` brings those of all ranks to each and sums the results back,
+        form: how tokens are sent: `ring` gathers those of all ranks and sums the results back,
             `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.
         capacity: how many times its even share of the tokens an expert takes at most. **What
             exceeds it is left out**, and the metric `dropped` counts it; null leaves none out.
@@ -198,17 +198,17 @@ def _diloco(
     fragments: int = 1,
     axis: str = "nodes",
 ) -> Strategy:
-    """DiLoCo over a slow axis: replicas train on their own, and an outer SGD joins them.
+    """DiLoCo over a slow axis: replicas train independently, and an outer SGD joins them.
 
     Args:
         model: of which each replica has a copy.
         world: the devices, and the mesh they form.
-        every: H, the steps that replicas take on their own before they synchronize.
+        every: H, the steps that replicas take between two synchronizations.
         lr: the learning rate of the outer SGD.
         momentum: its momentum.
         nesterov: whether that is Nesterov's.
         compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
-        fragments: parts of the parameters that synchronize at steps of their own.
+        fragments: parts of the parameters that synchronize at different steps.
         axis: the mesh axis between the replicas.
     """
     outer = optax.sgd(lr, momentum=momentum, nesterov=nesterov)
@@ -223,14 +223,14 @@ def _local_sgd(
     fragments: int = 1,
     axis: str = "nodes",
 ) -> Strategy:
-    """Local SGD over a slow axis: replicas train on their own, and average their parameters.
+    """Local SGD over a slow axis: replicas train independently, and average their parameters.
 
     Args:
         model: of which each replica has a copy.
         world: the devices, and the mesh they form.
-        every: H, the steps that replicas take on their own before they synchronize.
+        every: H, the steps that replicas take between two synchronizations.
         compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
-        fragments: parts of the parameters that synchronize at steps of their own.
+        fragments: parts of the parameters that synchronize at different steps.
         axis: the mesh axis between the replicas.
     """
     return local_sgd(axis, every=every, compress=compress, fragments=fragments)
@@ -260,6 +260,6 @@ STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
 )
 """`STRATEGIES[name](model_or_factory, world, **options)` makes the strategy of that name.
 
-The signature of a row is what a config may say under the name: its annotations are the types of the
+The signature of a row is what a config may set under the name: its annotations are the types of the
 options.
 """

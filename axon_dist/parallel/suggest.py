@@ -132,7 +132,7 @@ def _split(
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
     # Split before it is made abstract: a raw array among the attributes is a leaf of the state, and
-    # a shape in its place would be taken for a part of the structure.
+    # a shape in its place would count as a part of the structure.
     params, rest = jax.eval_shape(split)
     return structure[0], params, rest
 
@@ -149,16 +149,16 @@ def _trace(
 
     def call(params: PyTree, rest: PyTree, arrays: Array) -> PyTree:
         merged = nnx.merge(graphdef, params, rest, copy=True)
-        # Flags stay what they are.
-        found = iter(arrays)
-        given = [next(found) if hasattr(leaf, "shape") else leaf for leaf in leaves]
-        inputs, keywords = form.unflatten(given)
-        inputs = (*found, *inputs)  # What is tried where no array was given.
+        # Flags are not arrays, and stay.
+        remaining = iter(arrays)
+        filled = [next(remaining) if hasattr(leaf, "shape") else leaf for leaf in leaves]
+        inputs, keywords = form.unflatten(filled)
+        inputs = (*remaining, *inputs)  # Those that are tried where no input has an array.
         for _, module in list(nnx.iter_modules(merged)):
             if mixes(module):
                 wrap_calls(module, {"attend": _plain_attention})
             if has_experts(module):
-                wrap_calls(module, {MIX: _every_expert})
+                wrap_calls(module, {MIX: _dense_experts})
         return merged(*inputs, **keywords)
 
     closed, arrays = _make_jaxpr(call, params, rest, arrays)
@@ -169,7 +169,7 @@ def _trace(
     values += [FlowValue(flow.new(leaf.shape)) for leaf in jax.tree.leaves(rest)]
     for leaf in arrays:
         values.append(FlowValue(flow.new(leaf.shape), from_input=True))
-        # Features of the input lie whole on every rank, so what they feed cannot be split by them.
+        # Features of the input are whole on every rank, so what they feed cannot be split by them.
         for node in values[-1].dims:
             flow.spoil(node, "is a dim of the model's input")
     outputs = follow(flow, closed.jaxpr, values)
@@ -189,12 +189,12 @@ def _plain_attention(
     return softmax_attention(query, key, value, causal=True)
 
 
-def _every_expert(
-    mix: Function, module: HasExperts, tokens: Array, gates: Array, chosen: Array, kernels: PyTree
+def _dense_experts(
+    mix: Function, module: HasExperts, tokens: Array, gates: Array, experts: Array, kernels: PyTree
 ) -> tuple[Array, Array]:
-    """Stands for experts that tokens are sorted by: every token goes to all of them."""
+    """Replaces experts that tokens are sorted by: every token is sent to all of them."""
     count = jax.tree.leaves(kernels)[0].shape[0]
-    weights = jnp.sum(jax.nn.one_hot(chosen, count) * gates[..., None], axis=-2)
+    weights = jnp.sum(jax.nn.one_hot(experts, count) * gates[..., None], axis=-2)
     rows = jnp.broadcast_to(tokens, (count, *tokens.shape))
 
     def product(rows, kernel):
@@ -250,7 +250,7 @@ class _Placement:
         return Suggestion(rules, unplaced, tuple(self._experts()))
 
     def _experts(self) -> Iterator[tuple[str, int]]:
-        """Kernels with a matrix for each of as many experts as a router tells apart.
+        """Kernels with a matrix for each of as many experts as a router chooses from.
 
         Where all tokens go to all experts, the matrices of the first product are no batch of it,
         and biases are in none; but their dims are those of one that is.
@@ -265,9 +265,9 @@ class _Placement:
         }
         scores = {p.path for p in products if not p.batched and len(self.nodes[p.path]) < 3}
         for path, dims in self.nodes.items():
-            found = [d for d, node in enumerate(dims[:-1]) if self._segment(node) in stacks]
-            if found and path not in scores:
-                yield f"^{re.escape(path)}$", found[0] - len(dims)
+            expert_dims = [d for d, node in enumerate(dims[:-1]) if self._segment(node) in stacks]
+            if expert_dims and path not in scores:
+                yield f"^{re.escape(path)}$", expert_dims[0] - len(dims)
 
     def _groups(self) -> dict[int, int]:
         """Joins segments with their usable parts: the major factor, or else the next one."""
@@ -278,15 +278,15 @@ class _Placement:
                 segment = parent[segment]
             return segment
 
-        taken: set[int] = set()
+        used: set[int] = set()
         for cut in self.flow.cuts:
-            whole, piece = self.flow.find(cut.whole), self.flow.find(cut.piece)
-            if piece in self.reasons or whole in self.reasons or cut.whole in taken:
+            dim, piece = self.flow.find(cut.dim), self.flow.find(cut.piece)
+            if piece in self.reasons or dim in self.reasons or cut.dim in used:
                 continue
             # Split by its major factor, a dim stays in order; the next one would interleave it.
             if cut.parts == 1:
-                taken.add(cut.whole)
-            parent[find(piece)] = find(whole)
+                used.add(cut.dim)
+            parent[find(piece)] = find(dim)
         return {segment: find(segment) for segment in list(parent)}
 
     def _segment(self, node: int) -> int:
@@ -342,15 +342,15 @@ class _Placement:
             self._set(product.path, node, ParallelMode.ROW, why, most)
 
     def _first(self, pairs: list[tuple[Product, list[int]]]) -> list[int]:
-        """Where the kernels of some products are first used: experts and calls come again."""
+        """The first uses of the kernels of some products: experts and calls repeat."""
         paths = {product.path for product, _ in pairs}
         orders = {p.path: p.order for p in reversed(self.flow.products) if p.path in paths}
         return list(orders.values())
 
     def _place_bias(self, product: Product, node: int) -> None:
-        """A bias that is a parameter without a layer's name lies like the outputs."""
+        """A bias that is a parameter without a layer's name is split like the outputs."""
         for path, dims in self.nodes.items():
-            # Biases by their usual names go with the rule of their layer; others need their own.
+            # Biases by their usual names have the rule of their layer; others need a rule.
             lone = len(dims) < len(self.nodes[product.path]) and path not in self.rules
             if lone and path.rpartition("/")[2] not in BIAS:
                 mine = [d for d in dims if self._segment(d) == self._segment(node)]
@@ -374,12 +374,12 @@ class _Placement:
     def _set(self, path: Path, node: int, mode: ParallelMode, why: str, most: int = 1) -> None:
         dims = self.nodes[path]
         position = next(
-            i for i, own in enumerate(dims) if self._segment(own) == self._segment(node)
+            i for i, other in enumerate(dims) if self._segment(other) == self._segment(node)
         )
         units = self._units(node)
         cut = self._blocks(node)
         if cut is not None:
-            why += f"; {cut.parts} blocks lie side by side"
+            why += f"; {cut.parts} blocks are side by side"
         size = self.flow.sizes[node]
         self.rules[path] = Rule(
             path,
@@ -399,7 +399,7 @@ class _Placement:
         used = [
             cut
             for cut in self.flow.cuts
-            if self._segment(cut.whole) == segment
+            if self._segment(cut.dim) == segment
             and self._of(cut.piece) == self._of(node)
             and not cut.repeats
         ]
@@ -408,12 +408,12 @@ class _Placement:
         return min([size, *majors, *inner])
 
     def _blocks(self, node: int) -> Cut | None:
-        """The cut that tells blocks of the same units apart, where they lie side by side."""
+        """The cut between blocks of the same units that are side by side."""
         segment = self._segment(node)
         used = [
             cut
             for cut in self.flow.cuts
-            if self._segment(cut.whole) == segment
+            if self._segment(cut.dim) == segment
             and self._of(cut.piece) == self._of(node)
             and self._segment(cut.piece) not in self.reasons
         ]
@@ -429,12 +429,12 @@ class _Placement:
                 yield Unplaced(path, "no product with activations was found")
                 continue
             whys = [self._why_not(node) for node in (*used[path].free, *used[path].contracted)]
-            kept = [why for why in whys if why] or ["no later kernel sums over its outputs"]
-            yield Unplaced(path, "; ".join(dict.fromkeys(f"a dim {why}" for why in kept)))
+            reasons = [why for why in whys if why] or ["no later kernel sums over its outputs"]
+            yield Unplaced(path, "; ".join(dict.fromkeys(f"a dim {why}" for why in reasons)))
 
 
 def _layer(path: Path) -> tuple[Path, str]:
-    """The layer that a parameter belongs to and its name there; a lone parameter is its own."""
+    """The layer that a parameter belongs to and its name there; a lone one is its layer."""
     layer, _, leaf = path.rpartition("/")
     return (layer, leaf) if leaf in LAYER_LEAVES or leaf == "scale" else (path, "")
 
@@ -453,8 +453,8 @@ def _as_layers(rules: dict[Path, Rule]) -> Iterator[Rule]:
         pattern = _pattern(_layer(path)[0])
         if pattern in clashing:
             joined[f"^{re.escape(_layer(path)[0])}$"] = rule
-    kept = {pattern: rule for pattern, rule in joined.items() if pattern not in clashing}
-    yield from (dataclasses.replace(kept[pattern], pattern=pattern) for pattern in sorted(kept))
+    agreed = {pattern: rule for pattern, rule in joined.items() if pattern not in clashing}
+    yield from (dataclasses.replace(agreed[pattern], pattern=pattern) for pattern in sorted(agreed))
 
 
 def _pattern(layer: Path) -> str:

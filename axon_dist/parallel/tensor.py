@@ -28,7 +28,7 @@ Module: TypeAlias = nnx.Module | nn.Module
 """A layer, of NNX or within a bridged module."""
 
 LOOKUPS: tuple[Function, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
-"""The calls of NNX layers that take rows of a table by the ids that they are given."""
+"""The calls of NNX layers that look rows of a table up by ids."""
 
 
 @checked()
@@ -42,8 +42,8 @@ def tensor_parallel(
         y = sum_r f(x A[:, r]) B[r, :]        r = the rank's share of the hidden features
 
     with one sum over the ranks at its end, forward, and one at its start, backward. The model
-    stays the single-device program that it is: the plan says how the kernels lie, activations are
-    pinned where a layer of the plan takes or gives them, and the compiler partitions the rest.
+    stays a single-device program: the plan has the shardings of the kernels, activations are pinned
+    where a layer of the plan reads or returns them, and the compiler partitions the rest.
 
     Args:
         plan: a `Plan`, a dict from path pattern to mode, or the name of a preset.
@@ -51,7 +51,7 @@ def tensor_parallel(
         sequence: sequence parallelism: norms, dropout and residuals hold 1/size of the positions,
             and each sum becomes a reduce-scatter, with an all-gather before the next column
             layer. As many bytes, and 1/size of the activations.
-        rings: those gathers and reduce-scatters go piece by piece round the ranks, each piece
+        rings: those gathers and reduce-scatters are sent piece by piece around a ring, each piece
             beside the product with the one before: as many bytes, hidden as far as the products
             take as long. Needs `sequence`.
 
@@ -73,9 +73,8 @@ def tensor_parallel(
     """
     if rings and not sequence:
         raise ConfigError(
-            "tensor_parallel got rings=True and sequence=False; what goes round a ring are "
-            "positions that the ranks split between layers: say sequence=True too, or leave rings "
-            "out"
+            "tensor_parallel got rings=True and sequence=False; a ring sends positions that the "
+            "ranks split between layers: set sequence=True too, or leave rings out"
         )
     policy = ByPlan(Plan.of(plan), axis)
     return Strategy(
@@ -93,7 +92,7 @@ class TensorLayers(AdaptLayers):
     Args:
         policy: the plan and its axis.
         sequence: whether positions are split between a row layer and the next column layer.
-        rings: whether they go round the ranks within both.
+        rings: whether they are sent around the ranks within both.
     """
 
     policy: ByPlan
@@ -122,12 +121,12 @@ class TensorLayers(AdaptLayers):
 
         Raises:
             UnsupportedError: when the plan is empty, or matches no layer and no parameter.
-            StrategyConflictError: when other axes split the positions that go round a ring.
+            StrategyConflictError: when other axes split the positions that a ring sends.
         """
         if self.rings and layout.sequence:
             names = "×".join(layout.sequence)
             raise StrategyConflictError(
-                f"tensor_parallel has positions go round the ranks of {self.policy.axis!r}, and "
+                f"tensor_parallel sends positions around the ranks of {self.policy.axis!r}, and "
                 f"{names!r} splits them in every layer; leave rings out, or the context parallelism"
             )
         plan, rule_of = self.policy.plan, self.policy.plan.rule_of
@@ -161,8 +160,8 @@ class TensorLayers(AdaptLayers):
                 pins = LinenPins(self, layout, path, tuple(sorted(shapes)))
                 wrap_calls(module, {"__call__": pins})
             elif rule := self.policy.plan.rule_of(path):
-                own = {name: _shape(v) for name, v in vars(module).items() if is_param(v)}
-                pin = self.pin(rule, path, own, layout)
+                params = {name: _shape(v) for name, v in vars(module).items() if is_param(v)}
+                pin = self.pin(rule, path, params, layout)
                 wrap_calls(module, pin.calls(module))
 
     def pin(self, rule: Rule, path: Path, shapes: Mapping[str, Shape], layout: Layout) -> Pin:
@@ -171,8 +170,8 @@ class TensorLayers(AdaptLayers):
         Args:
             rule: its rule.
             path: its path.
-            shapes: the shapes of its own parameters, by name.
-            layout: where activations lie.
+            shapes: the shapes of its parameters, by name.
+            layout: of the activations.
         """
         is_split = any(
             self.policy(f"{path}/{name}", shape, layout.mesh) for name, shape in shapes.items()
@@ -183,10 +182,10 @@ class TensorLayers(AdaptLayers):
 
 
 def check_sums(strategy: Strategy, model: nnx.Module) -> None:
-    """Checks that there are sums where the policy `sums` is to keep them.
+    """Checks that tensor parallelism sums something where the policy `sums` saves sums.
 
     Args:
-        strategy: the whole strategy of a step.
+        strategy: of a step, composed.
         model: its model, arrays or shapes.
 
     Raises:
@@ -205,34 +204,34 @@ def check_sums(strategy: Strategy, model: nnx.Module) -> None:
 
 
 def sends_pieces(layers: AdaptLayers) -> bool:
-    """Whether all that moves within the units of a model are pieces that go round a ring."""
+    """Whether all that moves within the units of a model are pieces that a ring sends."""
     rules = layers.policy.plan.rules if isinstance(layers, TensorLayers) else ()
-    whole = any(rule.mode is ParallelMode.REPLICATE for rule in rules)
-    return isinstance(layers, TensorLayers) and layers.rings and not whole
+    replicates = any(rule.mode is ParallelMode.REPLICATE for rule in rules)
+    return isinstance(layers, TensorLayers) and layers.rings and not replicates
 
 
 def ring_products(strategy: Strategy, layout: Layout) -> tuple[RingProducts, ...]:
     """The products of a strategy that are rings, one value for each axis.
 
     Args:
-        strategy: the whole strategy of a step.
-        layout: where its activations lie.
+        strategy: of a step, composed.
+        layout: of its activations.
     """
-    found = (layers for layers in strategy.layers if isinstance(layers, TensorLayers))
-    return tuple(RingProducts(layout, each.policy.axis) for each in found if each.rings)
+    tensor_layers = (layers for layers in strategy.layers if isinstance(layers, TensorLayers))
+    return tuple(RingProducts(layout, each.policy.axis) for each in tensor_layers if each.rings)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
-    """Where the activations around one layer lie; a value, so that equal layers stay equal.
+    """The layout of the activations around one layer; a value, so that equal layers stay equal.
 
     Args:
         rule: the rule of the layer, the pattern left out.
         axis: the mesh axis.
         is_split: whether any of its parameters is split; an optional layer may stay whole.
         sequence: whether positions are split between layers.
-        layout: where activations lie otherwise.
-        rings: whether positions go round the ranks.
+        layout: of other activations.
+        rings: whether positions are sent around the ranks.
     """
 
     rule: Rule
@@ -253,7 +252,7 @@ class Pin:
     def __call__(self, call: Function, module: Module, *args: object, **kwargs: object) -> Array:
         """Runs a call between its pins, by the mode."""
         if self.rule.mode is ParallelMode.REPLICATE:
-            return jax.tree.map(self._whole, call(module, *args, **kwargs))
+            return jax.tree.map(self._constrained, call(module, *args, **kwargs))
         if self.rule.mode is ParallelMode.SEQUENCE:
             # Every position is computed by itself, so positions may be split.
             return self._residual(call(module, *args, **kwargs))
@@ -268,7 +267,7 @@ class Pin:
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """Whole features in, split features out."""
-        x, parts = self._whole(self._ring(COLUMNS, x)), self.rule.parts
+        x, parts = self._constrained(self._ring(COLUMNS, x)), self.rule.parts
         features = (self.axis,) if self.is_split else ()
         dim = self.rule.dim or -1
 
@@ -280,8 +279,8 @@ class Pin:
         blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
         if not self.rule.stacked:
             return jnp.concatenate(blocks, dim)
-        whole = (*blocks[0].shape[:dim], parts * blocks[0].shape[dim], *blocks[0].shape[dim:][1:])
-        return jnp.stack(blocks, dim - 1).reshape(whole)
+        shape = (*blocks[0].shape[:dim], parts * blocks[0].shape[dim], *blocks[0].shape[dim:][1:])
+        return jnp.stack(blocks, dim - 1).reshape(shape)
 
     def around_rows(
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
@@ -300,19 +299,19 @@ class Pin:
         Written with `shard_map`, for left to itself the compiler may move the table, or the
         gradients of all positions, instead of one sum of rows.
         """
-        is_plain = all(given is None for given in (*args, *kwargs.values()))
-        found = _lookup(call, module) if self.is_split and is_plain else None
-        if found is None:
+        is_plain = all(argument is None for argument in (*args, *kwargs.values()))
+        lookup = _lookup(call, module) if self.is_split and is_plain else None
+        if lookup is None:
             return self._residual(call(module, tokens, *args, **kwargs))
-        table, look_up = found
+        table, look_up = lookup
         rows = self.layout.spec((*tokens.shape, 1), sequence=self._positions)
 
         def local(table: Array, tokens: Array) -> Array:
             size = jax.tree.leaves(table)[0].shape[0]
-            found = own_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
+            vectors = own_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
             if self.sequence:
-                return sum_scatter(found, self.axis, 1)
-            return all_sum(found, self.axis)
+                return sum_scatter(vectors, self.axis, 1)
+            return all_sum(vectors, self.axis)
 
         ids = self.layout.spec((*tokens.shape, 1))
         mapped = self.layout.mapped(
@@ -333,7 +332,7 @@ class Pin:
         rings = self.rings and self.is_split and self.rule.mode is not ParallelMode.VOCAB
         return into(kind, x) if rings else x
 
-    def _whole(self, x: Array) -> Array:
+    def _constrained(self, x: Array) -> Array:
         return self.layout.constrain(x) if _is_float(x) else x
 
     def _residual(self, x: Array) -> Array:
@@ -350,7 +349,7 @@ class LinenPins:
 
     Args:
         layers: how each parallel layer is split, by path.
-        layout: where activations lie.
+        layout: of the activations.
         path: the path of the bridge.
         shapes: the shapes of its parameters by path below it, as sorted pairs.
     """
@@ -401,10 +400,10 @@ class LinenPins:
 
 
 def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
-    """The table of a layer that takes rows by ids, and how; None for a layer of another kind.
+    """The table of a layer that looks rows up by ids, and how; None for another kind of layer.
 
-    One that is like `Embed` and does something to the ids first, such as adding an offset, cannot
-    be given ids within the rows of one rank.
+    One like `Embed` that changes the ids first, such as by adding an offset, cannot be called with
+    ids within the rows of one rank.
     """
     if isinstance(module, nn.Module):
         if type(module).__call__ is not nn.Embed.__call__:

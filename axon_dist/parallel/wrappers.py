@@ -142,16 +142,16 @@ class DistributedDataParallel(_Wrapper):
 
         Args:
             stacked: rank-stacked arrays, or one rank's inside `shard_map`; None synchronises the
-                module's own arrays: those of process 0, replicated over the mesh.
+                module's arrays: those of process 0, replicated over the mesh.
 
         Returns:
             The synchronised arrays.
         """
         if stacked is not None:
             return broadcast(stacked, self.group)
-        whole = NamedSharding(self.group.mesh, PartitionSpec())
+        replicated = NamedSharding(self.group.mesh, PartitionSpec())
         values = from_main(nnx.state(self.module))
-        state = jax.tree.map(lambda x: jax.device_put(x, whole), values)
+        state = jax.tree.map(lambda x: jax.device_put(x, replicated), values)
         nnx.update(self.module, state)
         return nnx.to_pure_dict(state)
 
@@ -231,12 +231,12 @@ class FullyShardedDataParallel(_Wrapper):
         self.strategy: Strategy = fsdp(self.sharding_strategy, group.axes, **self._options)
 
     def gather_parameters(self, params: PyTree) -> PyTree:
-        """Makes every array whole on every device; `reshard_parameters` is its exact inverse."""
-        whole = NamedSharding(self.group.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.device_put(x, whole), params)
+        """Replicates every array over the devices; `reshard_parameters` is its exact inverse."""
+        replicated = NamedSharding(self.group.mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.device_put(x, replicated), params)
 
     def reshard_parameters(self, params: ArrayTree) -> PyTree:
-        """Splits arrays as the strategy keeps them; what was updated while whole stays updated."""
+        """Shards arrays as the strategy stores them; updates of the gathered arrays are kept."""
         kind = self.strategy.offload.params
         return jax.device_put(
             params, shardings(self.strategy.params, params, self.group.mesh, kind)
@@ -291,7 +291,7 @@ FSDP = FullyShardedDataParallel
 class ZeROOptimizer:
     """An optax optimizer whose state is split over a group; PyTorch's and DeepSpeed's manner.
 
-    The arithmetic is the optimizer's own: ZeRO decides where its arrays lie. Pass
+    The optimizer is unchanged: ZeRO decides the sharding of its arrays. Pass
     `optimizer.transformation` and `optimizer.strategy` to `build_train_step`.
 
     Args:
@@ -377,7 +377,7 @@ class FSDPMemoryStats:
 
     @property
     def total_memory_mb(self) -> float:
-        """The total in MiB, under the name that it has elsewhere."""
+        """The total in MiB, under another name."""
         return self.total_memory_mib
 
     @property
@@ -418,7 +418,7 @@ def estimate(
 
     A leaf that stays whole, because none of its dims divides or because it is small, counts whole.
     Parameters that a step would keep as split masters, as ZeRO-1 and 2 do under a precision that
-    computes in a narrower dtype, are counted so. `measure` counts the arrays that there are.
+    computes in a narrower dtype, are counted so. `measure` counts arrays that exist.
 
     Args:
         strategy: its policies say what is split, and how many ways.
@@ -439,13 +439,13 @@ def estimate(
         strategy = with_masters(strategy, frozenset(), stored)
     state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grad_dtype or x.dtype), params)
-    held = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
-    trees = ((strategy.params, params), (held, grads), (strategy.opt_state, state))
+    grad_policy = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
+    trees = ((strategy.params, params), (grad_policy, grads), (strategy.opt_state, state))
     # Counts and other scalars of the optimizer are whole everywhere and weigh nothing.
-    whole = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
-    own, of_grads, moments = (_held(policy, params, tree, mesh) for policy, tree in trees)
+    sizes = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
+    of_params, of_grads, moments = (_bytes_on(policy, params, tree, mesh) for policy, tree in trees)
     total, name = num_params(params), strategy.name
-    return FSDPMemoryStats(total, own, of_grads, moments, mesh.size, name, sum(whole))
+    return FSDPMemoryStats(total, of_params, of_grads, moments, mesh.size, name, sum(sizes))
 
 
 def measure(
@@ -463,14 +463,14 @@ def measure(
         The bytes, host memory not counted.
     """
     trees = (params, grads, opt_state)
-    own, of_grads, moments = map(bytes_per_device, trees)
-    whole = num_bytes(trees)
+    of_params, of_grads, moments = map(bytes_per_device, trees)
+    total_bytes = num_bytes(trees)
     devices = jax.tree.leaves(params)[0].sharding.device_set
     total, name = num_params(params), strategy.name
-    return FSDPMemoryStats(total, own, of_grads, moments, len(devices), name, whole)
+    return FSDPMemoryStats(total, of_params, of_grads, moments, len(devices), name, total_bytes)
 
 
-def _held(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
+def _bytes_on(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
     """The bytes of a tree on one device."""
     rows = explain_optimizer(policy, params, tree, mesh).rows
     return sum(row.bytes_per_device for row in rows if row.shape)

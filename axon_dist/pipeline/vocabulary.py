@@ -18,7 +18,7 @@ from ..jaxpr.pieces import BOUNDS, Piece, Readers, TableRows, readers_of
 from ..jaxpr.rewrite import Rewriting
 from ..jaxpr.walk import depends_on, made_by, struct_of, variables
 from ..nn import own_rows
-from ..ops.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, find
+from ..ops.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, evaluate
 from .layout import Keys
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageProgram
@@ -328,7 +328,7 @@ def with_parted_loss(program: StageProgram, axis: str) -> StageProgram:
         how = equation.params["how"]
 
         def run(given, wants):
-            return find(how, Operands(*given), wants, axis)
+            return evaluate(how, Operands(*given), wants, axis)
 
         return list(differentiable(run)(*operands))
 

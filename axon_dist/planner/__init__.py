@@ -1,8 +1,8 @@
 """What a model needs on devices that are not here: memory, traffic, time, and a plan.
 
-No array is made and no device is asked: a candidate is built on paper, its train state is counted
-as the sharding policies lay it out, and its traced step says the rest. The compiled step has the
-last word; `axon inspect` reads it. Imports `parallel`, `schedule`, `nn`, `jaxpr`, `ops`,
+No array is made and no device is asked: a candidate is built in an abstract world, its train state
+is counted as the sharding policies lay it out, and its traced step says the rest. The compiled step
+has the last word; `axon inspect` reads it. Imports `parallel`, `schedule`, `nn`, `jaxpr`, `ops`,
 `mesh` and `core`. Start reading in `candidates.py`; what a traced step says is in `reading.py`.
 """
 
@@ -14,10 +14,10 @@ from ..mesh.chips import hardware as hardware
 from ..mesh.chips import parse_cluster as parse_cluster
 from .candidates import AXES as AXES
 from .candidates import DATA_PARALLEL as DATA_PARALLEL
-from .candidates import Arrangement as Arrangement
+from .candidates import Candidate as Candidate
 from .candidates import SlowReplicas as SlowReplicas
 from .candidates import Workload as Workload
-from .candidates import arrange as arrange
+from .candidates import candidate_for as candidate_for
 from .candidates import candidates as candidates
 from .candidates import more_microbatches as more_microbatches
 from .candidates import workload_of as workload_of

@@ -1,4 +1,4 @@
-"""`Arrangement`: how a step is spread over devices, and all that are worth comparing.
+"""`Candidate`: a mesh with strategies, and all candidates that are worth comparing.
 
 `Workload` is what is to be trained, read from the model and its loss.
 """
@@ -21,8 +21,8 @@ from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mea
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.device import tape_of
-from ..jaxpr.placement import whole
+from ..jaxpr.device import liveness_program
+from ..jaxpr.placement import unsplit
 from ..mesh import SLOW_AXES, MeshSpec
 from ..mesh.chips import Hardware
 from ..nn import block_paths, mixes
@@ -34,7 +34,7 @@ from .reading import idle_share
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What says which arrangements of a model and its batch are worth a trace.
+    """The sizes of a model and its batch that decide which candidates are worth a trace.
 
     Args:
         num_params: trainable scalars.
@@ -42,7 +42,7 @@ class Workload:
         flops: of the products of a step over all devices, nothing recomputed.
         global_batch: samples of a step, over all devices and microbatches.
         has_attention: whether a module of it mixes positions by attention.
-        num_experts: what the numbers of experts of its mixtures have in common; 1 without any.
+        num_experts: the greatest common divisor of the experts of its mixtures; 1 without any.
         precision: a policy or a preset's name; None is float32.
 
     Raises:
@@ -116,11 +116,11 @@ def workload_of(
     graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
     run = functools.partial(_loss, graphdef, loss_fn, MixedPrecision.of(precision))
     closed = jax.make_jaxpr(jax.value_and_grad(run))(params, rest, batch)
-    splits = [whole(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
+    splits = [unsplit(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
     return Workload(
         num_params=num_params(params),
         num_layers=max(len(block_paths(abstract)), 1),
-        flops=tape_of(closed, splits, {}, platform).flops,
+        flops=liveness_program(closed, splits, {}, platform).flops,
         global_batch=jax.tree.leaves(batch)[0].shape[0],
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
         num_experts=_experts(model, params),
@@ -129,7 +129,7 @@ def workload_of(
 
 
 def _experts(model: nnx.Module | Callable[[], nnx.Module], params: PyTree) -> int:
-    """How many experts the mixtures of a model have in common."""
+    """The greatest common divisor of the numbers of experts of the mixtures of a model."""
     flat = {"/".join(map(str, k)): v.get_value().shape for k, v in nnx.to_flat_state(params)}
     if not any(len(shape) > 2 for shape in flat.values()):
         return 1
@@ -153,8 +153,8 @@ def _loss(
     module = nnx.merge(graphdef, cast_floating(params, policy.compute), rest, copy=True)
     if policy.is_mixed:
         autocast(module, policy)
-    found = loss_fn(module, batch)
-    loss = found[0] if isinstance(found, tuple) else found
+    output = loss_fn(module, batch)
+    loss = output[0] if isinstance(output, tuple) else output
     return loss.mean if isinstance(loss, Weighted) else loss
 
 
@@ -167,7 +167,7 @@ DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
         "hybrid_shard": ZeROStage.STAGE3,
     }
 )
-"""The data-parallel strategies, from the one that holds most to the one that moves most."""
+"""The data-parallel strategies, from most memory to most traffic."""
 
 ALIASES: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -186,7 +186,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class SlowReplicas:
-    """How replicas over slow links train on their own; other numbers than those of one device.
+    """How replicas over slow links train between outer steps; not the numbers of one device.
 
     Args:
         strategy: `"diloco"` or `"local_sgd"`.
@@ -218,8 +218,8 @@ _PLACES = {"ddp": "dp", "zero1": "dp", "zero2": "dp", "full_shard": "fsdp"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """Axis sizes, what data-parallel ranks split, and what is recomputed.
+class Candidate:
+    """A mesh with strategies, to be ranked by the time of its step.
 
     Args:
         strategy: a key of `DATA_PARALLEL` or `ALIASES`: what the ranks of `dp` and `fsdp` split;
@@ -230,8 +230,8 @@ class Arrangement:
         cp: ranks of context parallelism, which split the positions of a sample.
         ep: ranks that split the experts, and the batch too.
         tp: ranks of tensor parallelism.
-        replicas: how often all of that is there, over slow links.
-        apart: how the replicas train on their own; None where there is one.
+        replicas: how many of these there are, over slow links.
+        apart: how the replicas train between outer steps; None where there is one.
         num_microbatches: pieces of a step's batch on a rank.
         remat: whether the blocks are recomputed in the backward pass.
         sequence: whether tensor parallelism splits positions between its products.
@@ -243,8 +243,8 @@ class Arrangement:
             two axes.
 
     Example:
-        >>> arrangement = Arrangement(strategy="fsdp", pp=8, fsdp=16, tp=8)
-        >>> arrangement.name, str(arrangement.mesh)
+        >>> candidate = Candidate(strategy="fsdp", pp=8, fsdp=16, tp=8)
+        >>> candidate.name, str(candidate.mesh)
         ('pp + tp + full_shard', 'pp=8,fsdp=16,tp=8')
     """
 
@@ -275,7 +275,7 @@ class Arrangement:
             )
         PipelineSchedule(self.schedule)
         for field in (*AXES, "replicas", "num_microbatches"):
-            COUNT.check("Arrangement", field, getattr(self, field))
+            COUNT.check("Candidate", field, getattr(self, field))
         if (self.replicas > 1) != (self.apart is not None):
             raise ConfigError(
                 f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "
@@ -315,16 +315,16 @@ class Arrangement:
     def mesh(self) -> MeshSpec:
         """The axes larger than 1, outer to inner, and one data axis at least."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
-        kept = {a: n for a, n in sizes.items() if n > 1 or (a == "dp" and self.shard_ranks == 1)}
+        axes = {a: n for a, n in sizes.items() if n > 1 or (a == "dp" and self.shard_ranks == 1)}
         if self.apart is not None:
-            kept = {self.apart.axis: self.replicas, **kept}
-        return MeshSpec(kept)
+            axes = {self.apart.axis: self.replicas, **axes}
+        return MeshSpec(axes)
 
     def to_config(self) -> JsonDict:
-        """The lines of a config that make this arrangement, as plain data.
+        """The lines of a config that make this candidate, as plain data.
 
         Example:
-            >>> Arrangement(strategy="full_shard", fsdp=8, remat=True).to_config()
+            >>> Candidate(strategy="full_shard", fsdp=8, remat=True).to_config()
             {'mesh': {'fsdp': 8}, 'parallel': {'full_shard': {}}, 'remat': {'interval': 1}}
         """
         parallel: JsonDict = {self.strategy: {}}
@@ -349,32 +349,32 @@ class Arrangement:
         if self.pp == 1 and self.num_microbatches > 1:
             train["accumulate"] = self.num_microbatches
         if self.apart is not None:
-            # To stop, all replicas would have to hear of it at once.
+            # A stop would have to reach all replicas in the same step.
             train["nonfinite"] = "skip"
         if train:
             lines["train"] = train
         return lines
 
 
-def arrange(strategy: str, num_ranks: int, **rest: Any) -> Arrangement:
-    """A data-parallel strategy over some ranks, on the axis where it usually lies.
+def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
+    """The candidate with a data-parallel strategy over some ranks, on the axis it usually has.
 
     Args:
         strategy: a name of `DATA_PARALLEL` or `ALIASES`; not hybrid sharding, which has two sizes.
         num_ranks: data-parallel ranks.
-        **rest: other fields of `Arrangement`.
+        **rest: other fields of `Candidate`.
 
     Example:
-        >>> str(arrange("zero1", 4).mesh), str(arrange("fsdp", 4).mesh)
+        >>> str(candidate_for("zero1", 4).mesh), str(candidate_for("fsdp", 4).mesh)
         ('dp=4', 'fsdp=4')
     """
     axis = _PLACES.get(ALIASES.get(strategy, strategy), "dp")
-    return Arrangement(strategy=strategy, **{axis: num_ranks}, **rest)
+    return Candidate(strategy=strategy, **{axis: num_ranks}, **rest)
 
 
 DEVICES = ArgumentKind("a number, 1 to 10^6", lambda x: COUNT.holds(x) and x <= 10**6)
-_TURNS = 4
-"""Microbatches for each stage of a pipeline, from which on it idles little."""
+_MICROBATCHES_PER_STAGE = 4
+"""Microbatches for each stage of a pipeline that keep its bubble small."""
 
 
 def candidates(
@@ -383,11 +383,11 @@ def candidates(
     hardware: Hardware,
     apart: SlowReplicas | None = None,
     replicas: int = 1,
-) -> Iterator[Arrangement]:
-    """Yields the arrangements whose sizes divide the devices, the experts and the batch.
+) -> Iterator[Candidate]:
+    """Yields the candidates whose sizes divide the devices, the experts and the batch.
 
     Tensor, context and expert parallelism stay inside a node. In a pipeline, whose ranks gather
-    their stage once per step, sharding moves no more than replicating, so replicas are always
+    their stage once per step, sharding sends no more than replicating, so replicas are always
     sharded there. Only a pipeline has several microbatches, and nothing is recomputed: whether a
     step needs that, its trace says.
 
@@ -395,17 +395,17 @@ def candidates(
         work: the model and its batch.
         num_devices: all of them are used.
         hardware: how many devices a node has.
-        apart: how replicas over slow links train on their own; None for one model.
+        apart: how replicas over slow links train between outer steps; None for one model.
         replicas: how many of them.
 
     Yields:
-        Arrangements over `num_devices`; none where the replicas do not divide them and the batch.
+        Candidates over `num_devices`; none where the replicas do not divide them and the batch.
     """
     if apart is not None:
         if replicas > 1 and not (num_devices % replicas or work.global_batch % replicas):
             share = dataclasses.replace(work, global_batch=work.global_batch // replicas)
             for one in candidates(share, num_devices // replicas, hardware):
-                # A pipeline beside replicas that train apart is refused.
+                # A pipeline with replicas that train apart is refused.
                 if one.pp == 1:
                     yield dataclasses.replace(one, apart=apart, replicas=replicas)
         return
@@ -419,7 +419,7 @@ def candidates(
         if work.global_batch % (ranks * ep) == 0:
             local = work.global_batch // (ranks * ep)
             for base in _strategies(ranks, split, hardware):
-                yield _with_turns(base, local, work.num_layers)
+                yield _with_microbatches(base, local, work.num_layers)
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -434,30 +434,30 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
-    # The stages of a pipeline take turns, and a ring of positions needs all its ranks at once.
+    # The stages of a pipeline run at different times, and a ring of positions needs all ranks.
     together = split["pp"] == 1 or split["cp"] == 1
     inside = split["tp"] * split["cp"] * split["ep"] <= (hardware.node_size or 8)
     return together and inside and work.divides(**split)
 
 
-def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Arrangement]:
+def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Candidate]:
     model = {**split, "sequence": split["tp"] > 1}
     if ranks == 1:
-        yield Arrangement(strategy="ddp", **model)
+        yield Candidate(strategy="ddp", **model)
         return
     for name in DATA_PARALLEL:
         if split["pp"] > 1 and not ZERO[DATA_PARALLEL[name]].params:
             continue
         if name != "hybrid_shard":
-            yield arrange(name, ranks, **model)
+            yield candidate_for(name, ranks, **model)
         elif max(split.values()) == 1 and 1 < hardware.node_size < ranks:
             size = hardware.node_size
             if ranks % size == 0:
-                yield Arrangement(strategy=name, dp=ranks // size, fsdp=size)
+                yield Candidate(strategy=name, dp=ranks // size, fsdp=size)
 
 
-def more_microbatches(plan: Arrangement, work: Workload, least: int) -> Arrangement | None:
-    """The same arrangement with smaller microbatches.
+def more_microbatches(plan: Candidate, work: Workload, least: int) -> Candidate | None:
+    """The same candidate with smaller microbatches.
 
     Args:
         plan: whose microbatches are too large.
@@ -475,12 +475,12 @@ def more_microbatches(plan: Arrangement, work: Workload, least: int) -> Arrangem
     )
 
 
-def _with_turns(base: Arrangement, local: int, num_layers: int) -> Arrangement:
+def _with_microbatches(base: Candidate, local: int, num_layers: int) -> Candidate:
     """A pipeline with microbatches enough to keep it busy, and the schedule that idles least."""
     if base.pp == 1:
         return base
     counts = divisors(local)
-    count = next((n for n in counts if n >= _TURNS * base.pp), counts[-1])
+    count = next((n for n in counts if n >= _MICROBATCHES_PER_STAGE * base.pp), counts[-1])
     best, least = base.schedule, math.inf
     for name in PipelineSchedule:
         try:

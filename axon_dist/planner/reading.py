@@ -20,7 +20,7 @@ from ..core.errors import ConfigError
 from ..core.files import host_memory
 from ..core.typing import Batch
 from ..core.words import byte_size
-from ..jaxpr.device import tape_of
+from ..jaxpr.device import liveness_program
 from ..jaxpr.liveness import peak_of
 from ..jaxpr.placement import Sent, Splits, of_spec
 from ..mesh import World
@@ -39,10 +39,10 @@ class StepCost:
 
     Args:
         compute: products, recomputation included.
-        bubble: what the pipeline waits.
+        bubble: the time that ranks of a pipeline are idle.
         update: reading and writing the training state.
         communication: all transfers, as if nothing else ran.
-        exposed: what of them does not hide behind compute.
+        exposed: those of them that compute does not hide.
     """
 
     compute: float
@@ -65,7 +65,7 @@ class StepCost:
 
 @functools.cache
 def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed: int = 1) -> float:
-    """What the pipeline waits, as a share of what a rank computes.
+    """The time that a rank of a pipeline is idle, as a share of the time that it computes.
 
     Args:
         schedule: a name of `PipelineSchedule`.
@@ -97,10 +97,10 @@ ROUNDS: Mapping[str, float] = {
 """How often a ring passes the share `(N-1)/N` of an array on, by the kind of the collective."""
 
 COMBINED = 30e6
-"""The bytes up to which compilers join collectives that nothing waits for into one."""
+"""The bytes up to which compilers join collectives into one, where compute hides them."""
 
 WAITED = frozenset({"tp", "pp"})
-"""The axes whose collectives the next product waits for; others hide behind compute."""
+"""The axes whose collectives the next product needs; compute hides the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +135,11 @@ class Reading:
 
     @property
     def by_axes(self) -> dict[str, float]:
-        """The same, by the axes that they travel over."""
-        found: dict[str, float] = defaultdict(float)
+        """The same, by the axes that they are sent over."""
+        by_axes: dict[str, float] = defaultdict(float)
         for sent, times in self.sends:
-            found[",".join(sent.axes)] += self._wire(sent) * times
-        return {axes: size for axes, size in found.items() if size}
+            by_axes[",".join(sent.axes)] += self._wire(sent) * times
+        return {axes: size for axes, size in by_axes.items() if size}
 
     def _wire(self, sent: Sent) -> float:
         if sent.kind == "collective-permute":
@@ -148,16 +148,16 @@ class Reading:
 
     def _joined(self) -> dict[tuple[str, tuple[str, ...], int], list[int]]:
         """The sizes of the collectives of a kind over the same axes that run equally often."""
-        found: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
+        sizes: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
         for sent, times in self.sends:
-            found.setdefault((sent.kind, sent.axes, times), []).append(sent.num_bytes)
-        return found
+            sizes.setdefault((sent.kind, sent.axes, times), []).append(sent.num_bytes)
+        return sizes
 
     def _ranks(self, sent: Sent) -> int:
         return math.prod(self.mesh[axis] for axis in sent.axes)
 
     def _stride(self, sent: Sent) -> int:
-        """How many devices apart neighbours on the innermost of the axes are."""
+        """How many devices apart two consecutive ranks of the innermost axis are."""
         names = list(self.mesh)
         innermost = max(names.index(axis) for axis in sent.axes)
         return math.prod(self.mesh[name] for name in names[innermost + 1 :])
@@ -176,33 +176,33 @@ class Reading:
         Args:
             hardware: FLOP/s by dtype, bytes/s of memory and links of one chip.
             compute: the dtype of the products.
-            flops: in place of those read, for a pipeline, whose ranks take turns.
-            idle: what a pipeline waits, as a share of what a rank computes.
+            flops: in place of those read, for a pipeline, whose ranks are idle by turns.
+            idle: of a pipeline, as by `idle_share`.
             efficiency: the share of peak FLOP/s that compute alone reaches.
 
         Returns:
-            The parts. Collectives over `tp` and `pp` are waited for; others hide behind compute,
+            The parts. Collectives over `tp` and `pp` are exposed; compute hides the others,
             which is the best case.
         """
         busy = (self.flops if flops is None else flops) / (hardware.rate(compute) * efficiency)
-        hidden, waited = 0.0, 0.0
+        hidden, exposed = 0.0, 0.0
         for (kind, axes, times), sizes in self._joined().items():
             one = Sent(kind, axes, sum(sizes))
             ranks, stride = self._ranks(one), self._stride(one)
             if ranks == 1:
                 continue
-            is_waited = not WAITED.isdisjoint(axes)
-            calls = len(sizes) if is_waited else math.ceil(one.num_bytes / COMBINED)
+            is_exposed = not WAITED.isdisjoint(axes)
+            calls = len(sizes) if is_exposed else math.ceil(one.num_bytes / COMBINED)
             calls *= max(1, round(ROUNDS.get(kind, 1.0)))
             latency = calls * hardware.ring_latency(ranks, stride)
             took = times * (latency + self._wire(one) / hardware.bandwidth(ranks, stride))
-            hidden, waited = hidden + took * (not is_waited), waited + took * is_waited
+            hidden, exposed = hidden + took * (not is_exposed), exposed + took * is_exposed
         return StepCost(
             compute=busy,
             bubble=busy * idle,
             update=2 * self.state / hardware.memory_bandwidth,
-            communication=hidden + waited,
-            exposed=waited + max(0.0, hidden - busy),
+            communication=hidden + exposed,
+            exposed=exposed + max(0.0, hidden - busy),
         )
 
 
@@ -226,14 +226,14 @@ def read_program(
     Returns:
         The reading.
     """
-    tape = tape_of(program, [_splits(leaf) for leaf in arguments], mesh, platform, num_state)
-    sizes = [tape.sizes[buffer] for buffer in tape.inputs]
+    liveness = liveness_program(program, [*map(_splits, arguments)], mesh, platform, num_state)
+    sizes = [liveness.sizes[buffer] for buffer in liveness.inputs]
     return Reading(
         state=sum(sizes[:num_state]),
         batch=sum(sizes[num_state:]),
-        temporaries=peak_of(tape, range(num_state)),
-        flops=tape.flops,
-        sends=tuple(tape.sends()),
+        temporaries=peak_of(liveness, range(num_state)),
+        flops=liveness.flops,
+        sends=tuple(liveness.sends()),
         mesh=dict(mesh),
     )
 
@@ -245,7 +245,7 @@ class Traceable(Protocol):
 
     @property
     def world(self) -> World:
-        """The devices, which may be on paper."""
+        """The devices, which may be placeholders."""
         ...
 
     def program(self, batch: Batch) -> tuple[ClosedJaxpr, list[jax.ShapeDtypeStruct]]:
@@ -284,7 +284,7 @@ LADDER: Mapping[str, ActivationCheckpointing | None] = MappingProxyType(
         "every block": ActivationCheckpointing(),
     }
 )
-"""What may be recomputed, by what a sentence calls it; each row keeps less than the one before."""
+"""What may be recomputed, by what a sentence calls it; each row saves less than the one before."""
 
 USABLE = 0.9
 """The share of device memory that a step may fill; the rest is the runtime's and fragmentation."""
@@ -298,10 +298,10 @@ def recompute_least(
     peak: Callable[[Step], int | None],
     usable: float,
 ) -> Step:
-    """Goes down `LADDER` to the first row whose step fits; no row changes a number.
+    """Takes the first row of `LADDER` whose step fits; no row changes a number.
 
     Args:
-        build: makes the step that recomputes what it is told.
+        build: makes the step that recomputes what a row says.
         read: traces it.
         peak: bytes of a device by the compiled step, asked for where the traced one fits; None
             where it cannot be compiled.
@@ -313,15 +313,15 @@ def recompute_least(
     Raises:
         ConfigError: when no row fits.
     """
-    said: dict[str, str] = {}
+    peaks: dict[str, str] = {}
     for name, remat in LADDER.items():
         step = build(remat)
         traced = read(step).peak
         needs = (peak(step) if traced <= usable else None) or traced
         if needs <= usable:
             return step
-        said[name] = byte_size(needs)
-    needs = ", ".join(f"{size} where it recomputes {name}" for name, size in said.items())
+        peaks[name] = byte_size(needs)
+    needs = ", ".join(f"{size} where it recomputes {name}" for name, size in peaks.items())
     raise ConfigError(
         f"remat: auto found nothing that fits the {byte_size(int(usable))} of a device that may be "
         f"filled: a step needs {needs}. Take more microbatches (train.accumulate), or split the "
@@ -330,29 +330,29 @@ def recompute_least(
 
 
 def recomputing_line(
-    remat: ActivationCheckpointing | None, own: Reading, every: Reading, usable: float
+    remat: ActivationCheckpointing | None, reading: Reading, full: Reading, usable: float
 ) -> str:
     """What was chosen and what it saves, in a sentence.
 
     Args:
         remat: what the step recomputes, of `LADDER`.
-        own: what its traced program needs.
-        every: the same of a step that recomputes every block.
+        reading: what its traced program needs.
+        full: the same of a step that recomputes every block.
         usable: bytes of a device that a step may fill.
     """
     name = next(name for name, row in LADDER.items() if row == remat)
-    saved = 1 - own.flops / every.flops if every.flops else 0.0
+    saved = 1 - reading.flops / full.flops if full.flops else 0.0
     return (
-        f"remat: auto recomputes {name}: {byte_size(own.peak)} of {byte_size(int(usable))} "
+        f"remat: auto recomputes {name}: {byte_size(reading.peak)} of {byte_size(int(usable))} "
         f"that may be filled, {saved:.1%} fewer FLOPs than recomputing every block"
     )
 
 
 def usable_bytes(world: World) -> int:
     """Bytes of a device that a step may fill: of its chip, or of this host's memory its share."""
-    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
+    local = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     row = machine_of(world.mesh)
     if row is not None:
         return int(USABLE * row.memory_bytes)
-    stats = {} if world.is_cpu else here[0].memory_stats() or {}
-    return int(USABLE * stats.get("bytes_limit", host_memory() // max(1, len(here))))
+    stats = {} if world.is_cpu else local[0].memory_stats() or {}
+    return int(USABLE * stats.get("bytes_limit", host_memory() // max(1, len(local))))

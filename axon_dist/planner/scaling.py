@@ -20,7 +20,7 @@ LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 """By what the learning rate grows, given by what the batch grows."""
 
 
-# Whether a tracer is above 0 cannot be told, which says that it is one.
+# Whether a tracer is above 0 is not known, which shows that it is one.
 POSITIVE = ArgumentKind(
     "a number above 0", lambda x: (REAL.holds(x) or hasattr(x, "aval")) and x > 0
 )
@@ -150,7 +150,7 @@ BYTE_UNITS: dict[str, int] = {
 """Bytes per unit; GB is 10**9, GiB is 2**30."""
 
 COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-"""How model sizes are spoken: 350M, 7B."""
+"""How model sizes are written: 350M, 7B."""
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 

@@ -1,4 +1,4 @@
-"""How many activations a schedule keeps alive, from the order of each device's actions alone."""
+"""How many activations a schedule keeps alive, from the order of each device's actions."""
 
 from __future__ import annotations
 
@@ -161,18 +161,18 @@ class Slots:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """Where an executor keeps every value that outlives its action.
+    """The slots in which an executor keeps every value that outlives its action.
 
     A slot may be overwritten by the very action that reads it last, and by what arrives at the
     end of that tick. Keep the inputs of stages either in `inputs`, or in `activations` first and
     in `stash` from the forward on (the forward then copies, or stashes residuals instead).
 
     Args:
-        inputs: a stage's input, from when it is there (stage 0: from its `F`) to its `B` or `W`.
+        inputs: a stage's input, from when it arrives (stage 0: from its `F`) to its `B` or `W`.
         stash: what a stage keeps for its backward, from `F` to `B` or `W`.
         activations: a stage's input until its `F`. Stage 0 reads the batch and has none.
-        gradients: the gradient of a stage's output until its `B` or `I`. The last stage makes its
-            own and has none, unless the `V` leave it one.
+        gradients: the gradient of a stage's output until its `B` or `I`. The last stage computes
+            it and has none, unless the `V` leave it one.
         held: what a split backward passes from `I` to `W`.
         outputs: the last stage's output from its `F` to the `V`; without `V` there are none.
         lookups: what is looked up for the first stage, from the `E` to its `F`; without `E` there
@@ -229,25 +229,25 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
 
 
 def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, Moment, Moment]]:
-    """The lives that an action tells of: of what it reads, and of what it leaves for later."""
-    action, where = user.action, schedule.where
+    """The lives that end or begin with an action: of what it reads, and what it stores."""
+    action, places = user.action, schedule.where
     if action.phase in (*TOGETHER, Phase.W):
         return
     stage, now = action.stage, _moment(user)
-    # What enters the first stage it makes itself.
+    # The first stage makes its input.
     made = now
     if action.phase is not Phase.F or stage > 0:
         # What another stage has made; the batch is read by the action itself.
-        source = where[dependencies(action, schedule.num_stages, where)[-1]]
+        source = places[dependencies(action, schedule.num_stages, places)[-1]]
         is_here = source.device == user.device
         made = _moment(source) if is_here else (source.tick, _ARRIVAL)
     is_last = stage + 1 == schedule.num_stages
     home = schedule.stages_of(user.device)[0] if is_last else stage
-    part = where.get(Action(home, Phase.V, action.microbatch))
-    lookup = where.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
+    part = places.get(Action(home, Phase.V, action.microbatch))
+    lookup = places.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
 
     if action.phase is Phase.F:
-        end = where.get(action._replace(phase=Phase.W)) or where[action._replace(phase=Phase.B)]
+        end = places.get(action._replace(phase=Phase.W)) or places[action._replace(phase=Phase.B)]
         yield "inputs", made, _moment(end)
         yield "stash", now, _moment(end)
         if stage > 0:
@@ -255,18 +255,18 @@ def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, Moment
         if is_last and part is not None:
             yield "outputs", now, _moment(part)
         if lookup is not None:
-            back = where.get(action._replace(phase=Phase.I), end)
+            back = places.get(action._replace(phase=Phase.I), end)
             yield "lookups", _moment(lookup), now
             yield "kept_lookups", _moment(lookup), _moment(back)
         return
     if lookup is not None:
-        yield "scatters", now, _moment(where[action._replace(phase=Phase.G)])
+        yield "scatters", now, _moment(places[action._replace(phase=Phase.G)])
     if not is_last:
         yield "gradients", made, now
     elif part is not None:
         yield "gradients", _moment(part), now
     if action.phase is Phase.I:
-        yield "held", now, _moment(where[action._replace(phase=Phase.W)])
+        yield "held", now, _moment(places[action._replace(phase=Phase.W)])
 
 
 def _moment(placed: PlacedAction) -> Moment:

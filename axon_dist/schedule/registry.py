@@ -253,10 +253,10 @@ def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, .
     makespan = simulate(schedule, costs, lockstep=True).makespan
     if isinstance(other, Unavailable) or other.lockstep_makespan >= makespan:
         return ()
-    halves, whole = costs.i + costs.w, costs.of(Phase.B)
+    halves, full = costs.i + costs.w, costs.of(Phase.B)
     why = (
-        f"I + W take {halves / whole:.2f} of a whole B"
-        if halves > whole
+        f"I + W take {halves / full:.2f} of a whole B"
+        if halves > full
         else f"a tick takes as long as its slowest action, with F {costs.f:g}, I {costs.i:g}, "
         f"W {costs.w:g}"
     )

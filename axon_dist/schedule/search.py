@@ -40,7 +40,7 @@ class FillRule:
         span: the length that a cell is filled to. A cell whose only action is longer is allowed,
             and the others are then filled to that length.
         forward_first: whether forwards come before backwards where both do not fit.
-        group: microbatches that pass a chunk before the next chunk's turn.
+        group: microbatches that pass a chunk before the next chunk follows.
         most: chunks that a device may keep for their backward.
     """
 
@@ -78,7 +78,7 @@ def greedy(
         lengths = [_length(cell, times) for cell in cells]
         clock += max(lengths)
         todo = [work - length for work, length in zip(todo, lengths, strict=True)]
-        # What the fullest device still has to do, it does at best without another wait.
+        # The device with the most work left finishes it at best without idling again.
         if clock + max(todo) >= limit or not any(cells):
             return None
         columns.append(cells)
@@ -104,7 +104,7 @@ class _Devices:
     ready: list[dict[Phase, list[_Entry]]]
     chunk: list[int]
     chunks: list[int]
-    kept: list[int]
+    stash: list[int]
     left: int
     arriving: list[Action] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class _Devices:
             ready=[{phase: [] for phase in Phase} for _ in range(devices)],
             chunk=[placement[:stage].count(home) for stage, home in enumerate(placement)],
             chunks=[placement.count(device) for device in range(devices)],
-            kept=[0] * devices,
+            stash=[0] * devices,
             left=len(placement) * num_microbatches * (3 if rule.splits else 2),
         )
         for m in range(num_microbatches):
@@ -128,7 +128,7 @@ class _Devices:
 
     def tick(self) -> list[Cell]:
         """Fills one tick: to the rule's span first, then to the longest cell."""
-        stashed = [*self.kept]
+        stashed = [*self.stash]
         cells: list[list[Action]] = [[] for _ in self.ready]
         for span in (self.rule.span, None):
             longest = max(_length(cell, self.times) for cell in cells) if span is None else span
@@ -143,7 +143,7 @@ class _Devices:
     def _fill(self, device: int, cell: list[Action], span: float, stashed: int) -> None:
         backward = Phase.I if self.rule.splits else Phase.B
         first = [Phase.F, backward] if self.rule.forward_first else [backward, Phase.F]
-        # A backward may follow on the forward that has just been taken: so it is asked again.
+        # A backward may follow on the forward that was just placed: so it is tried again.
         for phase in [*first, backward, Phase.W]:
             queue = self.ready[device][phase]
             if not queue or any(action.phase is phase for action in cell):
@@ -172,11 +172,11 @@ class _Devices:
         return stashed + self.chunks[device] - self.chunk[stage] <= self.rule.most
 
     def _done(self, action: Action, device: int) -> None:
-        """Notes what an action makes possible: here at once where another phase, else later."""
+        """Notes what an action makes ready: phases of its stage at once, other stages later."""
         stage, phase, m = action
         last = stage + 1 == len(self.rule.placement)
         backward = Phase.I if self.rule.splits else Phase.B
-        self.kept[device] += (phase is Phase.F) - (phase in (Phase.B, Phase.W))
+        self.stash[device] += (phase is Phase.F) - (phase in (Phase.B, Phase.W))
         if phase is Phase.F:
             if last:
                 self._push(Action(stage, backward, m))
@@ -200,7 +200,7 @@ def retimed(schedule: Schedule, times: Times, span: float) -> Schedule:
     """Puts each device's actions, in their order, into cells of about one length.
 
     Args:
-        schedule: a valid table; what it keeps depends on the order alone, and stays.
+        schedule: a valid table; its memory depends on the order alone, and stays.
         times: the time of each stage's phases.
         span: the length that a cell is filled to, as in `FillRule`.
 
@@ -208,7 +208,7 @@ def retimed(schedule: Schedule, times: Times, span: float) -> Schedule:
         A table with the same order on every device.
     """
     orders = [deque(schedule.order(device)) for device in range(schedule.num_devices)]
-    where, done = schedule.where, set[Action]()
+    places, done = schedule.where, set[Action]()
     columns: list[list[Cell]] = []
     while any(orders):
         cells: list[list[Action]] = [[] for _ in orders]
@@ -216,7 +216,7 @@ def retimed(schedule: Schedule, times: Times, span: float) -> Schedule:
             longest = max(_length(cell, times) for cell in cells) if length is None else length
             for order, cell in zip(orders, cells, strict=True):
                 while order and _fits(order[0], cell, times, longest):
-                    needed = dependencies(order[0], schedule.num_stages, where)
+                    needed = dependencies(order[0], schedule.num_stages, places)
                     if not all(a in done or a in cell for a in needed):
                         break
                     cell.append(order.popleft())
@@ -407,9 +407,9 @@ def _spans(times: Times, splits: bool) -> list[float]:
     phases = (Phase.F, Phase.I, Phase.W) if splits else (Phase.F, Phase.B)
     stages = {stage for stage, _ in times}
     sums = {
-        max(sum(times[stage, phase] for phase in chosen) for stage in stages)
+        max(sum(times[stage, phase] for phase in subset) for stage in stages)
         for size in range(len(phases) + 1)
-        for chosen in combinations(phases, size)
+        for subset in combinations(phases, size)
     }
     return sorted(sums)
 

@@ -1,4 +1,4 @@
-"""Runs a table on paper: when every action starts and ends, and how much time is idle."""
+"""Simulates a table: when every action starts and ends, and how much time is idle."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _block(num_devices: int, hops: Hops) -> list[_Moments]:
 def _with_waits(
     num_devices: int, hops: Hops, at_bottom: int, at_top: int, at_turn: int
 ) -> list[_Moments]:
-    """The block that waits so many ticks where the way turns."""
+    """The block with so many idle ticks at the ends and the turn of the V."""
     last = num_devices - 1
     f1 = last * hops.down + 1 + at_bottom  # the last device's
     i1 = f1 + last * hops.up + 1 + at_top  # the first device's

@@ -1,9 +1,9 @@
 """Policies applied to trees: shardings of parameters and of the optimizer state beside them.
 
-`explain` shows why every array lies where it does, and checks that it came true.
+`explain` shows the spec of every array with its reason, and checks the arrays of a run against it.
 
 A policy splits an array along a dim that divides. Where the elements of an array are counted as
-one row instead, as in estimates of memory and in flat buckets, `ShardSpec` says how it is cut:
+one row instead, as in estimates of memory and in flat buckets, `ShardSpec` has the sizes:
 
     shard_size = ceil(numel / num_shards),  padding = shard_size * num_shards - numel
 """
@@ -77,7 +77,7 @@ def optimizer_shardings(
     mesh: Mesh,
     memory_kind: str | None = None,
 ) -> PyTree:
-    """The shardings of an optax state: moments lie as their parameter would under the policy.
+    """The shardings of an optax state: moments are split as their parameter would be.
 
     Args:
         policy: the policy of the optimizer state.
@@ -101,7 +101,7 @@ def optimizer_decisions(
     """What a policy decides about every leaf of an optax state.
 
     A leaf belongs to a parameter when its path ends with the parameter's path and the shapes
-    agree, and lies as the parameter would. Matching by path holds for masked and partitioned
+    agree, and is split as the parameter would be. Matching by path holds for masked and partitioned
     transformations too, where `optax.tree_map_params` fails. What belongs to no parameter, such as
     factored or flattened moments, is split by the part of the policy that looks at no path.
 
@@ -136,7 +136,7 @@ class Copies(Wrapped):
 
     Args:
         policy: decides about one copy.
-        axis: the mesh axis whose ranks have copies of their own.
+        axis: the mesh axis whose ranks have separate copies.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -164,9 +164,9 @@ class Copies(Wrapped):
 
 @dataclasses.dataclass(frozen=True)
 class InPlaceOf(Wrapped):
-    """Decides about the leaves of a dict that takes the place of a weight.
+    """Decides about the leaves of a dict that replaces a weight.
 
-    Each lies as the weight would, and is whole along the dims in which it has one entry.
+    Each is split as the weight would be, except along the dims in which it has one entry.
 
     Args:
         policy: about weights.
@@ -186,12 +186,12 @@ class InPlaceOf(Wrapped):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides about a weight, or about what is held in its place."""
+        """Decides about a weight, or about what replaces it."""
         weight = path.rpartition("/")[0]
         if weight not in self.shapes:
             return self.policy.decide(path, shape, mesh, taken)
-        found = self.policy.decide(weight, self.shapes[weight], mesh, taken)
-        return dataclasses.replace(found, spec=spread(found.spec, shape))
+        decision = self.policy.decide(weight, self.shapes[weight], mesh, taken)
+        return dataclasses.replace(decision, spec=spread(decision.spec, shape))
 
 
 def spread(spec: PartitionSpec, shape: Shape) -> PartitionSpec:
@@ -213,7 +213,7 @@ class WithMoments(Wrapped):
     """Lays trained parameters out as their moments, and leaves all else to another policy.
 
     Args:
-        policy: where moments lie.
+        policy: of moments.
         otherwise: for frozen parameters, and for what has no path of a parameter.
         frozen: the paths of the frozen parameters.
     """
@@ -293,26 +293,26 @@ class Explanation:
         return tuple(row for row in self.rows if row.ways == 1)
 
     def check(self, tree: ArrayTree) -> None:
-        """Raises unless the arrays lie as decided: what was claimed is what there is.
+        """Raises unless the arrays are placed as decided.
 
         Args:
             tree: the arrays, or `ShapeDtypeStruct`s with the shardings of a compiled program.
 
         Raises:
-            ClaimError: naming the bytes, and the leaves that are held by more devices.
+            ClaimError: naming the bytes, and the leaves of which a device holds more.
         """
         leaves = leaves_with_paths(tree)
-        found = [shard_bytes(leaf) for _, leaf in leaves]
+        sizes = [shard_bytes(leaf) for _, leaf in leaves]
         wrong = [
-            f"{row.path} {row.shape} holds {held:,} bytes as {_spec_of(leaf)} instead of "
+            f"{row.path} {row.shape} holds {size:,} bytes as {_spec_of(leaf)} instead of "
             f"{row.bytes_per_device:,} as {row.spec}"
-            for row, (_, leaf), held in zip(self.rows, leaves, found, strict=True)
-            if held > row.bytes_per_device
+            for row, (_, leaf), size in zip(self.rows, leaves, sizes, strict=True)
+            if size > row.bytes_per_device
         ]
         if wrong:
             more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ClaimError(
-                f"{self.title}: a device holds {sum(found):,} bytes, and {self.bytes_per_device:,} "
+                f"{self.title}: a device holds {sum(sizes):,} bytes, and {self.bytes_per_device:,} "
                 f"of {self.bytes:,} are claimed; lay the arrays out by the strategy's shardings:"
                 + "".join(f"\n  {line}" for line in wrong[:5])
                 + more
@@ -375,7 +375,7 @@ def explain_optimizer(
     mesh: Mesh,
     title: str = "optimizer state",
 ) -> Explanation:
-    """As `explain`, of an optax state: moments lie as their parameter would."""
+    """As `explain`, of an optax state: moments are split as their parameter would be."""
     decisions = jax.tree.leaves(optimizer_decisions(policy, params, opt_state, mesh))
     rows = [
         _row(path, leaf, decision, mesh)
@@ -454,7 +454,7 @@ class ShardSpec:
         return jnp.pad(array.reshape(-1), (0, self.padding)).reshape(self.num_shards, -1)
 
     def unshard(self, shards: Array) -> Array:
-        """The array of its rows; bit for bit what `shard` was given."""
+        """The array of its rows; bit for bit the input of `shard`."""
         return shards.reshape(-1)[: self.numel].reshape(self.original_shape)
 
     @property

@@ -1,7 +1,7 @@
-"""Microbatches: what each draws, their sums added up in a loop, and their buffers handed on.
+"""Microbatches: what each draws, their sums added up in a loop, and the buffers that they carry.
 
 One device draws once for the whole batch. A part, which is what one rank has of one microbatch,
-draws from the same keys at the same counts, and takes the rows of its own samples. Neither the
+draws from the same keys at the same counts, and uses the rows of its samples. Neither the
 number of ranks nor that of microbatches then changes a bit.
 """
 
@@ -42,10 +42,10 @@ class Draws:
     """What the parts of a batch draw.
 
     Args:
-        rows: what is drawn and counts samples, and whose rows of it a part owns.
+        rows: what is drawn and counts samples, and which rows of it a part uses.
         once: the paths of the buffers that change once per step, as the counts of random streams
             and all that does not follow from the samples.
-        means: of those that become the mean of what the microbatches make of them.
+        means: of those that become the mean over the microbatches.
         axes: the manual axes that split a microbatch; none in global view.
         ranks: how many ranks there are along them.
     """
@@ -90,11 +90,11 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
-        axes: those whose ranks compute each from samples of its own; none in global view.
+        axes: those whose ranks compute from different samples; none in global view.
 
     Raises:
-        UnsupportedError: when the draws of ranks cannot be told apart. Those of microbatches alone
-            are then made for each microbatch, and a warning says so.
+        UnsupportedError: when the draws of ranks cannot be separated. Those of microbatches alone
+            are then drawn for each microbatch, with a warning.
     """
     count, ranks = spec.num_microbatches, spec.num_ranks if axes else 1
     if ranks * count == 1:
@@ -107,8 +107,8 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
         if ranks > 1:
             raise
         warn(
-            f"each of {count} microbatches draws random numbers of its own, which are not those "
-            f"that one device draws for the whole batch: {error}"
+            f"each of {count} microbatches draws separate random numbers, which are not those that "
+            f"one device draws for the whole batch: {error}"
         )
         rows, counts = None, frozenset[Path]()
     else:
@@ -130,13 +130,13 @@ def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
         return frozenset()
     sizes = samples // ranks, samples * spec.num_microbatches
     try:
-        part, whole = (spec.separator.program(shapes, size) for size in sizes)
+        part, full = (spec.separator.program(shapes, size) for size in sizes)
     except AxonDistError:
         raise
     except Exception:  # Whatever the user's loss does with more samples.
         return frozenset()
     num_samples = len(jax.tree.leaves(shapes))
-    once = results_of_no_sample(part, whole, num_samples, len(paths))
+    once = results_of_no_sample(part, full, num_samples, len(paths))
     return frozenset(paths[number] for number in once) - spec.parts.counts
 
 
@@ -164,11 +164,11 @@ def accumulate(
         buffers: statistics and random counts, changed by each microbatch in turn.
         batch: leaves of shape [num_microbatches, ...], or [...] when there is one.
         num_microbatches: how many.
-        constrain: pins where accumulated gradients lie.
+        constrain: pins the sharding of accumulated gradients.
         last: takes the last microbatch apart from the others, with the sums of those, to the sums
             of all; None treats it as they are.
         drawing: gives each microbatch the random numbers of its samples; None where nothing is
-            drawn, or each is to draw its own.
+            drawn, or each draws separately.
 
     Returns:
         The sums over all microbatches, and the buffers after the last.
@@ -176,7 +176,7 @@ def accumulate(
     if num_microbatches == 1:
         return gradient(params, buffers, batch)
     turns, first = num_microbatches - (last is not None), buffers
-    # Without draws there is no number to count, and the program is that of a mere loop.
+    # Without draws no number is scanned, and the loop runs over the microbatches alone.
     numbers = None if drawing is None else jnp.arange(turns)
 
     def before(buffers: PyTree, number: Any) -> PyTree:
@@ -195,11 +195,11 @@ def accumulate(
     if last is not None:
         batch, final = (jax.tree.map(lambda leaf, at=at: leaf[at], batch) for at in (slice(-1), -1))
 
-    def body(carry: tuple[Sums, PyTree], given: tuple) -> tuple[tuple[Sums, PyTree], None]:
-        (sums, buffers), (microbatch, number) = carry, given
-        # XLA:GPU moves a gather a turn ahead with all that leads up to it, such as of the rows of a
-        # table's gradient with both passes, and computes that twice: unless it comes of what the
-        # loop carries. So a microbatch begins where the sums of those before are there.
+    def body(carry: tuple[Sums, PyTree], inputs: tuple) -> tuple[tuple[Sums, PyTree], None]:
+        (sums, buffers), (microbatch, number) = carry, inputs
+        # XLA:GPU moves a gather an iteration ahead with all that it depends on, such as of the rows
+        # of a table's gradient with both passes, and computes that twice: unless it depends on the
+        # loop's carry. So a microbatch depends on the sums of those before.
         microbatch, sums = jax.lax.optimization_barrier((microbatch, sums))
         with jax.named_scope("microbatch"):
             leaves = jax.tree.leaves((params, before(buffers, number), microbatch))

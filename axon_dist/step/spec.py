@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
-from ..mesh import Backend, World, is_on_paper, option_names, relative_of
+from ..mesh import Backend, World, is_abstract, option_names, relative_of
 from ..nn import Layout
 from ..parallel import Reduction, Strategy
 from ..sharding import Replicate, shardings
@@ -128,7 +128,7 @@ def compiler_options(
                 f"deterministic={deterministic} compiles with {name}={value}, and "
                 f"compiler_options say {given[name]!r}; leave one of the two out"
             )
-    if is_on_paper(world):
+    if is_abstract(world):
         return {name: value for name, value in given.items() if value is not None}
     own = {} if chip is None else chip.options_for(world.size, whole, only_sums, parallel)
     every = {**own, **fixed, **given}

@@ -41,9 +41,9 @@ class TrainState:
         scaler: the state of the loss scale, or None without one.
         frozen: nested dict, the parameters that the optimizer leaves alone.
         ema: nested dict, the moving average of `params`, in float32 or wider; or None.
-        outer: nested dict, the parameters on which replicas that train on their own last agreed,
-            in float32 or wider; `params`, `opt_state`, `buffers` and `scaler` then have a row for
-            each replica in dim 0. None where there is one.
+        outer: nested dict, the parameters of the last outer step where replicas train apart, in
+            float32 or wider; `params`, `opt_state`, `buffers` and `scaler` then have a row for
+            each replica in dim 0. None otherwise.
         meeting: what the next outer step of such replicas needs besides: `opt_state`, one of
             the outer optimizer for each fragment, and `missing`, the error of each replica's
             compression.
@@ -84,16 +84,16 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
     Args:
         state: any.
         shapes: what the states of the step look like.
-        places: where their arrays lie.
+        places: their shardings.
 
     Raises:
         ConfigError: naming the first array that is missing, left over, of another shape or dtype,
             or on another layout of devices.
     """
-    wanted, given = dict(leaves_with_paths(shapes)), dict(leaves_with_paths(state))
-    where = dict(leaves_with_paths(places))
-    for path in [*wanted, *(path for path in given if path not in wanted)]:
-        problem = _problem(given.get(path), wanted.get(path), where.get(path))
+    wanted, leaves = dict(leaves_with_paths(shapes)), dict(leaves_with_paths(state))
+    layouts = dict(leaves_with_paths(places))
+    for path in [*wanted, *(path for path in leaves if path not in wanted)]:
+        problem = _problem(leaves.get(path), wanted.get(path), layouts.get(path))
         if problem is not None:
             raise ConfigError(
                 f"this state is not one of this step: {path} {problem}; give the state that this "
@@ -102,29 +102,29 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
             )
 
 
-def _problem(given: Any, wanted: Any, where: Any) -> str | None:
+def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
     """What is wrong with one array of a state, if anything."""
-    if given is None or wanted is None:
-        return "is missing" if given is None else "is more than it has"
-    if not hasattr(given, "shape") or not hasattr(given, "__array__"):
-        return f"is a {type(given).__name__} and no array"
-    if given.shape != wanted.shape or given.dtype != wanted.dtype:
-        return f"is {given.dtype}{list(given.shape)} and must be {wanted.dtype}{list(wanted.shape)}"
-    if (problem := problem_of(given)) is not None:
+    if leaf is None or wanted is None:
+        return "is missing" if leaf is None else "is more than it has"
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "__array__"):
+        return f"is a {type(leaf).__name__} and no array"
+    if leaf.shape != wanted.shape or leaf.dtype != wanted.dtype:
+        return f"is {leaf.dtype}{list(leaf.shape)} and must be {wanted.dtype}{list(wanted.shape)}"
+    if (problem := problem_of(leaf)) is not None:
         return problem
-    if not isinstance(given, jax.Array) or isinstance(given, Tracer) or not given.committed:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return None
-    place = where.with_memory_kind(given.sharding.memory_kind)
-    if not given.sharding.is_equivalent_to(place, given.ndim):
-        return f"lies as {given.sharding} and must lie as {where}"
+    place = sharding.with_memory_kind(leaf.sharding.memory_kind)
+    if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+        return f"has {leaf.sharding} and must have {sharding}"
     return None
 
 
 def check_usable(state: TrainState) -> None:
-    """Raises unless the arrays of a state are still there.
+    """Raises where the arrays of a state were donated.
 
-    A step gives the memory of its state to the next. XLA may end the process when a program is
-    given what is gone (jax 0.10 on several CPU devices does).
+    A step gives the memory of its state to the next. XLA may end the process when a program
+    reads donated memory (jax 0.10 on several CPU devices does).
 
     Raises:
         ConfigError: when an earlier step has used the state up.
@@ -144,19 +144,19 @@ def check_usable(state: TrainState) -> None:
 
 
 FLAG = "nonfinite"
-"""The metric in which a guarded step says that it changed nothing."""
+"""The metric that is true where a guarded step changed nothing."""
 
 
 class Nonfinite(NamedChoice):
     """What a run does when a loss or a gradient is not finite.
 
     A step built with one of them leaves parameters and moments as they were, decided on the
-    devices: the host learns of it only with the metrics. Gradients that a loss scale makes overflow
-    are its own business, as long as it can still fall.
+    devices: the host learns of it only with the metrics. Gradients that overflow under a loss scale
+    do not count, as long as it can still fall.
     """
 
     STOP = "stop"
-    """The run ends with an error; what it keeps is the state before that batch."""
+    """The run ends with an error; its last state is that before the batch."""
     SKIP = "skip"
     """The run goes on with the next batch, and counts."""
     ROLLBACK = "rollback"
@@ -188,7 +188,7 @@ class NonfiniteLoss:
 
 
 def is_lost(values: Mapping[str, float]) -> bool:
-    """Whether the metrics of a step say so; those of a step without a guard have the loss alone."""
+    """Whether a step was not finite, by its metrics; without a guard, by its loss."""
     return bool(values[FLAG]) if FLAG in values else not math.isfinite(values["loss"])
 
 

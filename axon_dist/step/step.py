@@ -18,7 +18,7 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import joined, parted
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import Weighted
-from ..mesh import agree, digest, is_on_paper
+from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
 from .global_view import evaluation, means
@@ -348,8 +348,8 @@ class TrainStep:
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 
-        What it learns is kept: a step for such a batch then only has to be compiled. For devices on
-        paper it traces alone.
+        What it learns is kept: a step for such a batch then only has to be compiled. In an
+        abstract world it only traces.
 
         Args:
             batch: as for `lower`.
@@ -357,7 +357,7 @@ class TrainStep:
         Raises:
             AxonDistError: about what the step cannot do with such a batch.
         """
-        if is_on_paper(self.world):
+        if is_abstract(self.world):
             trace(self._step, self._arguments(batch, 1))
         else:
             self._lower(batch, 1)

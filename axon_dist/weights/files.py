@@ -1,8 +1,8 @@
-"""Which tensors there are: in a file, in several, or in a folder as hubs or PEFT lay them out.
+"""The tensors of a file, of several files, or of a folder as hubs or PEFT write it.
 
-Adapters of PEFT stand in `adapter_config.json` beside safetensors. A layer `NAME` has the tensors
+`adapter_config.json` beside safetensors describes adapters of PEFT. A layer `NAME` has the tensors
 `base_model.model.NAME.lora_A.weight`, `[r, in]`, and `...lora_B.weight`, `[out, r]`; their product
-counts `lora_alpha / r`, which `nnx.LoRA` has not, so that it is multiplied into `lora_b`.
+is scaled by `lora_alpha / r`, which `nnx.LoRA` lacks, so that `lora_b` is multiplied by it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
             folder at `gs://` or `s3://`.
 
     Returns:
-        Where every tensor lies, by name.
+        The place of every tensor in its file, by name.
 
     Raises:
         CheckpointError: when there is none, one cannot be read, or two have the same name.
@@ -55,17 +55,17 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"got {files!r:.80} for the files of weights; give a path, or a list of them"
         )
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for each in several:
         path = as_path(fetched(each), "the weights", CheckpointError)
         for name, entry in (_of_folder if path.is_dir() else _of_file)(path).items():
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(
-                    f"{name} is in {str(found[name].path)!r} and in {str(path)!r}; name files that "
-                    "belong together"
+                    f"{name} is in {str(tensors[name].path)!r} and in {str(path)!r}; name files "
+                    "that belong together"
                 )
-            found[name] = entry
-    return found
+            tensors[name] = entry
+    return tensors
 
 
 def _of_file(path: Path) -> dict[str, TensorEntry]:
@@ -95,7 +95,7 @@ def _of_index(path: Path) -> dict[str, TensorEntry]:
         places: dict[str, str] = json.loads(text)["weight_map"]
         files = sorted(set(places.values()))
         if odd := [file for file in files if "/" in file or kind_at(path.parent / file) is None]:
-            raise ValueError(f"it names {odd[0]!r:.80}, and no such file lies beside it")
+            raise ValueError(f"it names {odd[0]!r:.80}, and there is no such file beside it")
     there = {file: list_tensors(path.parent / file) for file in files}
     for name, file in places.items():
         if name not in there[file]:
@@ -110,7 +110,7 @@ ADAPTER_STEM = "adapter_model"
 _PREFIX = r"base_model\.model\."
 _PARTS = (("A", "a", "r in -> in r"), ("B", "b", "out r -> r out"))
 _PLAIN = ("out in -> in out", "")
-"""Forms of kernels whose outputs stand in files in the order of the model."""
+"""Forms of kernels whose outputs have in files the order of the model."""
 
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -118,7 +118,7 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "use_dora": (None, False),
     "lora_bias": (None, False),
     "layer_replication": (None, []),
-    # The others change the weights that the adapters stand beside.
+    # Other values change the weights to which the adapters belong.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 """The keys whose other values an `nnx.LoRA` cannot follow."""
@@ -129,7 +129,7 @@ class ScaledTensor(TensorEntry):
     """A tensor of a file times a number, in float32.
 
     Args:
-        stored: as it lies in the file.
+        stored: the tensor in the file.
         scale: the number.
     """
 
@@ -142,18 +142,18 @@ class ScaledTensor(TensorEntry):
 
 
 def adapter_rules(rules: WeightRules) -> WeightRules:
-    """The rules of the adapters beside the kernels that a table names for themselves.
+    """The rules of the adapters of kernels that have a tensor each in a table.
 
     Args:
         rules: of the model.
     """
-    found = []
+    adapters = []
     for rule in rules.rules:
         (name, *names), (path, *paths) = rule.names, rule.paths
         is_kernel = name.endswith(r"\.weight") and path.endswith("/kernel")
         if is_kernel and not names and not paths and rule.form in _PLAIN:
             layer, beside = name.removesuffix("weight"), path.removesuffix("kernel")
-            found += [
+            adapters += [
                 WeightRule(
                     rf"{_PREFIX}{layer}lora_{theirs}\.weight",
                     f"{beside}lora/lora_{ours}",
@@ -162,11 +162,11 @@ def adapter_rules(rules: WeightRules) -> WeightRules:
                 )
                 for theirs, ours, form in _PARTS
             ]
-    return WeightRules(tuple(found))
+    return WeightRules(tuple(adapters))
 
 
 def list_adapters(folder: Path) -> dict[str, TensorEntry]:
-    """Where the tensors of adapters lie, scaled as their config says.
+    """The tensors of adapters in their file, scaled as their config says.
 
     Raises:
         CheckpointError: when the folder has no adapters that can be read.
@@ -210,12 +210,12 @@ def _scaled(name: str, entry: TensorEntry, config: Mapping[str, object]) -> Tens
 def adapter_config(
     shapes: Mapping[str, Shape], layers: Iterable[str], base: str | None
 ) -> dict[str, object]:
-    """The `adapter_config.json` of adapters whose products count as they are.
+    """The `adapter_config.json` of adapters whose products are not scaled.
 
     Args:
         shapes: of the tensors that are written, by name.
         layers: the names of all layers of the model that could have adapters.
-        base: where the model that they stand beside lies, for people and for peft.
+        base: the path or name of the model that they adapt, for people and for peft.
 
     Raises:
         ConfigError: when there is no tensor.
@@ -231,7 +231,7 @@ def adapter_config(
             "and save_weights writes models"
         )
     rank = max(ranks.values())
-    # A last name stands for all layers that end in it.
+    # To peft a last name means all layers that end in it.
     ends = {layer.rpartition(".")[2] for layer in ranks}
     alike = {layer for layer in layers if layer.rpartition(".")[2] in ends}
     others = {layer: r for layer, r in ranks.items() if r != rank}

@@ -28,17 +28,17 @@ def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
     """Reads a parameter shard by shard, each put on its devices before the next is read.
 
     Args:
-        source: where its values lie.
+        source: where its values are in the files.
         target: its shape and dtype, and the sharding to put it on; those shards alone are read
-            that lie on devices of this process, and each of them once.
+            that are on devices of this process, and each of them once.
 
     Returns:
         The array.
     """
     sharding: Any = target.sharding
-    where = sharding.addressable_devices_indices_map(target.shape)
+    indices = sharding.addressable_devices_indices_map(target.shape)
     devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in where.items():
+    for device, index in indices.items():
         parts = (part.indices(n)[:2] for part, n in zip(index, target.shape, strict=True))
         devices_of.setdefault(tuple(parts), []).append(device)
     shards: list[Array] = []
@@ -85,8 +85,8 @@ def load_weights(
     r"""Fills the first state of a training step, or a plain model, from safetensors files.
 
     Equals a model made on one device, its arrays replaced by those of the files, and split as the
-    strategy says; but shard by shard: host memory never holds more than the shard that is on its
-    way to its devices and a piece of the file. Names and shapes are compared first, and whatever
+    strategy says; but shard by shard: host memory never holds more than one shard
+    and a piece of the file. Names and shapes are compared first, and whatever
     does not fit is refused before an array is made.
 
     Args:
@@ -152,7 +152,7 @@ def load_weights(
         both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
         absent = {path for path, _ in both} - set(arrays)
         make = source.make
-        # What is not asked for is not computed.
+        # XLA does not compute the arrays that are left out.
         drawn = jax.jit(lambda: _only(make(), absent))() if absent else {}
         arrays |= drawn
         first = parts.weights, parts.buffers
@@ -186,7 +186,7 @@ def check_weights(
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """What is read, and how; arguments as of `load_weights`."""
+    """What is read, and how; the arguments are those of `load_weights`."""
 
     files: Files
     rules: WeightRules | str | None
@@ -195,20 +195,20 @@ class _Wanted:
     differ: str | Iterable[str]
 
     def of_step(self, step: TrainStep) -> dict[Path, ParameterSource]:
-        """Where the arrays of a step lie, agreed on by all processes."""
+        """The sources of the arrays of a step; all processes must have the same."""
         targets, model = step.weight_targets, step.parts.abstract
         return _agreed(step.world, lambda: self.find(model, targets))
 
     def find(self, model: nnx.Module, targets: Mapping[Path, Any]) -> dict[Path, ParameterSource]:
-        """Where some arrays of a model lie."""
+        """The sources of some arrays of a model."""
         table = rules_for(self.rules, model)
         table.validate()
         check_snapshot(self.files, model, self.rules, self.differ)
         entries, files = find_tensors(self.files), self.files
-        where = f"{len(files)} files" if isinstance(files, list | tuple) else repr(str(files))
-        kept = (*self.keep, *table.own)
+        source = f"{len(files)} files" if isinstance(files, list | tuple) else repr(str(files))
+        keep = (*self.keep, *table.own)
         table = dataclasses.replace(table, rules=(*adapter_rules(table).rules, *table.rules))
-        return match_weights(entries, targets, table, where=where, cast=self.cast, keep=kept)
+        return match_weights(entries, targets, table, files=source, cast=self.cast, keep=keep)
 
 
 def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
@@ -217,19 +217,19 @@ def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
 
 
 def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:
-    """What every process has found, or the error of the first that could not."""
+    """The sources that every process has read, or the error of one that could not."""
     try:
-        found, error = read(), None
+        sources, error = read(), None
     except AxonDistError as caught:
-        found, error = {}, caught
+        sources, error = {}, caught
     if world.num_processes > 1:
         text = "" if error is None else str(error)
         kinds = [
             f"{path} {x.shape} {[str(p.entry.dtype) for p in x.pieces]}"
-            for path, x in found.items()
+            for path, x in sources.items()
         ]
         files = zlib.crc32("\n".join([text, *kinds]).encode())
         agree(world, "weights", {"files": files, "error": text})
     if error is not None:
         raise error
-    return found
+    return sources

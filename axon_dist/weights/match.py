@@ -1,4 +1,4 @@
-"""Which tensors make up which parameters: found from names and shapes alone, or refused."""
+"""Which tensors make up which parameters, by names and shapes alone; anything else is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TensorPart:
         self._copy(out, inner)
 
     def _copy(self, out: np.ndarray, index: list[slice]) -> None:
-        """Copies chunk by chunk, each mapped for itself: a map keeps all that it touched."""
+        """Copies in chunks, each by its own mapping: a mapping keeps all pages that it touched."""
         if not index:
             out[...] = self.form.take(self.entry.open(), ())
             return
@@ -110,11 +110,11 @@ class ParameterSource:
     pieces: tuple[TensorPart, ...]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Reads a slice into memory of its own; nothing else of the files stays there."""
-        whole = [slice(*part.indices(n)[:2]) for part, n in zip(index, self.shape, strict=True)]
-        out = np.empty([part.stop - part.start for part in whole], self.dtype)
+        """Reads a slice into new memory; nothing else of the files stays there."""
+        bounds = [slice(*part.indices(n)[:2]) for part, n in zip(index, self.shape, strict=True)]
+        out = np.empty([part.stop - part.start for part in bounds], self.dtype)
         for piece in self.pieces:
-            piece.fill(out, whole)
+            piece.fill(out, bounds)
         return out
 
 
@@ -126,7 +126,7 @@ class _Problems:
     left_over: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
 
-    def check(self, where: str) -> None:
+    def check(self, files: str) -> None:
         texts = [
             f"missing in the files: {shorten(self.missing)}" if self.missing else "",
             f"left over: {shorten(self.left_over)}" if self.left_over else "",
@@ -134,7 +134,7 @@ class _Problems:
         ]
         if any(texts):
             raise CheckpointError(
-                f"the weights in {where} do not fit the model: "
+                f"the weights in {files} do not fit the model: "
                 f"{'; '.join(filter(None, texts))}. Nothing was loaded: make the model "
                 "with the sizes of these weights, or give rules that name them, with what is not "
                 "wanted in their `ignored`; keep=(...) names parameters that keep their first "
@@ -148,7 +148,7 @@ class _Target:
 
     rule: WeightRule
     paths: tuple[Path, ...]
-    found: dict[tuple[int, tuple[int, ...]], str]
+    tensors: dict[tuple[int, tuple[int, ...]], str]
     groups: Mapping[str, str]
 
 
@@ -157,17 +157,17 @@ def match_weights(
     targets: Mapping[Path, Any],
     rules: WeightRules,
     *,
-    where: str,
+    files: str,
     cast: bool = False,
     keep: Iterable[str] = (),
 ) -> dict[Path, ParameterSource]:
-    """Finds for every parameter where its values lie; reads nothing but `copies` of the rules.
+    """Finds the source of every parameter; reads no values but those of `copies` of the rules.
 
     Args:
         entries: the tensors, by name.
         targets: the parameters by path, anything with shape and dtype.
         rules: which tensor is which parameter.
-        where: the files, for messages.
+        files: for messages.
         cast: whether floats of other dtypes are converted.
         keep: regular expressions of paths that may be missing.
 
@@ -179,24 +179,24 @@ def match_weights(
     """
     problems = _Problems()
     _check_copies(entries, rules, problems)
-    found: dict[Path, ParameterSource] = {}
+    sources: dict[Path, ParameterSource] = {}
     for target in _targets(entries, rules, problems):
-        absent = [path for path in target.paths if path not in targets]
-        if absent:
-            problems.left_over += target.found.values()
+        if any(path not in targets for path in target.paths):
+            problems.left_over += target.tensors.values()
             continue
         shapes = {path: tuple(targets[path].shape) for path in target.paths}
-        pieces = _pieces(target, entries, shapes, problems)
-        for path, parts in pieces.items():
-            if path in found:
+        for path, parts in _pieces(target, entries, shapes, problems).items():
+            if path in sources:
                 problems.others.append(f"two rules give {path}")
-            found[path] = ParameterSource(shapes[path], np.dtype(targets[path].dtype), tuple(parts))
-            _check_dtypes(path, found[path], target, entries, cast, problems)
+            sources[path] = ParameterSource(
+                shapes[path], np.dtype(targets[path].dtype), tuple(parts)
+            )
+            _check_dtypes(path, sources[path], target, entries, cast, problems)
     for path in targets:
-        if path not in found and not any(re.fullmatch(pattern, path) for pattern in keep):
+        if path not in sources and not any(re.fullmatch(pattern, path) for pattern in keep):
             problems.missing.append(path)
-    problems.check(where)
-    return {path: found[path] for path in targets if path in found}
+    problems.check(files)
+    return {path: sources[path] for path in targets if path in sources}
 
 
 def _targets(
@@ -217,9 +217,9 @@ def _targets(
         row = tuple(int(groups.pop(group)) for group in rule.stacked)
         paths = rule.paths_of(groups)
         target = targets.setdefault((tuple(rule.names), paths), _Target(rule, paths, {}, groups))
-        if other := target.found.get((number, row)):
+        if other := target.tensors.get((number, row)):
             problems.others.append(f"both {other} and {name} are for {' + '.join(paths)}")
-        target.found[number, row] = name
+        target.tensors[number, row] = name
     return list(targets.values())
 
 
@@ -229,19 +229,19 @@ def _pieces(
     shapes: Mapping[Path, Shape],
     problems: _Problems,
 ) -> dict[Path, list[TensorPart]]:
-    """The pieces of the parameters of a target, all its tensors being there."""
+    """The parts of the parameters of a target; missing tensors are noted as problems."""
     rule, form = target.rule, target.rule.as_form
     lead = len(rule.stacked)
     counts = [min(shape[dim : dim + 1] or (0,) for shape in shapes.values()) for dim in range(lead)]
     rows = list(itertools.product(*(range(count) for (count,) in counts)))
     wanted = [(number, row) for row in rows for number in range(len(rule.names))]
-    problems.left_over += [n for key, n in target.found.items() if key not in wanted]
-    if absent := [key for key in wanted if key not in target.found]:
+    problems.left_over += [n for key, n in target.tensors.items() if key not in wanted]
+    if absent := [key for key in wanted if key not in target.tensors]:
         problems.missing += [_name(target, number, row) for number, row in absent]
-    found: dict[Path, list[TensorPart]] = {path: [] for path in target.paths}
+    parts: dict[Path, list[TensorPart]] = {path: [] for path in target.paths}
     inner = [shape[lead:] for shape in shapes.values()]
     for row in rows:
-        names = [target.found.get((number, row)) for number in range(len(rule.names))]
+        names = [target.tensors.get((number, row)) for number in range(len(rule.names))]
         if None in names:
             continue
         formed = [_formed(name, entries[name], form, problems) for name in names if name]
@@ -253,8 +253,8 @@ def _pieces(
         cuts = _cuts(formed, inner, rule.dim)
         for (path, tensor), (start, at, size, dim) in cuts.items():
             entry = entries[str(names[tensor])]
-            found[target.paths[path]].append(TensorPart(entry, form, row, dim, start, at, size))
-    return found
+            parts[target.paths[path]].append(TensorPart(entry, form, row, dim, start, at, size))
+    return parts
 
 
 def _formed(name: str, entry: TensorEntry, form: Form, problems: _Problems) -> Shape | None:
@@ -279,7 +279,7 @@ def _add_up(tensors: list[Shape], params: list[Shape], dim: int) -> bool:
 def _cuts(
     tensors: list[Any], params: list[Shape], dim: int
 ) -> dict[tuple[int, int], tuple[int, int, int, int | None]]:
-    """By parameter and tensor, of which one side is alone: start, at, size and dim of the piece."""
+    """By parameter and tensor, one of either: start, at, size and dim of the part."""
     if len(tensors) == len(params) == 1:
         return {(0, 0): (0, 0, 0, None)}
     sizes = [shape[dim] for shape in (params if len(tensors) == 1 else tensors)]
@@ -314,13 +314,13 @@ def _check_dtypes(
         is_float = all(is_dtype(kind, jnp.floating) for kind in (dtype, source.dtype))
         if cast and is_float:
             continue
-        name = next(iter(target.found.values()))
+        name = next(iter(target.tensors.values()))
         advice = "cast=True converts" if is_float else "only floats can be converted"
         problems.others.append(f"{name} is {dtype} and {path} is {source.dtype} ({advice})")
 
 
 def _name(target: _Target, number: int, row: tuple[int, ...]) -> str:
-    """How the tensor would be called that is not there."""
+    """The name of a missing tensor."""
     rule = target.rule
     groups = {**target.groups, **dict(zip(rule.stacked, map(str, row), strict=True))}
     return rule.name_of(number, groups)

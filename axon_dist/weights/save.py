@@ -70,7 +70,7 @@ class Outgoing:
 def outgoing(
     weights: Mapping[Path, Any], rules: WeightRules, dtype: np.dtype | None = None
 ) -> list[Outgoing]:
-    """What is written of the arrays of a model: each of them once.
+    """The tensors that are written for the arrays of a model; each array once.
 
     Args:
         weights: anything with shape and dtype, by path.
@@ -81,7 +81,7 @@ def outgoing(
         ConfigError: when no rule names an array, the name is not unique, or it would be read back
             by another rule.
     """
-    found: dict[str, Outgoing] = {}
+    tensors: dict[str, Outgoing] = {}
     unnamed, done = [], set()
     for path in weights:
         if path in done or any(re.fullmatch(pattern, path) for pattern in rules.own):
@@ -97,23 +97,23 @@ def outgoing(
         done.update(paths)
         for tensor in _tensors(rule, groups, {p: weights[p] for p in paths}, dtype):
             _check_read_back(tensor, rules, groups)
-            if tensor.name in found:
+            if tensor.name in tensors:
                 raise ConfigError(f"{rule} gives the name {tensor.name!r} a second time")
-            found[tensor.name] = tensor
+            tensors[tensor.name] = tensor
     if unnamed:
         raise ConfigError(
             f"no rule says under which name to write {shorten(unnamed)}; add rules, or write "
             "native names"
         )
-    return list(found.values())
+    return list(tensors.values())
 
 
 def _tensors(
     rule: WeightRule, groups: Mapping[str, str], leaves: Mapping[Path, Any], dtype: np.dtype | None
 ) -> Iterator[Outgoing]:
     first, *others = leaves.values()
-    kept = np.dtype(first.dtype)
-    kind = dtype if dtype is not None and is_dtype(kept, jnp.floating) else kept
+    stored = np.dtype(first.dtype)
+    kind = dtype if dtype is not None and is_dtype(stored, jnp.floating) else stored
     lead = len(rule.stacked)
     rows = list(itertools.product(*map(range, first.shape[:lead])))
     shape = list(first.shape[lead:])
@@ -122,15 +122,15 @@ def _tensors(
     cuts = _cuts(rule, shape)
     for row in rows:
         for number, cut in enumerate(cuts):
-            whole = [*shape]
+            extent = [*shape]
             if cut is not None:
-                whole[rule.dim] = cut[1] - cut[0]
+                extent[rule.dim] = cut[1] - cut[0]
             counted = dict(zip(rule.stacked, map(str, row), strict=True))
             name = rule.name_of(number, {**groups, **counted})
             form = rule.as_form.inverse
-            if fault := form.fault(tuple(whole)):
+            if fault := form.fault(tuple(extent)):
                 raise ConfigError(f"{rule} cannot write {' + '.join(leaves)}: {fault}")
-            yield Outgoing(name, rule, tuple(leaves), kind, form.shape_of(tuple(whole)), row, cut)
+            yield Outgoing(name, rule, tuple(leaves), kind, form.shape_of(tuple(extent)), row, cut)
 
 
 def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
@@ -148,7 +148,7 @@ def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
 
 
 def _check_read_back(tensor: Outgoing, rules: WeightRules, groups: Mapping[str, str]) -> None:
-    """Whether the first rule that fits the name is the one that wrote it."""
+    """Raises unless the first rule that fits the name is the one that wrote it."""
     reader, hit = next(
         ((r, hit) for r in rules.rules if (hit := r.match(tensor.name))), (None, None)
     )
@@ -182,7 +182,7 @@ def save_weights(
         path: a file that ends in `.safetensors`, or a folder, in which it is `model.safetensors`;
             it appears under its name when it is complete. In a hub's format a `config.json` is
             written beside it.
-        rules: as for `load_weights`, turned round: which array is which tensor.
+        rules: as for `load_weights`, in reverse: which array is which tensor.
         step: the step whose state is given.
         dtype: of floats, such as `"bfloat16"`; None writes those of the model.
         max_file: in bytes; what is more goes into several files
@@ -191,7 +191,7 @@ def save_weights(
         keys: of a hub's `config.json` that no model knows, such as `{"eos_token_id": 2}`.
 
     Raises:
-        ConfigError: when the rules do not name an array or cannot be turned round, or another
+        ConfigError: when the rules do not name an array or cannot be reversed, or another
             `config.json` or other weights are there that would be mixed with these.
         CheckpointError: when the files cannot be written.
         UnsupportedError: when the model is not of the family of a format.
@@ -231,10 +231,10 @@ def save_adapters(
     Args:
         model: from `axon_dist.lora`; or the state of a step of one, given with it.
         path: a folder.
-        rules: the format of the model that they stand beside, or rules of its kernels.
+        rules: the format of the model that they adapt, or rules of its kernels.
         step: the step whose state is given.
         dtype: of floats, such as `"bfloat16"`; None writes those of the adapters.
-        base: where that model lies, such as `"org/name"`, for peft; None says nothing.
+        base: the path or name of that model, such as `"org/name"`, for peft; None writes null.
 
     Raises:
         ConfigError: when the model has no adapters, or the format no names for them, or other files
@@ -262,7 +262,7 @@ class _Export:
     """Files of weights in a folder, beside a config.
 
     Args:
-        folder: where they lie.
+        folder: that they are written to.
         stem: what the names of the files begin with.
         files: their tensors by name, by the name of a file.
         config: what is written beside them, if anything.
@@ -285,7 +285,7 @@ class _Export:
         on_main(self._finish)
 
     def _check_free(self) -> None:
-        """Whether nothing is there that would be mixed with what is written."""
+        """Raises where other files in the folder would be mixed with these."""
         folder, stem, there = self.folder, self.stem, self.folder / self.config_name
         known = {*self.files, *([stem + ENDING + INDEX] if len(self.files) > 1 else [])}
         alike = {*folder.glob(f"{stem}{ENDING}*"), *folder.glob(f"{stem}-?????-of-?????{ENDING}")}
@@ -315,7 +315,7 @@ class _Export:
 def _weights(
     model: nnx.Module | TrainState, step: TrainStep | None
 ) -> tuple[nnx.Module, dict[Path, Array]]:
-    """A model to look at, and its arrays by path."""
+    """The model, whose arrays may be shapes, and its arrays by path."""
     if isinstance(model, TrainState):
         if step is None:
             raise ConfigError(
@@ -327,8 +327,8 @@ def _weights(
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a state and its step"
         )
-    kept = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
-    return model, {path: jnp.asarray(x) for path, x in leaves_with_paths(kept)}
+    arrays = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+    return model, {path: jnp.asarray(x) for path, x in leaves_with_paths(arrays)}
 
 
 def _float_dtype(name: str | None) -> np.dtype | None:

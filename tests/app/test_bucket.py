@@ -43,8 +43,8 @@ def drop_after(store, step):
         if int(name.split("/")[3].removeprefix("step_")) > step:
             del store.objects[name]
     lines = store.objects["bucket/run/metrics.jsonl"][1].splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    store.objects["bucket/run/metrics.jsonl"] = 1, b"".join(kept)
+    renewing = [line for line in lines if json.loads(line)["step"] <= step]
+    store.objects["bucket/run/metrics.jsonl"] = 1, b"".join(renewing)
 
 
 def test_what_a_run_leaves_in_a_bucket(config, store, tiny):
@@ -112,7 +112,7 @@ def elsewhere(store, **changes):
 
 def test_the_lease_of_a_live_run_is_its_own(folder):
     told = []
-    with Lease(folder, "run_dir", told.append, seconds=0.6).kept():
+    with Lease(folder, "run_dir", told.append, seconds=0.6).renewing():
         begun = time.monotonic()
         with pytest.raises(ConfigError, match=r"run_dir: '.*://bucket/run' is in use by process "
                            r"\d+ on \S+, since 2\d\d\d-.*; wait for its end, stop it"):  # fmt: skip
@@ -150,7 +150,7 @@ def test_of_two_that_take_it_at_once_one_has_it(folder, store):
     def take():
         try:
             taken.append(Lease(folder, "run_dir", lambda told: None, seconds=3.0))
-            with taken[-1].kept():
+            with taken[-1].renewing():
                 time.sleep(1.0)
         except ConfigError as error:
             refused.append(error)

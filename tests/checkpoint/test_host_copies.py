@@ -174,7 +174,7 @@ def test_a_header_comes_back():
 def test_each_process_keeps_the_pieces_of_the_one_in_its_place_of_the_host_before():
     ring = HostRing((7, 7, 5, 5, 9, 9))
     assert [ring.before(process) for process in range(6)] == [4, 5, 0, 1, 2, 3]
-    assert ring.beside(3) == (2, 3)
+    assert ring.peers(3) == (2, 3)
 
 
 @dataclasses.dataclass(frozen=True)

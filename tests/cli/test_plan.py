@@ -9,7 +9,7 @@ from axon_dist.cli.main import main
 from axon_dist.cli.plans import config_of_size
 from axon_dist.models import num_params
 from axon_dist.parallel import ZeROStage
-from axon_dist.planner import Arrangement
+from axon_dist.planner import Candidate
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -158,7 +158,7 @@ def test_a_strategy_without_a_place_in_the_order_comes_last_of_its_kind(monkeypa
         monkeypatch.setattr(sys.modules[module], "DATA_PARALLEL", table)
     given = {"tp": {"tp": 2}, "mine": {"strategy": "mine"}, "hybrid": {"dp": 2, "fsdp": 2}}
     given["hybrid"]["strategy"] = "hybrid_shard"
-    place = {name: config_plans._complexity(Arrangement(**sizes)) for name, sizes in given.items()}
+    place = {name: config_plans._complexity(Candidate(**sizes)) for name, sizes in given.items()}
     assert place["hybrid"] < place["mine"] < place["tp"]
 
 

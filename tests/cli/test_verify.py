@@ -65,10 +65,10 @@ def test_tiny_keeps_what_the_mesh_needs():
     assert tiny(long).data.sequence_length == 128
 
 
-def test_here_does_not_send_to_emulated_devices(capsys):
-    """What `--here` ignores is no way out of a mesh that the machine is too small for."""
+def test_emulated_devices_are_advised_without_here_alone(capsys):
+    """`--here` ignores them, so it is said with the advice."""
     assert main(["verify", "configs/fsdp8.yaml", "--here", "mesh=fsdp=3"]) == 2
     said = capsys.readouterr().err
     assert "needs 3 devices and got" in said
-    assert said.strip().endswith("or leave out --here, which emulates none")
-    assert "devices.emulate" not in said
+    assert "devices.emulate=3" in said
+    assert said.strip().endswith("--here emulates none, so leave it out for that")

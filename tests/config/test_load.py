@@ -61,8 +61,8 @@ def test_bad_overrides(override, message):
     [
         ("a: [1", r"run.yaml' is not YAML in line 1: "),
         ("- 1", r"holds \[1\]; it must be a section of keys and values"),
-        ("a: 1\nb: 2\na: 3", r"is not YAML in line 3: the key 'a' stands twice"),
-        ("x: &x {a: 1, a: 2}\ny: {<<: *x}", r"is not YAML in line 1: the key 'a' stands twice"),
+        ("a: 1\nb: 2\na: 3", r"is not YAML in line 3: the key 'a' occurs twice"),
+        ("x: &x {a: 1, a: 2}\ny: {<<: *x}", r"is not YAML in line 1: the key 'a' occurs twice"),
         ("a: 1\nb: [x, 1:30]", r"in line 2: 1:30 is one thing in YAML 1.1 and another"),
         ("a: 'on'\nb: off", r"in line 2: off is one thing in YAML 1.1"),
         ("a: {b: -010}", r"in line 1: -010 is one thing in YAML 1.1.* or put a text in quotes"),

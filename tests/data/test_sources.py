@@ -275,7 +275,7 @@ def test_tokens_are_made_once_and_again_where_anything_changed(tmp_path, monkeyp
 
 def test_a_folder_that_cannot_be_written_is_said(texts, tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ConfigError, match=r"data.cache: tokens cannot be kept in .*taken"):
+    with pytest.raises(ConfigError, match=r"data.cache: tokens cannot be cached in .*taken"):
         JsonlSource((texts,), cache=str(tmp_path / "taken")).open(40)
 
 

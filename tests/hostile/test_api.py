@@ -406,7 +406,7 @@ def test_odd_states(step):
 
 def test_a_state_of_another_strategy(step):
     sharded = build(strategy=axon_dist.fsdp(axes="dp", min_elements=1))
-    with pytest.raises(AxonDistError, match=r"lies as .* and must lie as"):
+    with pytest.raises(AxonDistError, match=r"has NamedSharding.* and must have NamedSharding"):
         step(sharded.init(), BATCH)
 
 

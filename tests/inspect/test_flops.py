@@ -7,8 +7,8 @@ from axon_dist.core.compat import RARE
 from axon_dist.inspect import flops
 from axon_dist.inspect.flops import CostModel
 from axon_dist.inspect.parse import as_module
-from axon_dist.jaxpr.device import tape_of
-from axon_dist.jaxpr.placement import whole
+from axon_dist.jaxpr.device import liveness_program
+from axon_dist.jaxpr.placement import unsplit
 
 
 def compiled_flops(function, *args):
@@ -50,7 +50,7 @@ def test_rare_branches_do_not_count():
     found = compiled_flops(body, *arrays)
     assert (found.low, found.high, found.unknown_trip) == (512, 512, False)
     traced = jax.make_jaxpr(body)(*arrays)
-    assert tape_of(traced, [whole(x.ndim) for x in arrays], {}, "cpu").flops == 512
+    assert liveness_program(traced, [unsplit(x.ndim) for x in arrays], {}, "cpu").flops == 512
 
 
 def test_branches_give_bounds():

@@ -67,7 +67,7 @@ def test_unknown_names_are_refused(ledger):
         ledger.total_wire_bytes(kind="all-gathers")
     with pytest.raises(MeshError, match=r"no axis 'fdsp'.*Did you mean 'fsdp'"):
         ledger.total_wire_bytes(axis="fdsp")
-    with pytest.raises(MeshError, match=r"'dp' cannot be told.*collectives\(program, mesh\)"):
+    with pytest.raises(MeshError, match=r"'dp' is not known.*collectives\(program, mesh\)"):
         Ledger((row(axes=None),)).total_wire_bytes(axis="dp")
 
 

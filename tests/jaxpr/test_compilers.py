@@ -7,18 +7,18 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from axon_dist.inspect import report
-from axon_dist.jaxpr.device import tape_of
+from axon_dist.jaxpr.device import liveness_program
 from axon_dist.jaxpr.liveness import overwrites, peak_of, shared
-from axon_dist.jaxpr.placement import NONE, whole
+from axon_dist.jaxpr.placement import NONE, unsplit
 
 MATRIX = 64 * 64 * 4
 X, W = jnp.ones((64, 64)), jnp.ones((64, 64))
 
 
-def tape(function, *args, splits=None, axes=None, platform="cpu"):
+def read(function, *args, splits=None, axes=None, platform="cpu"):
     program = jax.make_jaxpr(function)(*args)
-    places = splits or [whole(v.aval.ndim) for v in program.jaxpr.invars]
-    return tape_of(program, places, axes or {}, platform)
+    places = splits or [unsplit(v.aval.ndim) for v in program.jaxpr.invars]
+    return liveness_program(program, places, axes or {}, platform)
 
 
 def compiled(function, *args):
@@ -41,7 +41,7 @@ def accumulate(total, xs, flags):
 
 def test_what_a_branch_adds_to_stays_in_its_place():
     xs, flags = jnp.ones((4, 64, 64)), jnp.ones(4, bool)
-    found = tape(lambda xs, flags: accumulate(jnp.zeros((64, 64)), xs, flags), xs, flags)
+    found = read(lambda xs, flags: accumulate(jnp.zeros((64, 64)), xs, flags), xs, flags)
     (loop,) = [node for node in found.nodes if node.name == "scan"]
     (branches,) = [node for node in loop.bodies[0].nodes if node.name == "cond"]
     assert 0 in shared(branches)
@@ -57,7 +57,7 @@ def test_what_a_conditional_gives_takes_the_place_of_what_it_is_given():
         return jax.lax.cond(flag, lambda total: total + w @ x, lambda total: total, x @ w)
 
     # The sum, and the product that is added to it.
-    assert peak_of(tape(run, X, W, True)) == 2 * MATRIX
+    assert peak_of(read(run, X, W, True)) == 2 * MATRIX
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_what_a_conditional_gives_takes_the_place_of_what_it_is_given():
     ],
 )
 def test_what_may_be_written_over_what(function, expected):
-    assert [set(one) for one in overwrites(tape(function, X, W))] == expected
+    assert [set(one) for one in overwrites(read(function, X, W))] == expected
 
 
 def test_a_sum_that_starts_as_zeros_is_split_as_what_it_becomes():
     run = lambda rows, x: jnp.zeros((64, 64)).at[:, rows].add(x)
     rows = jnp.arange(64)
-    splits = [whole(1), (frozenset({"dp"}), NONE)]
-    found = tape(run, rows, X, splits=splits, axes={"dp": 4})
+    splits = [unsplit(1), (frozenset({"dp"}), NONE)]
+    found = read(run, rows, X, splits=splits, axes={"dp": 4})
     (scatter,) = [node for node in found.nodes if node.name.startswith("scatter")]
     assert found.sizes[scatter.reads[0]] == found.sizes[scatter.writes[0]] == MATRIX // 4
 
@@ -96,7 +96,7 @@ def test_a_table_split_over_two_dims_is_gathered_one_after_another(dtype, wider)
         ranks, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )(w.astype(dtype))
     splits = [(frozenset({"fsdp"}), frozenset({"pp"}))]
-    found = tape(run, W, splits=splits, axes=axes, platform="cuda")
+    found = read(run, W, splits=splits, axes=axes, platform="cuda")
     size = 64 * 64 * np.dtype(dtype).itemsize
     sent = [(one.kind, one.axes, one.num_bytes) for one, _ in found.sends()]
     assert sent == [
@@ -121,8 +121,8 @@ def test_rows_are_gathered_where_they_are_fewer_than_the_tables(tokens, is_tied,
 
         return jax.lax.with_sharding_constraint(jax.grad(loss)(table), place)
 
-    splits = [whole(2), (frozenset({"dp"}),)]
-    found = tape(run, X, jnp.zeros(tokens, int), splits=splits, axes={"dp": 4}, platform=platform)
+    splits = [unsplit(2), (frozenset({"dp"}),)]
+    found = read(run, X, jnp.zeros(tokens, int), splits=splits, axes={"dp": 4}, platform=platform)
     (scatter,) = [node for node in found.nodes if node.name.startswith("scatter")]
     sent = [(one.kind, one.num_bytes) for one in scatter.sent]
     if tokens < 64:
@@ -144,9 +144,9 @@ def test_a_table_of_more_rows_than_tokens_compiled():
     table = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=place())
     tokens = jax.ShapeDtypeStruct((64,), jnp.int32, sharding=place("dp"))
     ledger = report(jax.jit(run).lower(table, tokens).compile(), mesh).collectives
-    splits = [whole(2), (frozenset({"dp"}),)]
+    splits = [unsplit(2), (frozenset({"dp"}),)]
     program = jax.make_jaxpr(run)(table, tokens)
-    found = tape_of(program, splits, {"dp": 8}, "cpu")
+    found = liveness_program(program, splits, {"dp": 8}, "cpu")
     assert kinds_of(found) == {"all-gather"}
     assert ledger.by_kind()["all-gather"] == pytest.approx(
         sum(one.num_bytes for one, _ in found.sends()) * 7 / 8, rel=0.05
@@ -169,7 +169,7 @@ def test_what_a_loop_begins_with_lies_as_what_it_hands_on():
 
         return jax.lax.scan(add, jnp.zeros((64, 64)), xs)[0]
 
-    found = tape(run, jnp.ones((3, 64, 64)), axes={"fsdp": 8}, platform="cuda")
+    found = read(run, jnp.ones((3, 64, 64)), axes={"fsdp": 8}, platform="cuda")
     zeros = next(node for node in found.nodes if node.name == "broadcast_in_dim")
     assert found.sizes[zeros.writes[0]] == MATRIX // 8
     (loop,) = (node for node in found.nodes if node.name == "scan")

@@ -116,7 +116,7 @@ def test_of_a_chip_without_a_row_a_sentence_says_what_is_not_known(kind, capabil
     mesh = mesh_of(kind, capability)
     assert unknown_chip(mesh) == (
         f"the table of chips has no row for {kind!r}: steps are compiled {options}, and neither "
-        "times nor whether memory suffices can be told"
+        "times nor whether memory suffices is known"
     )
     row = relative_of(mesh)
     assert ("without" in options) == (row is None)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from axon_dist import World
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.mesh import paper_world
+from axon_dist.mesh import abstract_world
 from axon_dist.nn import Layout
 from axon_dist.parallel.kernels import map_kernels
 
@@ -90,7 +90,7 @@ def test_cudnn_is_refused_for_devices_that_are_no_gpus():
 )
 def test_large_heads_are_fused_where_the_chip_of_the_mesh_can(capability, form):
     """The mesh is asked, whatever this process runs on."""
-    world = paper_world("dp=1", 1, "gpu", capability)
+    world = abstract_world("dp=1", 1, "gpu", capability)
     module = Attention("auto")
     map_kernels(module, Layout(world.mesh, ("dp",)))
     heads = jax.ShapeDtypeStruct((2, 8, 2, 256), jnp.bfloat16)

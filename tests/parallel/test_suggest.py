@@ -119,7 +119,7 @@ def test_an_odd_chain_leaves_its_last_kernel_whole():
 
 def test_it_prints_reasons_and_what_it_could_not_place():
     text = str(suggest_plan(lambda: GPT("slices", nnx.Rngs(0))))
-    assert "its outputs reach h/*/c_proj feature by feature; 3 blocks lie side by side" in text
+    assert "its outputs reach h/*/c_proj feature by feature; 3 blocks are side by side" in text
     assert "wpe/embedding" in text
     assert "no product with activations" in text
 

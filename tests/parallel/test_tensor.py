@@ -180,7 +180,7 @@ def test_errors_name_what_there_is(make_world):
 
 
 def test_rings_are_refused_where_nothing_can_go_round(make_world):
-    with pytest.raises(ConfigError, match=r"rings=True and sequence=False; .* say sequence=True"):
+    with pytest.raises(ConfigError, match=r"rings=True and sequence=False; .* set sequence=True"):
         tensor_parallel("transformer", rings=True)
     rings = tensor_parallel("transformer", sequence=True, rings=True)
     with pytest.raises(StrategyConflictError, match=r"ranks of 'tp', and 'cp' splits them .* cont"):

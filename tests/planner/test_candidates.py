@@ -8,7 +8,7 @@ from axon_dist.planner import (
     Direction,
     SlowReplicas,
     Workload,
-    arrange,
+    candidate_for,
     candidates,
     decide,
     idle_share,
@@ -35,7 +35,7 @@ def test_every_candidate_uses_all_devices_and_divides_the_batch():
 
 @pytest.mark.full
 def test_tensor_parallelism_stays_inside_a_node():
-    sizes = {arrangement.tp for arrangement in candidates(WORK, 16, H100)}
+    sizes = {candidate.tp for candidate in candidates(WORK, 16, H100)}
     assert sizes == {1, 2, 4, 8}
 
 
@@ -75,7 +75,7 @@ def test_the_schedule_is_the_one_that_idles_least():
 
 
 def test_microbatches_grow_to_the_next_number_that_divides():
-    plan = arrange("ddp", 8)
+    plan = candidate_for("ddp", 8)
     assert more_microbatches(plan, WORK, 3).num_microbatches == 4
     assert more_microbatches(plan, WORK, 100).num_microbatches == 8
     assert more_microbatches(dataclasses.replace(plan, num_microbatches=8), WORK, 9) is None

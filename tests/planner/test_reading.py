@@ -9,7 +9,7 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, fsdp
 from axon_dist.inspect import report
-from axon_dist.mesh import paper_world
+from axon_dist.mesh import abstract_world
 from axon_dist.mesh.chips import hardware
 from axon_dist.models import (
     ExpertConfig,
@@ -23,7 +23,7 @@ from axon_dist.models import (
     next_token_loss,
 )
 from axon_dist.parallel import STRATEGIES, compose, estimate
-from axon_dist.planner import Arrangement, arrange, read_program, workload_of
+from axon_dist.planner import Candidate, candidate_for, read_program, workload_of
 
 
 class Tower(nnx.Module):
@@ -65,8 +65,8 @@ def test_a_reading_is_near_the_compiled_step(name):
     assert reading.peak == pytest.approx(found.memory.peak, rel=0.2)
     assert reading.wire_bytes == pytest.approx(found.collectives.total_wire_bytes(), rel=0.02)
     assert reading.flops == pytest.approx(found.flops.high)
-    on_paper = read(paper_world("dp=8", 8, "cpu"), [name], "cpu")[1]
-    assert on_paper == reading
+    abstract = read(abstract_world("dp=8", 8, "cpu"), [name], "cpu")[1]
+    assert abstract == reading
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_reading_is_near_the_compiled_step(name):
     [("zero1", 1, 1), ("zero2", 1, 1), ("full_shard", 5 / 3, 1)],
 )
 def test_bytes_are_those_of_the_papers(name, gathers, scatters):
-    _, reading = read(paper_world("dp=8", 8, "gpu"), [name], "gpu", precision="bf16")
+    _, reading = read(abstract_world("dp=8", 8, "gpu"), [name], "gpu", precision="bf16")
     kernels = 2 * 3 * 256 * 256
     sizes = {"all-gather": 0.0, "reduce-scatter": 0.0}
     for sent, times in reading.sends:
@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_papers(name, gathers, scatters):
 
 def test_masters_are_split_in_every_account():
     """ZeRO-1 in bfloat16: the traced step and `estimate` agree."""
-    world = paper_world("dp=8", 8, "gpu")
+    world = abstract_world("dp=8", 8, "gpu")
     step, reading = read(world, ["zero1"], "gpu", precision="bf16")
     theirs = estimate(step.strategy, step.parts.params, world.mesh, optax.adam(1e-3))
     state = theirs.param_memory_bytes + theirs.optim_memory_bytes
@@ -95,7 +95,7 @@ def test_masters_are_split_in_every_account():
 
 
 def test_a_slow_axis_makes_a_step_longer():
-    _, reading = read(paper_world("dp=2,tp=4", 8, "gpu"), ["ddp"], "gpu")
+    _, reading = read(abstract_world("dp=2,tp=4", 8, "gpu"), ["ddp"], "gpu")
     fast = reading.step_time(hardware("h100"), "float32")
     slow = reading.step_time(hardware("v5e"), "float32")
     assert slow.total > fast.total
@@ -130,11 +130,11 @@ def test_any_model_is_a_workload(model, num_layers, has_attention):
 
 
 def test_context_ranks_are_devices_too():
-    plan = Arrangement(strategy="ddp", dp=2, cp=4)
+    plan = Candidate(strategy="ddp", dp=2, cp=4)
     assert plan.num_devices == 8
     assert plan.name == "cp + ddp"
     assert plan.to_config()["parallel"] == {"ddp": {}, "context": {}}
-    assert str(arrange("ddp", 1, cp=2).mesh) == "dp=1,cp=2"
+    assert str(candidate_for("ddp", 1, cp=2).mesh) == "dp=1,cp=2"
 
 
 def test_sums_of_experts_are_scattered_inside_a_node_and_added_between():
@@ -142,7 +142,7 @@ def test_sums_of_experts_are_scattered_inside_a_node_and_added_between():
     experts = ExpertConfig(count=4, per_token=2, width=64)
     config = TransformerConfig(64, width=64, num_layers=1, num_heads=2, experts=experts)
     model = Transformer(config, rngs=nnx.Rngs(0))
-    world = paper_world("dp=2,fsdp=4", 8, "gpu")
+    world = abstract_world("dp=2,fsdp=4", 8, "gpu")
     strategy = fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=1)
     step = build_train_step(model, optax.sgd(1.0), next_token_loss, strategy, world)
     batch = {"tokens": np.zeros((8, 17), np.int32)}

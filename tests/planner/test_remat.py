@@ -14,7 +14,7 @@ from axon_dist.app.steps import build_step
 from axon_dist.app.summary import remat_line
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
-from axon_dist.mesh import World, paper_world
+from axon_dist.mesh import World, abstract_world
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import fsdp
 from axon_dist.planner import read_step, recompute_least
@@ -30,7 +30,7 @@ BATCH = {"tokens": jax.ShapeDtypeStruct((64, 1025), jnp.int32)}
 def step_of(remat):
     return build_train_step(
         lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)), optax.adamw(1e-3), next_token_loss, fsdp(),
-        paper_world("fsdp=8", 8, "gpu", "9.0"), precision="bf16", remat=remat,
+        abstract_world("fsdp=8", 8, "gpu", "9.0"), precision="bf16", remat=remat,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from axon_dist import (
     zero,
 )
 from axon_dist.mesh import Backend, MeshSpec
-from axon_dist.mesh.world import PaperDevice
+from axon_dist.mesh.world import PlaceholderDevice
 from axon_dist.models import ExpertConfig, ResNet, ResNetConfig, next_token_loss
 from axon_dist.models.loss import cross_entropy
 from axon_dist.nn import ActivationCheckpointing
@@ -208,8 +208,8 @@ class Client:
 
 
 @dataclasses.dataclass(frozen=True)
-class LowerableDevice(PaperDevice):
-    """A device on paper for which JAX lowers."""
+class LowerableDevice(PlaceholderDevice):
+    """A placeholder for which JAX lowers."""
 
     @property
     def client(self) -> Client:

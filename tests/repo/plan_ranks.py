@@ -39,7 +39,7 @@ QUICK = ("zero2 a100-80:2",)
 
 def line_of(plan: ReadPlan) -> str:
     """The name of a plan, its mesh and microbatches, and the bytes that a device holds at most."""
-    one = plan.arrangement
+    one = plan.candidate
     remat = " remat" if one.remat else ""
     return f"{one.name} {one.mesh} x{one.num_microbatches}{remat}: {plan.reading.peak:.0f}"
 

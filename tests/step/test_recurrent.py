@@ -11,7 +11,7 @@ from axon_dist import World, build_train_step, ddp
 from axon_dist.inspect import collectives, target_devices
 from axon_dist.jaxpr.pieces import read_in_loops
 from axon_dist.jaxpr.units import mark_units
-from axon_dist.mesh import paper_world
+from axon_dist.mesh import abstract_world
 from axon_dist.mesh.targets import missing_compiler
 from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import read_program
@@ -73,7 +73,7 @@ def theory(step):
 
 @pytest.mark.parametrize(("name", "mesh"), [("full_shard", "fsdp=4"), ("zero1", "dp=4")])
 def test_the_traced_step_sends_them_once(name, mesh):
-    step = build(paper_world(mesh, 4, "gpu"), name)
+    step = build(abstract_world(mesh, 4, "gpu"), name)
     shapes = {"x": jax.ShapeDtypeStruct(BATCH["x"].shape, jnp.float32)}
     program, arguments = step.program(shapes)
     count = len(jax.tree.leaves(step.abstract_state))

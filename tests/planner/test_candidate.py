@@ -2,7 +2,7 @@ import pytest
 
 from axon_dist.config import RunConfig, build_strategy
 from axon_dist.core.errors import ConfigError
-from axon_dist.planner import Arrangement, SlowReplicas, arrange
+from axon_dist.planner import Candidate, SlowReplicas, candidate_for
 
 
 @pytest.mark.parametrize(
@@ -30,38 +30,40 @@ from axon_dist.planner import Arrangement, SlowReplicas, arrange
     ],
 )
 def test_names_and_meshes(sizes, name, mesh):
-    arrangement = Arrangement(**sizes)
-    assert arrangement.name == name
-    assert str(arrangement.mesh) == (mesh or "pp=2,fsdp=2,tp=2")
-    assert arrangement.mesh.size == arrangement.num_devices
+    candidate = Candidate(**sizes)
+    assert candidate.name == name
+    assert str(candidate.mesh) == (mesh or "pp=2,fsdp=2,tp=2")
+    assert candidate.mesh.size == candidate.num_devices
 
 
 @pytest.mark.parametrize(
-    "arrangement",
+    "candidate",
     [
-        arrange("ddp", 8, num_microbatches=4),
-        arrange("zero1", 8),
-        arrange("shard_grad_op", 8, remat=True),
-        arrange("full_shard", 8),
-        Arrangement(strategy="hybrid_shard", dp=2, fsdp=4),
-        arrange("full_shard", 4, tp=2, sequence=True),
-        arrange("full_shard", 2, pp=2, tp=2, num_microbatches=4),
-        arrange("full_shard", 4, replicas=2, apart=SlowReplicas(every=20), num_microbatches=2),
+        candidate_for("ddp", 8, num_microbatches=4),
+        candidate_for("zero1", 8),
+        candidate_for("shard_grad_op", 8, remat=True),
+        candidate_for("full_shard", 8),
+        Candidate(strategy="hybrid_shard", dp=2, fsdp=4),
+        candidate_for("full_shard", 4, tp=2, sequence=True),
+        candidate_for("full_shard", 2, pp=2, tp=2, num_microbatches=4),
+        candidate_for(
+            "full_shard", 4, replicas=2, apart=SlowReplicas(every=20), num_microbatches=2
+        ),
     ],
-    ids=lambda arrangement: arrangement.name,
+    ids=lambda candidate: candidate.name,
 )
-def test_the_lines_of_a_config_are_read_by_the_config(arrangement, make_world):
-    lines = arrangement.to_config()
+def test_the_lines_of_a_config_are_read_by_the_config(candidate, make_world):
+    lines = candidate.to_config()
     config = RunConfig.from_dict(lines)
-    assert config.mesh == arrangement.mesh
+    assert config.mesh == candidate.mesh
     world = make_world(str(config.mesh))
-    strategy = build_strategy(config.parallel, None, world) if arrangement.tp == 1 else None
+    strategy = build_strategy(config.parallel, None, world) if candidate.tp == 1 else None
     if strategy is not None:
-        assert strategy.name.split(" + ")[-1] == arrangement.strategy
-        assert (strategy.slow is None) == (arrangement.apart is None)
+        assert strategy.name.split(" + ")[-1] == candidate.strategy
+        assert (strategy.slow is None) == (candidate.apart is None)
     pipeline = config.parallel.get("pipeline", {})
     count = pipeline.get("num_microbatches", config.train.accumulate)
-    assert count == arrangement.num_microbatches
+    assert count == candidate.num_microbatches
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,8 @@ def test_the_lines_of_a_config_are_read_by_the_config(arrangement, make_world):
     [
         ({"strategy": "zero4"}, "unknown strategy 'zero4'. Did you mean 'zero"),
         ({"schedule": "1f2b"}, "PipelineSchedule got '1f2b', .* Did you mean '1f1b'"),
-        ({"tp": 0}, "Arrangement got tp=0, an int; give a whole number, at least 1"),
-        ({"ep": 0}, "Arrangement got ep=0, an int; give a whole number, at least 1"),
+        ({"tp": 0}, "Candidate got tp=0, an int; give a whole number, at least 1"),
+        ({"ep": 0}, "Candidate got ep=0, an int; give a whole number, at least 1"),
         (
             {"replicas": 2},
             "got replicas=2 and apart=None; replicas over slow links need a SlowReplicas",
@@ -78,9 +80,9 @@ def test_the_lines_of_a_config_are_read_by_the_config(arrangement, make_world):
         ({"strategy": "hybrid_shard", "fsdp": 8}, "dp=1 and fsdp=8; .* or take full_shard"),
     ],
 )
-def test_impossible_arrangements(fields, message):
+def test_impossible_candidates(fields, message):
     with pytest.raises(ConfigError, match=message):
-        Arrangement(**fields)
+        Candidate(**fields)
 
 
 @pytest.mark.parametrize(

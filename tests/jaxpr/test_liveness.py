@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from axon_dist.jaxpr.device import tape_of
+from axon_dist.jaxpr.device import liveness_program
 from axon_dist.jaxpr.liveness import peak_of
-from axon_dist.jaxpr.placement import NONE, placed, whole
+from axon_dist.jaxpr.placement import NONE, placed, unsplit
 from axon_dist.ops.attention import splash_kernel
 
 DP = frozenset({"dp"})
 MATRIX = 64 * 64 * 4
 
 
-def tape(function, *args, splits=None, axes=None, platform="cuda"):
+def read(function, *args, splits=None, axes=None, platform="cuda"):
     program = jax.make_jaxpr(function)(*args)
-    places = splits or [whole(v.aval.ndim) for v in program.jaxpr.invars]
-    return tape_of(program, places, axes or {}, platform)
+    places = splits or [unsplit(v.aval.ndim) for v in program.jaxpr.invars]
+    return liveness_program(program, places, axes or {}, platform)
 
 
 def kinds(found):
@@ -31,7 +31,7 @@ X, W = jnp.ones((64, 64)), jnp.ones((64, 64))
 
 def test_elementwise_chains_are_written_out_once():
     run = lambda x, w: jnp.sum(jnp.sin(jnp.cos(x @ w) + 1) * 2)
-    assert peak_of(tape(run, X, W)) == MATRIX + 4
+    assert peak_of(read(run, X, W)) == MATRIX + 4
 
 
 def test_what_the_backward_pass_reads_stays():
@@ -40,9 +40,9 @@ def test_what_the_backward_pass_reads_stays():
             x = jnp.cos(x @ w)
         return jnp.sum(x)
 
-    kept = peak_of(tape(jax.grad(run), W, X))
-    again = peak_of(tape(jax.grad(jax.checkpoint(run)), W, X))
-    one = peak_of(tape(jax.grad(lambda w, x: jnp.sum(jnp.cos(x @ w))), W, X))
+    kept = peak_of(read(jax.grad(run), W, X))
+    again = peak_of(read(jax.grad(jax.checkpoint(run)), W, X))
+    one = peak_of(read(jax.grad(lambda w, x: jnp.sum(jnp.cos(x @ w))), W, X))
     assert kept >= 8 * MATRIX  # of each layer the product, and what the next one multiplies
     assert one < kept
     assert again >= kept - MATRIX  # the whole is recomputed as one, and lies there as a whole
@@ -54,7 +54,7 @@ def test_blocks_that_are_recomputed_keep_their_inputs():
         body = jax.checkpoint(body) if remat else body
         return jnp.sum(jax.lax.scan(body, x, None, length=16)[0])
 
-    sizes = [peak_of(tape(jax.grad(lambda w, x, r=r: run(w, x, r)), W, X)) for r in (0, 1)]
+    sizes = [peak_of(read(jax.grad(lambda w, x, r=r: run(w, x, r)), W, X)) for r in (0, 1)]
     assert 16 * MATRIX < sizes[1] < 0.5 * sizes[0]
 
 
@@ -63,7 +63,7 @@ def test_splash_attention_multiplies_two_products_of_all_pairs_and_five_backward
     run = lambda q, k, v: jnp.sum(attend(q, k, v))
     queries = jnp.ones((4, 2, 512, 64), jnp.bfloat16)
     splits = [(DP, NONE, NONE, NONE)] * 3
-    found = tape(jax.grad(run), queries, queries, queries, splits=splits, axes={"dp": 2})
+    found = read(jax.grad(run), queries, queries, queries, splits=splits, axes={"dp": 2})
     # Besides, each query's gradient is multiplied with its output.
     assert found.flops == pytest.approx((2 + 5) * 2 * queries.size * 512 / 2, rel=1e-3)
 
@@ -74,20 +74,20 @@ def test_tanh_is_not_computed_twice():
             x = 2 * function(x @ w)
         return jnp.sum(x)
 
-    size = lambda f: peak_of(tape(jax.grad(lambda w: run(f, w, X)), W))
+    size = lambda f: peak_of(read(jax.grad(lambda w: run(f, w, X)), W))
     cheap, dear = size(lambda x: x * jnp.sin(x)), size(lambda x: x * jnp.tanh(x))
     assert dear > cheap
 
 
 def test_outputs_in_place_take_no_room():
     run = lambda x: (x * 2, jnp.sum(x))
-    assert peak_of(tape(run, X)) == MATRIX + 4
-    assert peak_of(tape(run, X), [0]) == 4
+    assert peak_of(read(run, X)) == MATRIX + 4
+    assert peak_of(read(run, X), [0]) == 4
 
 
 def test_a_constant_is_made_where_it_is_read():
     run = lambda x: jax.lax.scan(lambda c, row: (c @ x + row, None), x, jnp.ones((8, 64, 64)))[0]
-    assert peak_of(tape(run, X)) < 8 * MATRIX
+    assert peak_of(read(run, X)) < 8 * MATRIX
 
 
 def grads(w, x):
@@ -95,10 +95,10 @@ def grads(w, x):
 
 
 def test_gradients_of_split_samples_are_added_up():
-    found = tape(grads, W, X, splits=[whole(2), (DP, NONE)], axes={"dp": 4})
+    found = read(grads, W, X, splits=[unsplit(2), (DP, NONE)], axes={"dp": 4})
     assert kinds(found) == [("all-reduce", MATRIX, 1)]
     assert found.flops == 2 * 2 * 64**3 / 4
-    assert tape(grads, W, X).sends() == []
+    assert read(grads, W, X).sends() == []
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ def test_where_a_gradient_is_kept_split_it_is_scattered(platform, kind):
         AbstractMesh((4,), ("dp",), axis_types=(AxisType.Auto,)), PartitionSpec("dp")
     )
     run = lambda w, x: jax.lax.with_sharding_constraint(grads(w, x).astype(jnp.bfloat16), place)
-    found = tape(run, W, X, splits=[whole(2), (DP, NONE)], axes={"dp": 4}, platform=platform)
+    found = read(run, W, X, splits=[unsplit(2), (DP, NONE)], axes={"dp": 4}, platform=platform)
     assert kinds(found) == [(kind, MATRIX, 1)]  # as the product makes it, before the cast
 
 
 def test_a_split_weight_is_gathered_where_it_is_used():
     place = NamedSharding(AbstractMesh((4,), ("dp",), axis_types=(AxisType.Auto,)), PartitionSpec())
     run = lambda w, x: jnp.sum(x @ jax.lax.with_sharding_constraint(w, place))
-    found = tape(run, W, X, splits=[(DP, NONE), whole(2)], axes={"dp": 4})
+    found = read(run, W, X, splits=[(DP, NONE), unsplit(2)], axes={"dp": 4})
     assert kinds(found) == [("all-gather", MATRIX, 1)]
 
 
@@ -127,10 +127,10 @@ def test_a_loop_adds_up_behind_itself():
         return jax.grad(loss)(w)
 
     xs = jnp.ones((8, 64, 64))
-    places = {"splits": [whole(2), (NONE, DP, NONE)], "axes": {"dp": 4}}
+    places = {"splits": [unsplit(2), (NONE, DP, NONE)], "axes": {"dp": 4}}
     # XLA:CPU adds up in every turn.
-    assert kinds(tape(run, W, xs, platform="cpu", **places)) == [("all-reduce", 8 * MATRIX, 1)]
-    found = tape(run, W, xs, **places)
+    assert kinds(read(run, W, xs, platform="cpu", **places)) == [("all-reduce", 8 * MATRIX, 1)]
+    found = read(run, W, xs, **places)
     assert kinds(found) == [("all-reduce", MATRIX, 1)]
     assert found.flops == 8 * 2 * 2 * 64**3 / 4  # nothing is differentiated by xs
 
@@ -138,7 +138,7 @@ def test_a_loop_adds_up_behind_itself():
 def test_a_row_layer_is_added_up_over_its_ranks():
     column, row = (NONE, frozenset({"tp"})), (frozenset({"tp"}), NONE)
     run = lambda x, up, down: x + jnp.tanh(x @ up) @ down
-    found = tape(run, X, W, W, splits=[whole(2), column, row], axes={"tp": 2})
+    found = read(run, X, W, W, splits=[unsplit(2), column, row], axes={"tp": 2})
     assert kinds(found) == [("all-reduce", MATRIX, 1)]
     assert found.flops == 2 * 2 * 64**3 / 2
 
@@ -155,7 +155,7 @@ def test_a_row_layer_in_a_loop_is_added_up_in_every_turn():
         turn = lambda x, _: (x + jnp.tanh(jnp.tanh(x) @ up) @ down, None)
         return jax.lax.scan(turn, x, None, length=8)[0]
 
-    found = tape(run, X, up, down, splits=[whole(2), COLUMN, ROW], axes={"tp": 2})
+    found = read(run, X, up, down, splits=[unsplit(2), COLUMN, ROW], axes={"tp": 2})
     assert kinds(found) == [("all-reduce", MATRIX, 8)]
 
 
@@ -167,7 +167,7 @@ def test_a_sum_that_one_reader_has_added_up_is_whole_for_the_next():
         other = first.reshape(64, 64) * 1.0
         return jnp.tanh(first), other + (jnp.tanh(first) @ up) @ down
 
-    found = tape(run, X, W, W, splits=[whole(2), COLUMN, ROW], axes={"tp": 2})
+    found = read(run, X, W, W, splits=[unsplit(2), COLUMN, ROW], axes={"tp": 2})
     assert kinds(found) == [("all-reduce", MATRIX, 1)] * 2
 
 
@@ -194,7 +194,7 @@ def test_what_is_whole_behind_a_loop_is_scattered_once(is_pinned, axes, expected
         return jax.lax.with_sharding_constraint(grad, owner)
 
     xs = jnp.ones((8, 64, 64))
-    found = tape(run, W, xs, splits=[whole(2), (NONE, frozenset(axes), NONE)], axes=axes)
+    found = read(run, W, xs, splits=[unsplit(2), (NONE, frozenset(axes), NONE)], axes=axes)
     assert kinds(found) == expected
 
 
@@ -203,7 +203,7 @@ def test_a_state_stays_where_it_lies():
     place = placing({"dp": 4}, PartitionSpec("dp"))
     run = lambda w: w - 0.1 * jax.lax.with_sharding_constraint(w, place)
     program = jax.make_jaxpr(run)(W)
-    sent = lambda kept: kinds(tape_of(program, [whole(2)], {"dp": 4}, "cuda", kept))
+    sent = lambda kept: kinds(liveness_program(program, [unsplit(2)], {"dp": 4}, "cuda", kept))
     assert sent(1) == [("all-gather", MATRIX, 1)]
     assert sent(0) == []
 
@@ -216,14 +216,14 @@ def test_a_sum_is_scattered_behind_what_it_is_added_into():
         rows = jnp.zeros((64, 64)).at[jnp.arange(64)].add(jnp.sum(x, 0))
         return jax.lax.with_sharding_constraint(rows, place)
 
-    found = tape(run, jnp.ones((8, 64, 64)), splits=[(DP, NONE, NONE)], axes={"dp": 4})
+    found = read(run, jnp.ones((8, 64, 64)), splits=[(DP, NONE, NONE)], axes={"dp": 4})
     assert kinds(found) == [("reduce-scatter", MATRIX, 1)]
 
 
 def test_branches_for_other_platforms_are_left_away():
     run = lambda x: jax.lax.platform_dependent(x, cpu=lambda x: x @ x, default=lambda x: x @ x @ x)
-    assert tape(run, X, platform="cpu").flops == 2 * 64**3
-    assert tape(run, X, platform="tpu").flops == 4 * 64**3
+    assert read(run, X, platform="cpu").flops == 2 * 64**3
+    assert read(run, X, platform="tpu").flops == 4 * 64**3
 
 
 def test_a_loop_keeps_nothing_for_branches_of_other_platforms():
@@ -235,7 +235,7 @@ def test_a_loop_keeps_nothing_for_branches_of_other_platforms():
         return jnp.sum(jax.lax.scan(choose, x, None, length=16)[0])
 
     def peak(**branches):
-        return peak_of(tape(jax.grad(lambda x: run(x, branches)), X, platform="cuda"))
+        return peak_of(read(jax.grad(lambda x: run(x, branches)), X, platform="cuda"))
 
     assert peak(cuda=jnp.sin, default=many) == peak(default=jnp.sin)
     assert peak(cuda=many, default=jnp.sin) > 2 * peak(default=jnp.sin)
@@ -246,7 +246,7 @@ def test_convolutions_count_their_products():
     run = lambda x, k: jax.lax.conv_general_dilated(
         x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    assert tape(run, images, kernel).flops == 2 * 4 * 8 * 8 * 16 * 27
+    assert read(run, images, kernel).flops == 2 * 4 * 8 * 8 * 16 * 27
 
 
 @pytest.mark.full
@@ -265,7 +265,7 @@ def test_equal_constraints_on_one_value_are_one_transfer():
     place = placing({"tp": 2}, PartitionSpec())
     gathered = lambda x: jax.lax.with_sharding_constraint(x, place)
     run = lambda x, w: jnp.sum((gathered(x) @ w) * (gathered(x) @ (w + 1)))
-    found = tape(run, X, W, splits=[(TP, NONE), whole(2)], axes={"tp": 2})
+    found = read(run, X, W, splits=[(TP, NONE), unsplit(2)], axes={"tp": 2})
     assert kinds(found) == [("all-gather", MATRIX, 1)]
 
 
@@ -280,7 +280,7 @@ def test_a_scatter_onto_a_sum_that_was_split_gathers_it():
 
     splits = [(DP, NONE), (DP, NONE)]
     sent = lambda is_tied: kinds(
-        tape(lambda x, r: run(x, r, is_tied), X, X, splits=splits, axes={"dp": 4})
+        read(lambda x, r: run(x, r, is_tied), X, X, splits=splits, axes={"dp": 4})
     )
     assert sent(False) == [("reduce-scatter", MATRIX, 1)]
     assert sorted(sent(True)) == [("all-gather", MATRIX, 1), *2 * [("reduce-scatter", MATRIX, 1)]]
@@ -299,7 +299,7 @@ def test_sums_over_two_axes_are_taken_apart_only_beside_others(is_beside_a_produ
 
     both = frozenset(axes)
     splits = [(both, NONE, NONE), (both, NONE)]
-    found = tape(run, jnp.ones((8, 64, 64)), X, splits=splits, axes=axes)
+    found = read(run, jnp.ones((8, 64, 64)), X, splits=splits, axes=axes)
     apart = [("reduce-scatter", MATRIX, 1), ("all-reduce", MATRIX // 4, 1)]
     whole_sum = [("all-reduce", MATRIX, 1)]
     assert kinds(found) == (2 * apart if is_beside_a_product else whole_sum)
@@ -317,13 +317,13 @@ def chain(depth):
 def test_gradients_of_weights_come_behind_the_chain_on_gpus():
     """So what they are made of is there together: inputs and cotangents of all layers."""
     grads, ws = chain(8)
-    size = lambda platform: peak_of(tape(grads, ws, X, platform=platform))
+    size = lambda platform: peak_of(read(grads, ws, X, platform=platform))
     results = 8 * MATRIX
     assert size("cuda") >= 2 * 8 * MATRIX
     assert size("tpu") <= size("cuda") < size("tpu") + results
-    names = lambda platform: [n.reads for n in tape(grads, ws, X, platform=platform).nodes]
+    names = lambda platform: [n.reads for n in read(grads, ws, X, platform=platform).nodes]
     assert sorted(names("cuda")) == sorted(names("tpu"))
-    assert tape(grads, ws, X).flops == tape(grads, ws, X, platform="tpu").flops
+    assert read(grads, ws, X).flops == read(grads, ws, X, platform="tpu").flops
 
 
 def test_gradients_of_a_layer_come_behind_the_chain_of_its_turn():
@@ -335,7 +335,7 @@ def test_gradients_of_a_layer_come_behind_the_chain_of_its_turn():
 
         return jnp.sum(jax.lax.scan(turn, x, ws)[0])
 
-    found = tape(jax.grad(run), jnp.ones((8, 64, 64)), X)
+    found = read(jax.grad(run), jnp.ones((8, 64, 64)), X)
     (turn,) = [n.bodies[0] for n in found.nodes if n.name == "scan"][1:]
     products = [n for n in turn.nodes if n.name == "dot_general"]
     carried = turn.outputs[0]
@@ -364,8 +364,8 @@ def test_a_turn_gathers_for_the_next_what_does_not_depend_on_it(waits):
 
         return jax.lax.scan(turn, x, ws)[0]
 
-    splits = [(NONE, DP, NONE), whole(2)]
-    found = tape(run, jnp.ones((8, 64, 64)), X, splits=splits, axes={"dp": 4})
+    splits = [(NONE, DP, NONE), unsplit(2)]
+    found = read(run, jnp.ones((8, 64, 64)), X, splits=splits, axes={"dp": 4})
     (loop,) = [n for n in found.nodes if n.name == "scan"]
     assert loop.ahead == (0 if waits else MATRIX)
     loop.ahead = 0
@@ -392,7 +392,7 @@ def test_what_is_added_up_and_sliced_is_scattered(platform):
 
     x = jnp.ones((256, 64))
     sent = lambda is_whole: kinds(
-        tape(lambda x: run(x, is_whole), x, splits=[(DP, NONE)], axes={"dp": 4}, platform=platform)
+        read(lambda x: run(x, is_whole), x, splits=[(DP, NONE)], axes={"dp": 4}, platform=platform)
     )
     assert sent(True) == [("all-reduce", MATRIX, 1)]
     assert sent(False) == [("reduce-scatter" if platform == "cuda" else "all-reduce", MATRIX, 1)]
@@ -401,7 +401,7 @@ def test_what_is_added_up_and_sliced_is_scattered(platform):
 def test_the_gradient_of_what_each_row_chooses_stays_with_the_row():
     """As of the experts of a token: rows are counted alike in the table and in the indices."""
     chosen = lambda x, i: jnp.sum(jnp.take_along_axis(x, i, axis=1) ** 2)
-    found = tape(
+    found = read(
         lambda x, i: jax.grad(chosen)(x, i), X, jnp.zeros((64, 2), int),
         splits=[(DP, NONE), (DP, NONE)], axes={"dp": 4},
     )  # fmt: skip
