@@ -1,7 +1,11 @@
 """Pipelines: the model cut into stages, and the one executor of every schedule.
 
-`stage.py` says what a stage is, `executor.py` runs stages by a table, `uniform.py` makes them of a
-traced model. Nothing here knows strategies; `step/pipeline_view.py` does.
+In the order of a step: `layout.py` says which blocks make a stage and on which rank it is,
+`storage.py` where their parameters lie, `loss_trace.py` makes the loss a program, `uniform.py` or
+`switch.py` cuts that into stages, `stage.py` runs and differentiates one, `tables.py` turns a
+schedule into arrays, `executor.py` runs stages by these, and `optimizer.py` updates parameters
+where they lie, by `stored_form.py` and `rows.py`. `vocabulary.py` has embeddings and heads that all
+ranks share. Nothing here knows strategies; `step/pipeline_view.py` does.
 """
 
 from .executor import Executor as Executor
@@ -25,9 +29,7 @@ from .stage import Data as Data
 from .stage import StageLoss as StageLoss
 from .stage import StageProgram as StageProgram
 from .stage import Wire as Wire
-from .storage import FlatStorage as FlatStorage
 from .storage import ModelStorage as ModelStorage
-from .storage import storage_for as storage_for
 from .switch import BATCH as BATCH
 from .switch import Calls as Calls
 from .switch import SwitchStages as SwitchStages

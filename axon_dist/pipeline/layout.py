@@ -10,8 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jax.tree_util import KeyPath
 from ..core.errors import StrategyConflictError
 from ..core.typing import Path, PyTree, Shape
 from ..jaxpr.rows import Stacked, whole
-from ..schedule import Schedule
 from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, Wrapped, axes_of
 
 Keys: TypeAlias = tuple[Any, ...]
@@ -30,12 +28,11 @@ Keys: TypeAlias = tuple[Any, ...]
 
 def flatten(tree: PyTree) -> dict[Keys, PyTree]:
     """The leaves of a tree by keys, names and positions, in the order of `jax.tree.leaves`."""
-
-    def name(entry):
-        return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
-
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(map(name, path)): leaf for path, leaf in paths}
+    kinds, found = ("key", "idx", "name"), {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        keys = (next(getattr(e, kind) for kind in kinds if hasattr(e, kind)) for e in path)
+        found[tuple(keys)] = leaf
+    return found
 
 
 def nest(flat: dict[Keys, PyTree]) -> PyTree:
@@ -76,14 +73,13 @@ class ParamLike:
 
     def join(self, parts: Sequence[PyTree]) -> PyTree:
         """The inverse of `split`, of the parts alone."""
-        return self.outer.unflatten(
-            self._unnest(number, part) if self._like[number] else part
-            for number, part in enumerate(parts)
-        )
-
-    def _unnest(self, number: int, nested: PyTree) -> PyTree:
-        flat = flatten(nested)
-        return self._inner[number].unflatten(flat[keys] for keys in self.keys[number])
+        found = list(parts)
+        for number, part in enumerate(parts):
+            if self._like[number]:
+                flat = flatten(part)
+                leaves = (flat[keys] for keys in self.keys[number])
+                found[number] = self._inner[number].unflatten(leaves)
+        return self.outer.unflatten(found)
 
     def _is_like(self, tree: PyTree) -> bool:
         if not isinstance(tree, dict) or set(tree) != set(self._top):
@@ -112,8 +108,8 @@ class Stages:
 
     Example:
         >>> stages = Stages((("layers", 0), ("layers", 1), ("layers", 2)), (0, 2, 3), (0, 1), 2)
-        >>> stages.num_rows(0), stages.homes[2]
-        (2, (1, 0))
+        >>> stages.blocks_of(0), stages.stage_of(2)
+        (range(0, 2), 1)
     """
 
     blocks: tuple[Keys, ...]
@@ -123,19 +119,10 @@ class Stages:
     shared: tuple[Keys, ...] = ()
     depths: tuple[int, ...] | None = None
 
-    @classmethod
-    def of(cls, schedule: Schedule, blocks: tuple[Keys, ...], boundaries: tuple[int, ...]) -> Self:
-        """The stages of a schedule."""
-        return cls(blocks, boundaries, schedule.placement, schedule.num_devices)
-
     @property
     def called(self) -> tuple[Keys, ...]:
         """The keys of all blocks, and of what they share."""
         return (*self.blocks, *self.shared)
-
-    def is_shared(self, keys: Keys) -> bool:
-        """Whether all ranks have a leaf of the model that may be in a block."""
-        return any(keys[: len(each)] == each for each in self.shared)
 
     def stage_at(self, depth: int) -> int:
         """The stage that runs the calls of a depth."""
@@ -164,32 +151,9 @@ class Stages:
         """The stages that are the given chunk of their rank."""
         return tuple(s for s in range(self.num_stages) if self.chunk_of(s) == chunk)
 
-    def num_rows(self, chunk: int) -> int:
-        """Rows that every rank has for a chunk: as many as its longest stage has blocks."""
-        return max(len(self.blocks_of(stage)) for stage in self.stages_of(chunk))
-
-    def first_row(self, chunk: int) -> int:
-        """The first row of a chunk."""
-        return sum(self.num_rows(before) for before in range(chunk))
-
     def stage_of(self, block: int) -> int:
         """The stage of a block."""
         return next(s for s in range(self.num_stages) if block in self.blocks_of(s))
-
-    @cached_property
-    def homes(self) -> tuple[tuple[int, int], ...]:
-        """The rank and the row of every block."""
-        found = []
-        for stage, device in enumerate(self.placement):
-            blocks = self.blocks_of(stage)
-            first = self.first_row(self.chunk_of(stage)) if blocks else 0
-            found += [(device, first + number) for number in range(len(blocks))]
-        return tuple(found)
-
-    @cached_property
-    def blocks_at(self) -> dict[tuple[int, int], int]:
-        """The block at a rank and a row, where the rank has so many blocks."""
-        return {home: block for block, home in enumerate(self.homes)}
 
 
 @jax.tree_util.register_dataclass
@@ -242,9 +206,10 @@ class Stacks:
 
     depths: tuple[tuple[Keys, int], ...] = ()
 
-    def depth_of(self, keys: Keys) -> int:
-        """How many blocks the stack holds that keys of the model are in; 0 for none."""
-        return self._of(keys)[1]
+    def of(self, keys: Keys) -> tuple[Keys, int]:
+        """The stack that keys of the model are in, and its number of blocks; () and 0 for none."""
+        within = (item for item in self.depths if keys[: len(item[0])] == item[0])
+        return next(within, ((), 0))
 
     def apart(self, tree: PyTree, shapes: PyTree = None) -> PyTree:
         """A nested dict like the model's, with what it has for each block by itself.
@@ -257,11 +222,13 @@ class Stacks:
         found: dict[Keys, PyTree] = {}
         likes = flatten(tree if shapes is None else shapes)
         for keys, leaf in flatten(tree).items():
-            stack, depth = self._of(keys)
+            stack, depth = self.of(keys)
+            if not depth:
+                found[keys] = whole(leaf)
+                continue
             rows = _rows(leaf, depth) if _is_stacked(likes[keys], depth) else [whole(leaf)] * depth
             rest = keys[len(stack) :]
             found.update(((*stack, row, *rest), value) for row, value in enumerate(rows))
-            found.update({} if depth else {keys: whole(leaf)})
         return nest(found)
 
     def together(
@@ -283,7 +250,7 @@ class Stacks:
             found.setdefault(self.in_model(keys), []).append(leaf)
 
         def one(keys: Keys, leaves: list[PyTree]) -> PyTree:
-            depth = self.depth_of(keys)
+            _, depth = self.of(keys)
             stacked = depth and (likes is None or _is_stacked(likes[keys], depth))
             return stack(leaves) if stacked else leaves[0]
 
@@ -296,7 +263,7 @@ class Stacks:
         """
 
         def one(path: KeyPath, leaf: PyTree) -> PyTree:
-            depth = self.depth_of(tuple(getattr(entry, "key", None) for entry in path))
+            _, depth = self.of(tuple(getattr(entry, "key", None) for entry in path))
             form = leaf.shape if isinstance(leaf, Stacked) else leaf
             is_float = jnp.issubdtype(form.dtype, jnp.floating)
             return (
@@ -307,13 +274,9 @@ class Stacks:
 
     def in_model(self, keys: Keys) -> Keys:
         """The keys of the leaf or module of the model that holds that of a block."""
-        stack, depth = self._of(keys)
+        stack, depth = self.of(keys)
         is_block = depth and len(keys) > len(stack) and isinstance(keys[len(stack)], int)
         return (*stack, *keys[len(stack) + 1 :]) if is_block else keys
-
-    def _of(self, keys: Keys) -> tuple[Keys, int]:
-        within = (item for item in self.depths if keys[: len(item[0])] == item[0])
-        return next(within, ((), 0))
 
 
 def _is_stacked(leaf: PyTree, depth: int) -> bool:

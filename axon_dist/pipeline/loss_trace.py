@@ -43,6 +43,9 @@ class LossTrace:
         loss: the atoms of total, weight and metrics.
         metrics: the names of the metrics.
         new_buffers: the atoms of the buffers afterwards.
+        calls: the positions of the equations that call a block.
+        changing: the numbers of the buffers that the loss changes.
+        of_batch: the variables that depend on the batch, and on no parameter and no block.
         looked_up: the variables that are known ahead of the first stage, of rows of tables that lie
             in parts over the ranks.
         rest: the keys of the parameters outside the blocks that every rank has whole.
@@ -56,13 +59,11 @@ class LossTrace:
     loss: list[Atom]
     metrics: list[str]
     new_buffers: list[Atom]
+    calls: list[int]
+    changing: list[int]
+    of_batch: frozenset[Var]
     looked_up: tuple[Var, ...] = ()
     rest: tuple[Keys, ...] = ()
-
-    @property
-    def calls(self) -> list[int]:
-        """The positions of the equations that call a block."""
-        return [i for i, equation in enumerate(self.jaxpr.eqns) if is_unit(equation)]
 
     def cut(self, outputs: Sequence[Atom], known: Iterable[Var] = ()) -> Piece:
         """The piece that computes some values from others.
@@ -71,26 +72,14 @@ class LossTrace:
         array is a permutation, as in `tokens[:, 1:]`, and in a branch that only one stage takes it
         would wait for the other stages forever.
         """
-        return cut(self.jaxpr, outputs, {*known, *self.looked_up}, self._of_batch)
-
-    @cached_property
-    def _of_batch(self) -> frozenset[Var]:
-        """The variables that depend on the batch, and on no parameter and no block."""
-        made = made_by(self.jaxpr.eqns[call] for call in self.calls)
-        trained = depends_on(self.jaxpr, [*self.params.values(), *made])
-        return frozenset(depends_on(self.jaxpr, self.batch) - trained)
-
-    @property
-    def changing(self) -> list[int]:
-        """The numbers of the buffers that the loss changes."""
-        return [i for i, v in enumerate(self.new_buffers) if v is not self.buffers[i]]
+        return cut(self.jaxpr, outputs, {*known, *self.looked_up}, self.of_batch)
 
     def made_of(self, buffer: int) -> tuple[Jaxpr, list[Var]]:
         """The program that makes a buffer's next value, and the inputs that it reads."""
         part, inputs = needed_for(self.jaxpr, [len(self.loss) + buffer])
         return part, [self.jaxpr.invars[number] for number in inputs]
 
-    @property
+    @cached_property
     def known_ahead(self) -> set[Var]:
         """The inputs that every rank has before a microbatch is run."""
         return {*self.buffers, *(self.params[keys] for keys in self.rest)}
@@ -98,9 +87,11 @@ class LossTrace:
     @cached_property
     def learned(self) -> dict[int, Atom]:
         """The next values of the buffers that follow from what is not known ahead, by number."""
-        own = self.known_ahead
-        found = [i for i in self.changing if not own.issuperset(self.made_of(i)[1])]
-        return {i: self.new_buffers[i] for i in found}
+        return {
+            i: self.new_buffers[i]
+            for i in self.changing
+            if not self.known_ahead.issuperset(self.made_of(i)[1])
+        }
 
     def known(
         self,
@@ -138,17 +129,24 @@ def trace_loss(
     jaxpr = _forward_through_units(closed.jaxpr)
     inputs, outputs = list(jaxpr.invars), list(jaxpr.outvars)
     keys = list(flatten(params))
-    num_buffers = len(jax.tree.leaves(buffers))
-    num_loss = 2 + len(shapes[2])
+    num_buffers, num_loss = len(jax.tree.leaves(buffers)), 2 + len(shapes[2])
+    before, after = inputs[len(keys) : len(keys) + num_buffers], outputs[num_loss:]
+    of_batch = inputs[len(keys) + num_buffers :]
+    calls = [i for i, equation in enumerate(jaxpr.eqns) if is_unit(equation)]
+    made = made_by(jaxpr.eqns[call] for call in calls)
+    trained = depends_on(jaxpr, [*inputs[: len(keys)], *made])
     return LossTrace(
         jaxpr=jaxpr,
         consts=closed.consts,
         params=dict(zip(keys, inputs, strict=False)),
-        buffers=inputs[len(keys) : len(keys) + num_buffers],
-        batch=inputs[len(keys) + num_buffers :],
+        buffers=before,
+        batch=of_batch,
         loss=outputs[:num_loss],
         metrics=sorted(shapes[2]),
-        new_buffers=outputs[num_loss:],
+        new_buffers=after,
+        calls=calls,
+        changing=[i for i, v in enumerate(after) if v is not before[i]],
+        of_batch=frozenset(depends_on(jaxpr, of_batch) - trained),
     )
 
 
@@ -183,31 +181,45 @@ def buffers_over_time(
     Raises:
         UnsupportedError: when another buffer depends on the batch or the parameters of blocks.
     """
-    leaves = jax.tree.leaves(buffers)
+    leaves, structure = jax.tree.flatten(buffers)
     changing = [i for i in trace.changing if i not in learned]
-    advance = _advance(trace, buffers, changing, rest)
-    paths = [path for path, _ in leaves_with_paths(buffers)]
+    last, over_time = leaves, {}
+    if changing:
+        paths = [path for path, _ in leaves_with_paths(buffers)]
+        advance = _advance(trace, paths, changing, rest)
+        stay = {i for i in changing if paths[i] in once}
+        last, over_time = _over_time(advance, leaves, changing, stay, num_microbatches)
+
+    def at(microbatch: Array) -> list[Array]:
+        found = list(leaves)
+        for i, stacked in over_time.items():
+            found[i] = jax.lax.dynamic_index_in_dim(stacked, microbatch, keepdims=False)
+        return found
+
+    return at, structure.unflatten(last)
+
+
+def _over_time(
+    advance: Callable[[list[Array]], list[Array]],
+    leaves: list[Array],
+    changing: list[int],
+    stay: Collection[int],
+    num_microbatches: int,
+) -> tuple[list[Array], dict[int, Array]]:
+    """The leaves after the last microbatch, and the changing ones before each; some change once."""
     after = advance(leaves)
-    stay = [i for i in changing if paths[i] in once]
-    changing = [i for i in changing if paths[i] not in once]
+    moving = [i for i in changing if i not in stay]
 
     def body(now: list[Array], _: None) -> tuple[list[Array], list[Array]]:
         then = advance(now)
         for i in stay:
             then[i] = now[i]
-        return then, [now[i] for i in changing]
+        return then, [now[i] for i in moving]
 
     last, before = jax.lax.scan(body, leaves, length=num_microbatches)
     for i in stay:
         last[i] = after[i]
-
-    def at(microbatch: Array) -> list[Array]:
-        found = list(leaves)
-        for i, stacked in zip(changing, before, strict=True):
-            found[i] = jax.lax.dynamic_index_in_dim(stacked, microbatch, keepdims=False)
-        return found
-
-    return at, jax.tree.unflatten(jax.tree.structure(buffers), last)
+    return last, dict(zip(moving, before, strict=True))
 
 
 def check_order(
@@ -237,10 +249,9 @@ def check_order(
 
 
 def _advance(
-    trace: LossTrace, buffers: PyTree, changing: list[int], rest: Mapping[Keys, Array]
-) -> Callable:
+    trace: LossTrace, paths: list[Path], changing: list[int], rest: Mapping[Keys, Array]
+) -> Callable[[list[Array]], list[Array]]:
     """The part of the program that makes the next buffers, if only what is known goes into it."""
-    paths = [path for path, _ in leaves_with_paths(buffers)]
     pieces = {}
     for index in changing:
         part, needed = trace.made_of(index)
@@ -357,23 +368,21 @@ def with_joined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @functools.wraps(function)
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = _Interpreter().run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        values, by_rows = jax.tree.leaves(args), _JoinedRows().equation
+        results = interpret(closed.jaxpr, closed.consts, values, by_rows)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 
 
-class _Interpreter:
-    """Runs one program; what several products share is joined once, so that it is kept once."""
+class _JoinedRows:
+    """Runs one program's equations; what several products share is joined once, and kept once."""
 
     def __init__(self):
         self._joined: dict[int, tuple[Array, Array]] = {}
         self._units: dict[int, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
-    def run(self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array]) -> list[Array]:
-        return interpret(jaxpr, consts, values, self._equation)
-
-    def _equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
+    def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
         name, params = equation.primitive.name, equation.params
         inner = called(equation)
         if is_unit(equation):
@@ -381,11 +390,11 @@ class _Interpreter:
             program = {"jaxpr": self._unit(equation.params["jaxpr"])}
             return eval_equation(equation.replace(params={**equation.params, **program}), operands)
         if name in CALLS and inner is not None:
-            return self.run(inner.jaxpr, inner.consts, operands)
+            return interpret(inner.jaxpr, inner.consts, operands, self.equation)
         if name in REMATS and inner is not None:
 
             def again(*values):
-                return _Interpreter().run(inner.jaxpr, inner.consts, values)
+                return interpret(inner.jaxpr, inner.consts, values, _JoinedRows().equation)
 
             policy, barrier = params["policy"], params["prevent_cse"]
             return jax.checkpoint(again, policy=policy, prevent_cse=barrier)(*operands)
@@ -399,7 +408,7 @@ class _Interpreter:
         if id(program) not in self._units:
 
             def inside(*values):
-                return _Interpreter().run(program.jaxpr, program.consts, values)
+                return interpret(program.jaxpr, program.consts, values, _JoinedRows().equation)
 
             kinds = [
                 struct_of(v).update(weak_type=getattr(v.aval, "weak_type", False))

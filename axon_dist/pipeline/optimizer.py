@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from ..jaxpr.owners import (
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
 from .rows import RowProgram
-from .storage import FlatStorage, ModelStorage
+from .storage import ModelStorage
 from .stored_form import (
     Ends,
     LeafPlace,
@@ -196,7 +195,9 @@ class StagedOptimizer:
             owners, homes = (list(map(owner_of, side)) for side in (sources, ends))
             return owned(closed, owners, names, homes, named, **options)
 
-        run = self._on_whole_vectors(program, sources, ends, forms)
+        run = None
+        if self._storage.vectors:
+            run = self._on_whole_vectors(program, sources, ends, forms)
         if run is None:
             by_cell, stages = program(lambda place: place.cell), self._storage.stages
             if all(place.slot is not None for place in (*sources, *ends)):
@@ -213,9 +214,7 @@ class StagedOptimizer:
         targets: Ends,
         forms: tuple[list[StoredForm], list[StoredForm]],
     ) -> Run | None:
-        """How to run it on whole vectors, where there are some and it works element by element."""
-        if not isinstance(self._storage, FlatStorage) or not self._storage.vectors:
-            return None
+        """How to run it on whole vectors, where it works element by element."""
         if (layout := VectorLayout.of(self._storage, forms)) is None:
             return None
         try:
@@ -281,6 +280,18 @@ class RankBranches:
         self._targets = list(zip(program.outputs, targets, strict=True))
         self._ranks = range(stages.num_devices)
         self._mesh, self._axis = mesh, axis
+        self._last = program.num_levels - 1
+        reads = [(a, _rank(op.owner)) for op in program.operations for a in op.inputs]
+        reads += [(a, _rank(home)) for a, home in zip(program.outputs, program.homes, strict=True)]
+        # By level and rank, the values that others read.
+        self._handed: list[list[list[int]]] = [
+            [[] for _ in self._ranks] for _ in range(program.num_levels)
+        ]
+        handed = [a for a, by in reads if _rank(program.owner_of(a)) not in (None, by)]
+        for value in dict.fromkeys(handed):
+            rank = _rank(program.owner_of(value))
+            if isinstance(value, int) and rank is not None:
+                self._handed[program.levels[value]][rank].append(value)
 
     def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
         """Runs the program.
@@ -348,7 +359,7 @@ class RankBranches:
         self, level: int, reads: list[int], rank: int, operands: Sequence[Array]
     ) -> list[Array]:
         """What a rank computes up to a level of its vectors and of what all know."""
-        slots = list(_vectors_of(self._arguments))
+        slots = _vectors_of(self._arguments)
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
         values: dict[Atom, Array] = dict(zip(reads, operands[len(slots) :], strict=True))
         for value, place in self._sources:
@@ -359,7 +370,7 @@ class RankBranches:
             values.update(zip(op.outputs, results, strict=True))
         handed = [values[v] for v in self._handed[level][rank]]
         packed = self._packed(rank, values) if level == self._last else []
-        return [*self._packing(level).pack(rank, handed), *packed]
+        return [*self._packing(level).pack(handed), *packed]
 
     def _unpacked(
         self, rank: int, slots: Mapping[Slot, Array]
@@ -367,11 +378,11 @@ class RankBranches:
         """The leaves of a rank's blocks, of all arguments."""
         leaves = {}
         for tree, part, storage in _storages(self._arguments):
-            for chunk, names in enumerate(storage.row_names):
-                if (stage := self._stage_at(rank, chunk)) is not None:
-                    vectors = [slots[tree, part, name] for name in names]
-                    of_stage = storage.block_weights(stage, [vectors])
-                    leaves.update({(tree, part, keys): x for keys, x in of_stage.items()})
+            for stage in (s for s, home in enumerate(self._stages.placement) if home == rank):
+                names = storage.row_names[self._stages.chunk_of(stage)]
+                vectors = [slots[tree, part, name] for name in names]
+                of_stage = storage.block_weights(stage, [vectors])
+                leaves.update({(tree, part, keys): x for keys, x in of_stage.items()})
         return leaves
 
     def _packed(self, rank: int, values: Mapping[Atom, Array]) -> list[Array]:
@@ -390,11 +401,7 @@ class RankBranches:
     def _packing(self, level: int) -> Packing:
         """How what ranks hand over at a level lies in vectors that are alike on all ranks."""
         avals = self._program.avals
-        return Packing.of([[avals[v] for v in values] for values in self._handed[level]])
-
-    def _stage_at(self, rank: int, chunk: int) -> int | None:
-        stages = self._stages.stages_of(chunk)
-        return next((s for s in stages if self._stages.placement[s] == rank), None)
+        return Packing([[avals[v] for v in values] for values in self._handed[level]])
 
     def _part(self, rank: int, level: int) -> tuple[list[OwnedOperation], list[int]]:
         """What a rank runs up to a level for its results there, and what of others that reads.
@@ -414,45 +421,19 @@ class RankBranches:
         reads = [v for v in needed if _rank(self._program.owners[v]) != rank]
         return operations[::-1], reads
 
-    @cached_property
-    def _handed(self) -> list[list[list[int]]]:
-        """By level and rank, the values that others read."""
-        program = self._program
-        reads = [(a, _rank(op.owner)) for op in program.operations for a in op.inputs]
-        reads += [(a, _rank(home)) for a, home in zip(program.outputs, program.homes, strict=True)]
-        handed: list[list[list[int]]] = [
-            [[] for _ in self._ranks] for _ in range(program.num_levels)
-        ]
-        for value in _values(a for a, by in reads if _rank(program.owner_of(a)) not in (None, by)):
-            rank = _rank(program.owners[value])
-            assert rank is not None
-            handed[program.levels[value]][rank].append(value)
-        return handed
 
-    @property
-    def _last(self) -> int:
-        return self._program.num_levels - 1
-
-
-def _values(atoms: Iterable[Atom]) -> list[int]:
-    return [a for a in dict.fromkeys(atoms) if isinstance(a, int)]
-
-
-def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, FlatStorage]]:
+def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, ModelStorage]]:
     for tree, form in enumerate(forms):
         for part, storage in enumerate(form.storages):
-            if isinstance(storage, FlatStorage):
+            if storage is not None:
                 yield tree, part, storage
 
 
-def _vectors_of(forms: Sequence[StoredForm]) -> dict[Slot, jax.ShapeDtypeStruct]:
-    """The stored vectors of some trees, and what each is on one rank."""
-    return {
-        (tree, part, keys): form
-        for tree, part, storage in _storages(forms)
-        for names in storage.row_names
-        for keys, form in zip(names, storage.packing.packed, strict=True)
-    }
+def _vectors_of(forms: Sequence[StoredForm]) -> list[Slot]:
+    """The stored vectors of some trees."""
+    return [
+        (tree, part, keys) for tree, part, storage in _storages(forms) for keys in storage.row_keys
+    ]
 
 
 def _rank(owner: object) -> int | None:

@@ -110,9 +110,9 @@ class RowProgram:
         pairs = zip(program.inputs, sources, strict=True)
         self._slots: dict[int, Slot] = {value: place.stored for value, place in pairs}
         owners = [*program.owners, *program.homes]
-        cells = sorted({cell for owner in owners if (cell := as_cell(owner)) is not None})
+        cells: list[Cell] = sorted({owner for owner in owners if isinstance(owner, tuple)})
         self._variants = self._sort_out(cells)
-        self._variant_of: dict[Cell, int] = {
+        variant_of: dict[Cell, int] = {
             (rank, row): number
             for number, (row, variant) in enumerate(self._variants)
             for rank in variant
@@ -121,10 +121,10 @@ class RowProgram:
         # The variant that makes a value of a block, and what it calls it.
         self._homes: dict[Atom, Home] = {}
         for value, owner in enumerate(program.owners):
-            if (cell := as_cell(owner)) is not None and value in used:
-                number = self._variant_of[cell]
+            if isinstance(owner, tuple) and value in used:
+                number = variant_of[owner]
                 members = self._variants[number][1]
-                self._homes[value] = number, members[cell[0]].names[value]
+                self._homes[value] = number, members[owner[0]].names[value]
         sums, self._partial_sums = sums_of(program)
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
         self._handed = self._to_hand_over()
@@ -178,15 +178,20 @@ class RowProgram:
         first = next(iter(variant.values()))
         numbers = [i for i, op in enumerate(first.operations) if op.level == level]
         reads = [(i, at) for i in numbers for at in range(len(first.operations[i].inputs))]
-        outside = {
-            where: self._outside(variant, where, known)
-            for where in reads
-            if first.operations[where[0]].inputs[where[1]] not in first.names
-        }
+        # What members read that is not their own: one value for all, or a row of one for each.
+        alike: dict[tuple[int, int], Array] = {}
+        apart: dict[tuple[int, int], Array] = {}
+        for i, at in reads:
+            atom = first.operations[i].inputs[at]
+            if atom in first.names:
+                continue
+            atoms = {rank: share.operations[i].inputs[at] for rank, share in variant.items()}
+            if len({self._program.spelled(each) for each in atoms.values()}) == 1:
+                alike[i, at] = value_of(atom, known)
+            else:
+                apart[i, at] = self._row_of({r: atoms.get(r, atom) for r in self._ranks}, known)
         own = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
         given = {name: made[name] for name in own if name in made}
-        alike = {where: value for where, (value, row) in outside.items() if row is None}
-        apart = {where: row for where, (_, row) in outside.items() if row is not None}
         results = [first.names[v] for i in numbers for v in first.operations[i].outputs]
 
         def part(rows: list[Array], numbers_apart: dict[tuple[int, int], Array]) -> list[Array]:
@@ -205,17 +210,6 @@ class RowProgram:
         run = jax.vmap(part, axis_size=self._num_ranks)
         found = run([*given.values()], apart) if numbers else []
         return dict(zip(results, found, strict=True))
-
-    def _outside(
-        self, variant: RowVariant, where: tuple[int, int], known: Mapping[Atom, Array]
-    ) -> tuple[Array | None, Array | None]:
-        """What members read that is not their own: one value for all, or a row of one for each."""
-        number, at = where
-        atoms = {rank: share.operations[number].inputs[at] for rank, share in variant.items()}
-        first = next(iter(atoms.values()))
-        if len({self._program.spelled(atom) for atom in atoms.values()}) == 1:
-            return value_of(first, known), None
-        return None, self._row_of({r: atoms.get(r, first) for r in self._ranks}, known)
 
     def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
         """A row of values that all know."""
@@ -287,11 +281,12 @@ class RowProgram:
             together = jax.lax.with_sharding_constraint(together, self._whole)
             columns.update({home: together[:, number] for number, home in enumerate(rows)})
         for value, home in handed.items():
-            cell = as_cell(self._program.owners[value])
-            assert cell is not None
-            known[value] = columns[home][cell[0]]
+            owner = self._program.owners[value]
+            assert isinstance(owner, tuple)
+            known[value] = columns[home][owner[0]]
 
     def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
+        """The stored leaves: each entry of a row is made by the part of the block it belongs to."""
         found: dict[Slot, Array] = {}
         rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
@@ -301,35 +296,18 @@ class RowProgram:
             else:
                 rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
         for (slot, row), atoms in rows.items():
-            found[slot] = self._assemble(row, atoms, made, known)
+            homes = {
+                rank: self._homes[atom] if self._program.owner_of(atom) == (rank, row) else None  # type: ignore[index]
+                for rank, atom in atoms.items()
+            }
+            sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
+            for home, ranks in sources.items():
+                mine = {rank: atoms[rank] for rank in ranks}
+                values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
+                if len(ranks) < self._num_ranks:
+                    chosen = self._is_in(ranks, values.ndim)
+                    # A rank without a block has zeros, whatever the part would make of them.
+                    others = found[slot] if slot in found else jnp.zeros_like(values)
+                    values = jnp.where(chosen, values, others)
+                found[slot] = values
         return found
-
-    def _assemble(
-        self,
-        row: int,
-        atoms: Mapping[int, Atom],
-        made: list[Named],
-        known: Mapping[Atom, Array],
-    ) -> Array:
-        """A row, each entry of it made by the part of the block that it belongs to."""
-        homes = {
-            rank: self._homes[atom] if self._program.owner_of(atom) == (rank, row) else None  # type: ignore[index]
-            for rank, atom in atoms.items()
-        }
-        sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
-        whole = None
-        for home, ranks in sources.items():
-            mine = {rank: atoms[rank] for rank in ranks}
-            values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
-            if len(ranks) == self._num_ranks:
-                return values
-            chosen = self._is_in(ranks, values.ndim)
-            # A rank without a block has zeros, whatever the part would make of them.
-            whole = jnp.where(chosen, values, jnp.zeros_like(values) if whole is None else whole)
-        assert whole is not None, "some rank has a block in every row"
-        return whole
-
-
-def as_cell(owner: Hashable) -> Cell | None:
-    """The cell that an owner is; None for everybody."""
-    return owner if isinstance(owner, tuple) else None

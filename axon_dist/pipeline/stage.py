@@ -80,12 +80,6 @@ class Frozen(NamedTuple):
     weights: Weights
     rest: Rest
 
-    def beside(self, weights: Weights) -> Weights:
-        """All weights by row: those that are trained, and behind them the others."""
-        if not self.weights:
-            return weights
-        return [[*row, *other] for row, other in zip(weights, self.weights, strict=True)]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageProgram:
@@ -144,11 +138,6 @@ class Start:
     frozen: Rest
     data: Data
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether it reads parameters, and none of them is trained."""
-        return bool(self.frozen) and not self.trained
-
     def back(self, rows: Sequence[Array], gradient: list[Array]) -> tuple[Rest, list[Array]]:
         """The gradients of the trained parameters and of what was looked up.
 
@@ -203,7 +192,11 @@ class StageOperands(NamedTuple):
 
     def run(self, program: StageProgram) -> Wire:
         """The output of a stage."""
-        weights, rest = self.frozen.beside(self.weights), {**self.rest, **self.frozen.rest}
+        weights, rest = self.weights, {**self.rest, **self.frozen.rest}
+        if self.frozen.weights:
+            # Of each row what is trained, and behind it the others.
+            rows = zip(weights, self.frozen.weights, strict=True)
+            weights = [[*row, *other] for row, other in rows]
         return program.middle(weights, rest, self.data, self.stage, self.wire)
 
 
@@ -397,14 +390,14 @@ def _light(
         piece = cut(jaxpr, [gradient], known=known)
         operands = sum(math.prod(struct_of(v).shape) for v in piece.needs & varying)
         size = math.prod(struct_of(gradient).shape)
-        if size < operands and not any(map(_has_product, piece.equations)):
+        # A product, or what runs a program that may hold one.
+        has_product = any(
+            equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
+            for equation in piece.equations
+        )
+        if size < operands and not has_product:
             found.append(gradient)
     return found
-
-
-def _has_product(equation: JaxprEqn) -> bool:
-    """Whether it is a product, or runs a program that may hold one."""
-    return equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
 
 
 def _with_outputs(piece: Piece, more: list[Var]) -> Piece:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import abc
-import dataclasses
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -20,71 +17,144 @@ Cell: TypeAlias = tuple[int, int]
 """A rank and one of its rows."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ModelStorage(abc.ABC):
+class ModelStorage:
     """A form of a model's parameters in which every rank holds those of its stages alone.
 
-    What is in no block stays as it is. What is in blocks lies in rows: arrays whose dim 0 counts
-    ranks, and is to be split over the pipeline axis.
+    What is in no block stays as it is. What is in blocks lies in rows: lists of arrays whose dim 0
+    counts ranks, and is to be split over the pipeline axis.
+
+    Where blocks are equal, row r stacks block r of every rank. Rows are separate arrays, so that no
+    stage has to copy its weights out of a larger one. A row keeps the path of the block of that
+    number, and stands for one such block on each rank; a rank with fewer blocks has zeros there.
+
+    Where blocks differ, a row is all of a chunk: the leaves of a stage as they are where stages are
+    alike, else one vector per dtype, as long as the largest stage needs; smaller ones end in zeros.
 
     Args:
         stages: blocks, stages and ranks.
         shapes: nested dict of `ShapeDtypeStruct`, the parameters of the model.
         frozen: the keys of those that are not trained, which a state keeps in a tree of their own.
+        by_blocks: whether rows are of blocks; None takes them where blocks are equal.
+
+    Attributes:
+        flat_shapes: the shape and dtype of every leaf, by keys.
+        block_of: the block of every leaf that is in one; all ranks have the others.
+        rest: the keys of these others, in the order of the model's leaves.
+        chunk_rows: the numbers of the rows in which each chunk lies.
+        cells: the rank and the row that hold each block.
+        by_stage: the keys of the leaves of each stage.
+        packing: how these become vectors; None where rows are of blocks.
+        row_names: the keys of the stored leaves that are rows, row by row.
+        row_keys: all of them.
+        slots: of the leaves in blocks, the stored leaf whose entry of the rank each is; without
+            those that lie in vectors.
+        vectors: by chunk and number, what lies in a vector on each rank, in order.
+        leaves: the keys of the leaves within a block; of blocks that differ, within the first.
+        trained: the storage of what is trained alone.
+        untrained: the storage of what is frozen alone; None where nothing is.
     """
 
-    stages: Stages
-    shapes: PyTree
-    frozen: frozenset[Keys] = frozenset()
+    def __init__(
+        self,
+        stages: Stages,
+        shapes: PyTree,
+        frozen: frozenset[Keys] = frozenset(),
+        by_blocks: bool | None = None,
+    ):
+        self.stages: Stages = stages
+        self.shapes: PyTree = shapes
+        self.frozen: frozenset[Keys] = frozen
+        self.flat_shapes: dict[Keys, jax.ShapeDtypeStruct] = flatten(shapes)
+        numbers = {block: number for number, block in enumerate(stages.blocks)}
+        self.block_of: dict[Keys, int] = {}
+        leaves: list[list[Keys]] = [[] for _ in stages.blocks]
+        for keys in self.flat_shapes:
+            beginnings = [keys[:end] for end in range(len(keys) + 1)]
+            found = [numbers[beginning] for beginning in beginnings if beginning in numbers]
+            if found and not any(beginning in stages.shared for beginning in beginnings):
+                self.block_of[keys] = min(found)
+                leaves[min(found)].append(keys)
+        self.rest: tuple[Keys, ...] = tuple(k for k in self.flat_shapes if k not in self.block_of)
+        if by_blocks is None:
+            forms = [
+                [
+                    (keys[len(block) :], self.flat_shapes[keys].shape, self.flat_shapes[keys].dtype)
+                    for keys in own
+                ]
+                for block, own in zip(stages.blocks, leaves, strict=True)
+            ]
+            by_blocks = all(form == forms[0] for form in forms)
+        self.by_blocks: bool = by_blocks
+        self.leaves: list[Keys] = [
+            keys[len(block) :]
+            for block, own in zip(stages.blocks[:1], leaves, strict=False)
+            for keys in own
+        ]
+        self.packing: Packing | None = None
+        self.slots: dict[Keys, Keys] = {}
+        self.vectors: dict[tuple[int, int], list[tuple[Keys, ...]]] = {}
+        if by_blocks:
+            self._lay_blocks(leaves)
+        else:
+            self._lay_chunks()
+        self.row_keys: tuple[Keys, ...] = tuple(keys for row in self.row_names for keys in row)
+        self.trained: ModelStorage = self
+        self.untrained: ModelStorage | None = None
+        if frozen:
+            flat = self.flat_shapes.items()
+            self.trained = self.like(nest({keys: x for keys, x in flat if keys not in frozen}))
+            self.untrained = self.like(nest({keys: x for keys, x in flat if keys in frozen}))
 
-    @abc.abstractmethod
-    def to_rows(self, flat: dict[Keys, Array]) -> dict[Keys, Array]:
-        """Makes the rows, by their keys in the stored tree, of the model's leaves."""
+    def _lay_blocks(self, leaves: Sequence[Sequence[Keys]]) -> None:
+        """A row for each block of a chunk's longest stage."""
+        stages, first = self.stages, 0
+        self.chunk_rows: list[range] = []
+        for chunk in range(stages.num_chunks):
+            size = max(len(stages.blocks_of(stage)) for stage in stages.stages_of(chunk))
+            self.chunk_rows.append(range(first, first + size))
+            first += size
+        self.cells: list[Cell] = []
+        self.by_stage: list[list[Keys]] = []
+        # Some blocks have no leaf where others have one, in the state of an optimizer.
+        rows: list[dict[Keys, None]] = [{} for _ in range(first)]
+        for stage, rank in enumerate(stages.placement):
+            blocks, numbers = stages.blocks_of(stage), self.chunk_rows[stages.chunk_of(stage)]
+            self.by_stage.append([keys for block in blocks for keys in leaves[block]])
+            for block, row in zip(blocks, numbers, strict=False):
+                self.cells.append((rank, row))
+                inner = [keys[len(stages.blocks[block]) :] for keys in leaves[block]]
+                slots = [stages.blocks[row] + keys for keys in inner]
+                rows[row].update(dict.fromkeys(slots))
+                self.slots.update(zip(leaves[block], slots, strict=True))
+        self.row_names: list[list[Keys]] = [list(row) for row in rows]
 
-    @abc.abstractmethod
-    def of_block(self, number: int, rows: dict[Keys, Array]) -> dict[Keys, Array]:
-        """The leaves of a block, by their keys in the model, of the rows."""
-
-    @abc.abstractmethod
-    def rows_of_chunk(self, chunk: int) -> range:
-        """The numbers of the rows in which a chunk lies."""
-
-    @abc.abstractmethod
-    def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
-        """The leaves of the blocks of a stage, by their keys in the model.
-
-        Args:
-            stage: which.
-            rows: the rows of its chunk, of one rank, without dim 0.
-        """
-
-    @property
-    @abc.abstractmethod
-    def row_names(self) -> list[list[Keys]]:
-        """The keys of the stored leaves that are rows, row by row."""
-
-    @cached_property
-    def flat_shapes(self) -> dict[Keys, jax.ShapeDtypeStruct]:
-        """The shape and dtype of every leaf."""
-        return flatten(self.shapes)
-
-    @cached_property
-    def rest(self) -> tuple[Keys, ...]:
-        """The keys of the leaves outside the blocks, in the order of the model's leaves."""
-        return tuple(keys for keys in self.flat_shapes if self.block_of(keys) is None)
-
-    @property
-    def row_keys(self) -> tuple[Keys, ...]:
-        """The keys of the stored leaves that are rows."""
-        return tuple(keys for row in self.row_names for keys in row)
-
-    @abc.abstractmethod
-    def cell_of(self, number: int) -> Cell:
-        """The rank and the row that hold a block."""
-
-    @abc.abstractmethod
-    def slot_of(self, number: int, keys: Keys) -> Keys | None:
-        """The keys of the stored leaf whose entry of the rank is a block's leaf, if one is."""
+    def _lay_chunks(self) -> None:
+        """A row for each chunk."""
+        stages, chunks = self.stages, range(self.stages.num_chunks)
+        self.chunk_rows = [range(chunk, chunk + 1) for chunk in chunks]
+        at = [stages.stage_of(block) for block in range(len(stages.blocks))]
+        self.cells = [(stages.placement[stage], stages.chunk_of(stage)) for stage in at]
+        self.by_stage = [[] for _ in stages.placement]
+        for keys, block in self.block_of.items():
+            self.by_stage[at[block]].append(keys)
+        packing = Packing([[self.flat_shapes[keys] for keys in own] for own in self.by_stage])
+        forms = [("vector", str(number)) for number in range(len(packing.packed))]
+        self.row_names = [
+            [("stages", f"chunk{chunk}", *form) for form in forms] for chunk in chunks
+        ]
+        self.packing = packing
+        if packing.is_uniform:
+            for stage, own in enumerate(self.by_stage):
+                self.slots.update(zip(own, self.row_names[stages.chunk_of(stage)], strict=True))
+            return
+        for chunk in chunks:
+            held = {stages.placement[s]: self.by_stage[s] for s in stages.stages_of(chunk)}
+            for number, form in enumerate(packing.packed):
+                alike = {k for k, x in self.flat_shapes.items() if x.dtype == form.dtype}
+                ranks = [held.get(rank, ()) for rank in range(stages.num_devices)]
+                self.vectors[chunk, number] = [
+                    tuple(keys for keys in own if keys in alike) for own in ranks
+                ]
 
     def like(self, shapes: PyTree) -> ModelStorage:
         """The same stages' storage of a tree with leaves of the model, of any shapes.
@@ -93,58 +163,7 @@ class ModelStorage(abc.ABC):
             shapes: nested dict of `ShapeDtypeStruct`, at keys that begin with those of leaves of
                 the model, which need not all be there.
         """
-        return type(self)(self.stages, shapes)
-
-    @cached_property
-    def trained(self) -> ModelStorage:
-        """The storage of what is trained alone."""
-        return self.like(self._part(is_frozen=False)) if self.frozen else self
-
-    @cached_property
-    def untrained(self) -> ModelStorage:
-        """The storage of what is frozen alone."""
-        return self.like(self._part(is_frozen=True))
-
-    def _part(self, is_frozen: bool) -> PyTree:
-        flat = self.flat_shapes.items()
-        return nest({keys: x for keys, x in flat if (keys in self.frozen) == is_frozen})
-
-    def store(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The stored forms of what is trained and of what is frozen of a model's parameters."""
-        flat = flatten(params)
-        kept = nest({keys: flat.pop(keys) for keys in [*flat] if keys in self.frozen})
-        return self.trained.from_model(nest(flat)), self.untrained.from_model(kept)
-
-    def restore(self, params: PyTree, frozen: PyTree) -> PyTree:
-        """The inverse of `store`, exactly."""
-        return joined(self.trained.to_model(params), self.untrained.to_model(frozen))
-
-    def both(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
-        """The leaves of the blocks of a stage, trained and frozen, by their keys in the model.
-
-        Args:
-            stage: which.
-            rows: the rows of its chunk, of one rank, without dim 0; of each what is trained, and
-                behind it what is frozen.
-        """
-        numbers = self.rows_of_chunk(self.stages.chunk_of(stage))
-        ends = [len(self.trained.row_names[number]) for number in numbers]
-        split = list(zip(rows, ends, strict=True))
-        frozen = self.untrained.block_weights(stage, [row[end:] for row, end in split])
-        return self.trained.block_weights(stage, [row[:end] for row, end in split]) | frozen
-
-    def block_of(self, keys: Keys) -> int | None:
-        """The block that a leaf of the model belongs to; None for what all ranks have."""
-        if self.stages.is_shared(keys):
-            return None
-        beginnings = (keys[:end] for end in range(len(keys) + 1))
-        found = (self._numbers.get(beginning) for beginning in beginnings)
-        return min((number for number in found if number is not None), default=None)
-
-    @cached_property
-    def _numbers(self) -> dict[Keys, int]:
-        """The number of the block at some keys."""
-        return {block: number for number, block in enumerate(self.stages.blocks)}
+        return ModelStorage(self.stages, shapes, by_blocks=self.by_blocks)
 
     def from_model(self, params: PyTree) -> PyTree:
         """The stored form of a model's parameters.
@@ -155,16 +174,111 @@ class ModelStorage(abc.ABC):
         Returns:
             The stored tree: what is in no block as it was, and rows.
         """
-        flat = flatten(params)
-        return nest({keys: flat[keys] for keys in self.rest} | self.to_rows(flat))
+        flat, ranks = flatten(params), range(self.stages.num_devices)
+        stored = {keys: flat[keys] for keys in self.rest}
+        if self.packing is not None:
+            for chunk, names in enumerate(self.row_names):
+                packed = [self.packed(flat, chunk, rank) for rank in ranks]
+                for number, name in enumerate(names):
+                    stored[name] = jnp.stack([vectors[number] for vectors in packed])
+            return nest(stored)
+        held: dict[Keys, dict[int, Array]] = {name: {} for name in self.row_keys}
+        for keys, slot in self.slots.items():
+            held[slot][self.cells[self.block_of[keys]][0]] = flat[keys]
+        for name, own in held.items():
+            like = next(iter(own.values()))
+            stored[name] = jnp.stack(
+                [own[r] if r in own else jnp.zeros(like.shape, like.dtype) for r in ranks]
+            )
+        return nest(stored)
 
     def to_model(self, stored: PyTree) -> PyTree:
         """The inverse of `from_model`, exactly."""
         flat = flatten(stored)
         params = {keys: flat[keys] for keys in self.rest}
-        for number in range(len(self.stages.blocks)):
-            params |= self.of_block(number, flat)
+        if self.packing is None:
+            for keys, slot in self.slots.items():
+                params[keys] = flat[slot][self.cells[self.block_of[keys]][0]]
+            return nest(params)
+        for stage, rank in enumerate(self.stages.placement):
+            names = self.row_names[self.stages.chunk_of(stage)]
+            params |= self.block_weights(stage, [[flat[name][rank] for name in names]])
         return nest(params)
+
+    def store(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The stored forms of what is trained and of what is frozen of a model's parameters."""
+        if self.untrained is None:
+            return self.from_model(params), {}
+        flat = flatten(params)
+        kept = nest({keys: flat.pop(keys) for keys in [*flat] if keys in self.frozen})
+        return self.trained.from_model(nest(flat)), self.untrained.from_model(kept)
+
+    def restore(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """The inverse of `store`, exactly."""
+        if self.untrained is None:
+            return self.to_model(params)
+        return joined(self.trained.to_model(params), self.untrained.to_model(frozen))
+
+    def packed(self, flat: Mapping[Keys, Array], chunk: int, rank: int) -> list[Array]:
+        """What a rank has of a chunk in rows of chunks, zeros where it has none.
+
+        Args:
+            flat: leaves by their keys in the model.
+            chunk: which of the rank's.
+            rank: of the pipeline axis.
+        """
+        assert self.packing is not None
+        for stage in self.stages.stages_of(chunk):
+            if self.stages.placement[stage] == rank:
+                return self.packing.pack([flat[keys] for keys in self.by_stage[stage]])
+        return [jnp.zeros(form.shape, form.dtype) for form in self.packing.packed]
+
+    def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
+        """The leaves of the blocks of a stage, by their keys in the model.
+
+        Args:
+            stage: which.
+            rows: the rows of its chunk, of one rank, without dim 0; of each what is trained, and
+                behind it what is frozen.
+        """
+        numbers = self.chunk_rows[self.stages.chunk_of(stage)]
+        if self.untrained is not None:
+            ends = [len(self.trained.row_names[number]) for number in numbers]
+            split = list(zip(rows, ends, strict=True))
+            frozen = self.untrained.block_weights(stage, [row[end:] for row, end in split])
+            return self.trained.block_weights(stage, [row[:end] for row, end in split]) | frozen
+        if self.packing is not None:
+            own = self.packing.unpack(stage, rows[0])
+            return dict(zip(self.by_stage[stage], own, strict=True))
+        named: dict[Keys, Array] = {}
+        for number, row in zip(numbers, rows, strict=True):
+            named.update(zip(self.row_names[number], row, strict=True))
+        return {keys: named[self.slots[keys]] for keys in self.by_stage[stage]}
+
+    def leaves_at(self, row: int, values: Sequence[Array], stage: Array) -> list[Array]:
+        """The leaves of the block that a stage has in a row of blocks, in the order of `leaves`.
+
+        Args:
+            row: which.
+            values: of it, of one rank; what is trained, and behind it what is frozen.
+            stage: which, known when it runs.
+        """
+        if self.untrained is None:
+            return list(values)
+        names = self.trained.row_names[row], self.untrained.row_names[row]
+        trained = dict(zip(names[0], values, strict=False))
+        frozen = dict(zip(names[1], values[len(names[0]) :], strict=True))
+        cells = {cell: self.stages.blocks[number] for number, cell in enumerate(self.cells)}
+        here = [cells.get((rank, row)) for rank in self.stages.placement]
+        found = []
+        for leaf in self.leaves:
+            keys = self.stages.blocks[row] + leaf
+            if keys not in trained or keys not in frozen:
+                found.append((trained if keys in trained else frozen)[keys])
+                continue
+            is_frozen = [block is not None and block + leaf in self.frozen for block in here]
+            found.append(jnp.where(jnp.asarray(is_frozen)[stage], frozen[keys], trained[keys]))
+        return found
 
     def rows_of(self, stored: PyTree) -> list[list[PyTree]]:
         """The leaves of every row, None where the tree has none."""
@@ -182,227 +296,3 @@ class ModelStorage(abc.ABC):
         for names, leaves in zip(self.trained.row_names, rows, strict=True):
             flat.update(zip(names, leaves, strict=True))
         return nest({keys: leaf for keys, leaf in flat.items() if leaf is not None})
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowStorage(ModelStorage):
-    """Parameters of equal blocks: row r stacks block r of every rank.
-
-    Rows are separate arrays, so that no stage has to copy its weights out of a larger one. A row
-    keeps the path of the block of that number, and stands for one such block on each rank; a rank
-    with fewer blocks has zeros there.
-    """
-
-    @property
-    def leaves(self) -> tuple[Keys, ...]:
-        """The keys of the leaves within a block."""
-        return self._leaves_of_block[0] if self.stages.blocks else ()
-
-    @cached_property
-    def _leaves_of_block(self) -> list[tuple[Keys, ...]]:
-        found: list[list[Keys]] = [[] for _ in self.stages.blocks]
-        for keys in self.flat_shapes:
-            if (number := self.block_of(keys)) is not None:
-                found[number].append(keys[len(self.stages.blocks[number]) :])
-        return [tuple(leaves) for leaves in found]
-
-    @cached_property
-    def _leaves_of_row(self) -> dict[int, tuple[Keys, ...]]:
-        """The leaves that any block of each row has; some have no state of the optimizer."""
-        found: dict[int, dict[Keys, None]] = {}
-        for number, leaves in enumerate(self._leaves_of_block):
-            row = self.stages.homes[number][1]
-            found.setdefault(row, {}).update(dict.fromkeys(leaves))
-        return {row: tuple(found[row]) for row in sorted(found)}
-
-    @property
-    def row_names(self) -> list[list[Keys]]:
-        """The keys of the stored leaves that are rows, row by row."""
-        rows = sum(map(self.stages.num_rows, range(self.stages.num_chunks)))
-        blocks = self.stages.blocks[:rows]
-        return [
-            [block + leaf for leaf in self._leaves_of_row.get(row, ())]
-            for row, block in enumerate(blocks)
-        ]
-
-    def to_rows(self, flat: dict[Keys, Array]) -> dict[Keys, Array]:
-        """Stacks block r of every rank."""
-        return {
-            self.stages.blocks[row] + leaf: self._stack(flat, row, leaf)
-            for row, leaves in self._leaves_of_row.items()
-            for leaf in leaves
-        }
-
-    def of_block(self, number: int, rows: dict[Keys, Array]) -> dict[Keys, Array]:
-        """The block's part of its row."""
-        device, row = self.stages.homes[number]
-        block, name = self.stages.blocks[number], self.stages.blocks[row]
-        leaves = self._leaves_of_block[number]
-        return {block + leaf: rows[name + leaf][device] for leaf in leaves}
-
-    def cell_of(self, number: int) -> Cell:
-        """Its home."""
-        return self.stages.homes[number]
-
-    def slot_of(self, number: int, keys: Keys) -> Keys:
-        """The same leaf of the block whose name the row has."""
-        row = self.stages.homes[number][1]
-        return self.stages.blocks[row] + keys[len(self.stages.blocks[number]) :]
-
-    def rows_of_chunk(self, chunk: int) -> range:
-        """One row per block of the chunk's longest stage."""
-        first = self.stages.first_row(chunk)
-        return range(first, first + self.stages.num_rows(chunk))
-
-    def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
-        """The rows are the blocks."""
-        found: dict[Keys, Array] = {}
-        for number, row in zip(self.stages.blocks_of(stage), rows, strict=False):
-            leaves = self._leaves_of_row.get(self.stages.homes[number][1], ())
-            pairs = zip(leaves, row, strict=True)
-            own, block = self._leaves_of_block[number], self.stages.blocks[number]
-            found.update((block + leaf, value) for leaf, value in pairs if leaf in own)
-        return found
-
-    def leaves_at(self, row: int, values: Sequence[Array], stage: Array) -> list[Array]:
-        """The leaves of the block that a stage has in a row, in the order of `leaves`.
-
-        Args:
-            row: which.
-            values: of it, of one rank; what is trained, and behind it what is frozen.
-            stage: which, known when it runs.
-        """
-        if not self.frozen:
-            return list(values)
-        block = self.stages.blocks[row]
-        names = self.trained.row_names[row], self.untrained.row_names[row]
-        trained = dict(zip(names[0], values, strict=False))
-        frozen = dict(zip(names[1], values[len(names[0]) :], strict=True))
-
-        def one(leaf: Keys) -> Array:
-            keys = block + leaf
-            if keys not in trained or keys not in frozen:
-                return (trained if keys in trained else frozen)[keys]
-            blocks = [self.stages.blocks_at.get((rank, row)) for rank in self.stages.placement]
-            here = [n is not None and self.stages.blocks[n] + leaf for n in blocks]
-            is_frozen = jnp.asarray([keys in self.frozen for keys in here])
-            return jnp.where(is_frozen[stage], frozen[keys], trained[keys])
-
-        return [one(leaf) for leaf in self.leaves]
-
-    def _stack(self, flat: dict[Keys, Array], row: int, leaf: Keys) -> Array:
-        blocks = [self.stages.blocks_at.get((d, row)) for d in range(self.stages.num_devices)]
-        held = [None if b is None else flat.get(self.stages.blocks[b] + leaf) for b in blocks]
-        like = next(x for x in held if x is not None)
-        return jnp.stack([jnp.zeros(like.shape, like.dtype) if x is None else x for x in held])
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class FlatStorage(ModelStorage):
-    """Parameters of blocks that differ: a row is all of a chunk, as one vector per dtype.
-
-    The vectors are as long as the largest stage needs; smaller ones end in zeros.
-    """
-
-    @cached_property
-    def packing(self) -> Packing:
-        """How the leaves of each stage become vectors."""
-        return Packing.of([[self.flat_shapes[keys] for keys in held] for held in self._by_stage])
-
-    @property
-    def row_names(self) -> list[list[Keys]]:
-        """The keys of the stored leaves that are rows, row by row."""
-        forms = [("vector", str(i)) for i in range(len(self.packing.packed))]
-        chunks = range(self.stages.num_chunks)
-        return [[("stages", f"chunk{chunk}", *form) for form in forms] for chunk in chunks]
-
-    def to_rows(self, flat: dict[Keys, Array]) -> dict[Keys, Array]:
-        """Packs the leaves of every stage."""
-        rows: dict[Keys, Array] = {}
-        for chunk, names in enumerate(self.row_names):
-            packed = [self.packed(flat, chunk, d) for d in range(self.stages.num_devices)]
-            for number, name in enumerate(names):
-                rows[name] = jnp.stack([vectors[number] for vectors in packed])
-        return rows
-
-    def of_block(self, number: int, rows: dict[Keys, Array]) -> dict[Keys, Array]:
-        """The block's part of its stage's vectors."""
-        stage = self.stages.stage_of(number)
-        names = self.row_names[self.stages.chunk_of(stage)]
-        own = [rows[name][self.stages.placement[stage]] for name in names]
-        leaves = self.block_weights(stage, [own]).items()
-        return {keys: x for keys, x in leaves if self.block_of(keys) == number}
-
-    def cell_of(self, number: int) -> Cell:
-        """The rank and the chunk of its stage."""
-        stage = self.stages.stage_of(number)
-        return self.stages.placement[stage], self.stages.chunk_of(stage)
-
-    def slot_of(self, number: int, keys: Keys) -> Keys | None:
-        """None, unless stages are alike, and their leaves are stored as they are."""
-        if not self.packing.is_uniform:
-            return None
-        stage = self.stages.stage_of(number)
-        names = self.row_names[self.stages.chunk_of(stage)]
-        return names[self._by_stage[stage].index(keys)]
-
-    @cached_property
-    def vectors(self) -> dict[tuple[int, int], list[tuple[Keys, ...]]]:
-        """By chunk and number, what lies in a vector on each rank, in order; {} without vectors."""
-        if self.packing.is_uniform:
-            return {}
-        found: dict[tuple[int, int], list[tuple[Keys, ...]]] = {}
-        for chunk in range(self.stages.num_chunks):
-            at = {self.stages.placement[s]: self._by_stage[s] for s in self.stages.stages_of(chunk)}
-            for number, form in enumerate(self.packing.packed):
-                held = [at.get(rank, ()) for rank in range(self.stages.num_devices)]
-                alike = {k for k, x in self.flat_shapes.items() if x.dtype == form.dtype}
-                found[chunk, number] = [tuple(k for k in keys if k in alike) for keys in held]
-        return found
-
-    def rows_of_chunk(self, chunk: int) -> range:
-        """One row."""
-        return range(chunk, chunk + 1)
-
-    def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
-        """Unpacks the vectors."""
-        return dict(zip(self._by_stage[stage], self.packing.unpack(stage, rows[0]), strict=True))
-
-    def packed(self, flat: dict[Keys, Array], chunk: int, device: int) -> list[Array]:
-        """The vectors of a rank's chunk, zeros where it has none.
-
-        Args:
-            flat: leaves by their keys in the model.
-            chunk: which of the rank's.
-            device: a rank of the pipeline axis.
-        """
-        stages = self.stages.stages_of(chunk)
-        here = [stage for stage in stages if self.stages.placement[stage] == device]
-        if not here:
-            return [jnp.zeros(form.shape, form.dtype) for form in self.packing.packed]
-        return self.packing.pack(here[0], [flat[keys] for keys in self._by_stage[here[0]]])
-
-    @cached_property
-    def _by_stage(self) -> list[tuple[Keys, ...]]:
-        blocks = {keys: self.block_of(keys) for keys in self.flat_shapes}
-        return [
-            tuple(keys for keys, block in blocks.items() if block in self.stages.blocks_of(stage))
-            for stage in range(self.stages.num_stages)
-        ]
-
-
-def storage_for(
-    stages: Stages, shapes: PyTree, frozen: frozenset[Keys] = frozenset()
-) -> ModelStorage:
-    """The storage for the blocks of a model: rows of blocks where they are equal, else vectors."""
-    flat = flatten(shapes)
-    forms = [
-        [
-            (keys[len(block) :], leaf.shape, leaf.dtype)
-            for keys, leaf in flat.items()
-            if keys[: len(block)] == block and not stages.is_shared(keys)
-        ]
-        for block in stages.blocks
-    ]
-    kind = RowStorage if all(other == forms[0] for other in forms) else FlatStorage
-    return kind(stages, shapes, frozen)

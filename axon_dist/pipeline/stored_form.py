@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property
 from typing import TypeAlias
 
 import jax
@@ -29,7 +28,7 @@ from ..jaxpr.owners import (
     value_of,
 )
 from .layout import Keys, ParamLike, flatten, nest
-from .storage import Cell, FlatStorage, ModelStorage
+from .storage import Cell, ModelStorage
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: which tree of the arguments or results, which part of it, and its keys."""
@@ -71,6 +70,10 @@ class StoredForm:
         storage: the stored form of the parameters.
         shapes: the tree in the model's form, of `ShapeDtypeStruct`s.
 
+    Attributes:
+        storages: of each part the storage; None of what is not like the parameters.
+        places: the place of every leaf, in the order of the leaves of the model's form.
+
     Raises:
         UnsupportedError: when leaves of one row have different shapes.
     """
@@ -81,23 +84,29 @@ class StoredForm:
         self.storages: list[ModelStorage | None] = [
             storage.like(part) if is_like else None for part, is_like in self._form.split(shapes)
         ]
-        self._check_rows()
+        self.places: list[LeafPlace] = []
+        leaves = iter(leaves_with_paths(shapes))
+        first: dict[tuple[int, Keys], tuple[Path, jax.ShapeDtypeStruct]] = {}
+        for part, of_part in enumerate(self.storages):
+            for keys in self._form.keys[part]:
+                path, leaf = next(leaves)
+                if of_part is None or keys not in of_part.block_of:
+                    self.places.append(LeafPlace(path, None, part, keys, keys))
+                    continue
+                cell, slot = of_part.cells[of_part.block_of[keys]], of_part.slots.get(keys)
+                self.places.append(LeafPlace(path, cell, part, keys, slot))
+                if slot is None:
+                    continue
+                other_path, other = first.setdefault((part, slot), (path, leaf))
+                if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
+                    raise UnsupportedError(
+                        f"the optimizer keeps {other_path!r} as {other.dtype}{list(other.shape)} "
+                        f"and {path!r} as {leaf.dtype}{list(leaf.shape)}, and a pipeline stacks "
+                        "them in one row. Use an optimizer whose state for equal blocks has equal "
+                        "shapes"
+                    )
 
-    @cached_property
-    def places(self) -> tuple[LeafPlace, ...]:
-        """The place of every leaf, in the order of the leaves of the model's form."""
-        paths = [path for path, _ in leaves_with_paths(self.shapes)]
-        leaves = [
-            (part, keys, storage)
-            for part, storage in enumerate(self.storages)
-            for keys in self._form.keys[part]
-        ]
-        return tuple(
-            _place(path, part, keys, storage)
-            for path, (part, keys, storage) in zip(paths, leaves, strict=True)
-        )
-
-    @cached_property
+    @property
     def row_paths(self) -> frozenset[Path]:
         """The paths of the stored leaves whose dim 0 counts ranks."""
         is_row = {
@@ -139,26 +148,6 @@ class StoredForm:
             for number, storage in enumerate(self.storages)
         )
 
-    def _check_rows(self) -> None:
-        first: dict[tuple[int, Keys], tuple[Path, jax.ShapeDtypeStruct]] = {}
-        for place, leaf in zip(self.places, jax.tree.leaves(self.shapes), strict=True):
-            if place.cell is None or place.slot is None:
-                continue
-            path, other = first.setdefault((place.part, place.slot), (place.path, leaf))
-            if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
-                raise UnsupportedError(
-                    f"the optimizer keeps {path!r} as {other.dtype}{list(other.shape)} and "
-                    f"{place.path!r} as {leaf.dtype}{list(leaf.shape)}, and a pipeline stacks them "
-                    "in one row. Use an optimizer whose state for equal blocks has equal shapes"
-                )
-
-
-def _place(path: Path, part: int, keys: Keys, storage: ModelStorage | None) -> LeafPlace:
-    number = None if storage is None else storage.block_of(keys)
-    if storage is None or number is None:
-        return LeafPlace(path, None, part, keys, keys)
-    return LeafPlace(path, storage.cell_of(number), part, keys, storage.slot_of(number, keys))
-
 
 FILL, SUM = "broadcast_in_dim", "reduce_sum"
 
@@ -189,7 +178,9 @@ class VectorLayout:
     lengths: Mapping[Vector, tuple[int, ...]]
 
     @classmethod
-    def of(cls, storage: FlatStorage, sides: Sequence[Sequence[StoredForm]]) -> VectorLayout | None:
+    def of(
+        cls, storage: ModelStorage, sides: Sequence[Sequence[StoredForm]]
+    ) -> VectorLayout | None:
         """The layout of the parameters, if every part of all trees has it.
 
         Args:
@@ -198,7 +189,8 @@ class VectorLayout:
         """
         order = storage.vectors
         parts = [part for forms in sides for form in forms for part in form.storages if part]
-        if not all(isinstance(part, FlatStorage) and part.vectors == order for part in parts):
+        packing = storage.packing
+        if packing is None or not all(part.vectors == order for part in parts):
             return None
 
         def size(keys):
@@ -206,7 +198,7 @@ class VectorLayout:
 
         owners = {k: (v, k) for v, ranks in order.items() for keys in ranks for k in keys}
         lengths = {v: tuple(size(keys) for keys in ranks) for v, ranks in order.items()}
-        sizes = {v: storage.packing.packed[v[1]].shape[0] for v in order}
+        sizes = {v: packing.packed[v[1]].shape[0] for v in order}
         return cls(owners, sides, sizes, lengths)
 
     def slot(self, place: LeafPlace, side: int) -> Slot:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
@@ -191,18 +191,20 @@ def stages_by_calls(
     single = [number for number, found in enumerate(ranks) if len(found) == 1]
     single.sort(key=lambda number: min(used[number]))
     counts = [sum(min(used[n]) == stage for n in single) for stage in range(len(depths) - 1)]
-    return dataclasses.replace(
-        Stages.of(schedule, tuple(blocks[n] for n in single), (0, *accumulate(counts))),
+    return Stages(
+        blocks=tuple(blocks[n] for n in single),
+        boundaries=(0, *accumulate(counts)),
+        placement=schedule.placement,
+        num_devices=schedule.num_devices,
         shared=tuple(block for n, block in enumerate(blocks) if n not in single),
         depths=depths,
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class CutLoss:
     """A loss that is cut into stages.
 
-    Args:
+    Attributes:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
         storage: where parameters lie.
     """
@@ -222,7 +224,6 @@ class CutLoss:
         return tuple(i for i, keys in rest if self.trace.params[keys] in needs)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class SwitchStages(CutLoss):
     """The loss as one program per stage, whatever the model does between its blocks.
 
@@ -234,236 +235,209 @@ class SwitchStages(CutLoss):
 
     A block is called in its stage, as often as the loss likes; where calls of one block lie in
     several stages (`Stages.depths`), a rank that has all these stages has the block.
+
+    Args:
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
+        storage: where parameters lie.
+
+    Attributes:
+        crossing: per cut, in front of each stage and behind the last, the values that cross it.
+        learned: the numbers of the buffers that stages learn of the microbatch, and their stages.
+        pieces: the program of every stage, and of what comes after the last block.
+        rows: per stage, the stages of its rank, itself or others, whose blocks it calls, and the
+            rows of these.
+        packings: of what crosses a cut with gradients, and without.
+
+    Raises:
+        UnsupportedError: when a block is not called, or not in the order of the stages, or a stage
+            reads the parameters of another rank's blocks.
     """
 
+    def __init__(self, trace: LossTrace, storage: ModelStorage):
+        self.trace, self.storage = trace, storage
+        stages, count = storage.stages, storage.stages.num_stages
+        blocks = ((v, storage.block_of.get(keys)) for keys, v in trace.params.items())
+        block_of = {variable: number for variable, number in blocks if number is not None}
+        levels, crossing = _cuts(trace, _homes(trace, stages, block_of), count)
+        self.crossing: list[list[Var]] = crossing
+        self.learned: dict[int, int] = {}
+        if trace.learned:
+            self.learned = _learned(trace, levels, crossing)
+        new, homes = trace.new_buffers, self.learned.items()
+        left = [[new[i] for i, home in homes if home == stage] for stage in range(count)]
+        passed = zip(self.crossing[1:], left, strict=False)
+        ends = [*([*crossing, *own] for crossing, own in passed), trace.loss]
+        pairs = zip(self.crossing, ends, strict=True)
+        self.pieces: list[Piece] = [trace.cut(end, known=start) for start, end in pairs]
+        self.rows: list[list[tuple[int, range]]] = []
+        for stage, piece in enumerate(self.pieces):
+            owners = {block_of[v] for v in piece.needs if v in block_of}
+            rank = stages.placement[stage] if stage < count else None
+            if foreign := {n for n in owners if stages.placement[stages.stage_of(n)] != rank}:
+                raise _foreign(stages, stage, min(foreign))
+            calls = sorted({stages.stage_of(number) for number in owners})
+            self.rows.append([(at, storage.chunk_rows[stages.chunk_of(at)]) for at in calls])
+        split = [_by_kind(values, values) for values in self.crossing]
+        floats, others = ([list(map(struct_of, wire[i])) for wire in split] for i in range(2))
+        self.packings: tuple[Packing, Packing] = Packing(floats), Packing(others)
+
     def programs(self) -> list[StageProgram]:
-        """One program per stage.
-
-        Raises:
-            UnsupportedError: when a block is not called, or not in the order of the stages, or a
-                stage reads the parameters of another rank's blocks.
-        """
-        self._check_calls()
-        for stage, piece in enumerate(self._pieces):
-            self._check_weights(stage, piece)
-        return [self._program(stage) for stage in range(self._num_stages)]
-
-    def _program(self, stage: int) -> StageProgram:
-        stages = self.storage.stages
-        chunk = stages.chunk_of(stage)
-        return StageProgram(
-            stages=(stage,),
-            chunk=chunk,
-            rows=[row for home in self._kept_at(stage) for row in self._rows_of(home)],
-            # Nothing enters the first stage but what is looked up in parts: what stands before the
-            # first block is a part of its piece.
-            first=self._first,
-            middle=lambda weights, rest, data, _, wire: self._middle(
-                stage, weights, rest, data, wire
-            ),
-            last=self._last,
-            first_uses=(),
-            middle_uses=self.uses(self._pieces[stage]),
-            last_uses=self.uses(self._pieces[-1]),
-            learns=dict.fromkeys(self._learned_at(stage), stage),
-        )
+        """One program per stage."""
+        return [
+            StageProgram(
+                stages=(stage,),
+                chunk=self.storage.stages.chunk_of(stage),
+                rows=[row for _, rows in self.rows[stage] for row in rows],
+                # Nothing enters the first stage but what is looked up in parts: what stands before
+                # the first block is a part of its piece.
+                first=self._first,
+                middle=partial(self._middle, stage),
+                last=self._last,
+                first_uses=(),
+                middle_uses=self.uses(self.pieces[stage]),
+                last_uses=self.uses(self.pieces[-1]),
+                learns={i: home for i, home in self.learned.items() if home == stage},
+            )
+            for stage in range(self.storage.stages.num_stages)
+        ]
 
     def _first(self, rest: Rest, data: Data) -> Wire:
         if not self.trace.looked_up:
-            return Wire(*(zeros(list(packing.packed)) for packing in self._packings))
+            return Wire(*(zeros(list(packing.packed)) for packing in self.packings))
         rows = dict(zip(self.trace.looked_up, data.rows, strict=True))
-        return self._pack(0, [rows[v] for v in self._crossing[0]])
+        return self._pack(0, [rows[v] for v in self.crossing[0]])
 
-    @property
-    def _num_stages(self) -> int:
-        return self.storage.stages.num_stages
+    def _middle(
+        self, stage: int, weights: Weights, rest: Rest, data: Data, _: Array, wire: Wire
+    ) -> Wire:
+        known, rows = self.known(rest, data) | self._unpack(stage, wire), iter(weights)
+        for home, numbers in self.rows[stage]:
+            own = [next(rows) for _ in numbers]
+            for keys, value in self.storage.block_weights(home, own).items():
+                known[self.trace.params[keys]] = value
+        results, count = self.pieces[stage].run(known), len(self.crossing[stage + 1])
+        return self._pack(stage + 1, results[:count])._replace(left=results[count:])
 
-    @cached_property
-    def _levels(self) -> dict[Var, int]:
-        """The stage in which every value that depends on a block is made; S after the last.
-
-        What is looked up in parts is there ahead of the first, which makes what depends on it.
-        """
-        last = self.trace.jaxpr.eqns[self.trace.calls[-1]]
-        after = depends_on(self.trace.jaxpr, last.outvars) - set(last.outvars)
-        # What depends on the last call's result is the loss's, behind the last stage.
-        found = levels_of(self.trace.jaxpr, self._homes, self.trace.looked_up)
-        levels = {v: self._num_stages if v in after else level for v, level in found.items()}
-        return levels | dict.fromkeys(self.trace.looked_up, -1)
-
-    @cached_property
-    def _homes(self) -> dict[int, int]:
-        """The stage of every call, by its position."""
-        stages = self.storage.stages
-        if stages.depths is not None:
-            homes = map(stages.stage_at, self._calls.depths)
-        else:
-            homes = (stages.stage_of(min(owners)) for owners in self._calls.owners)
-        return dict(zip(self.trace.calls, homes, strict=True))
-
-    @cached_property
-    def _calls(self) -> Calls:
-        return Calls.of(self.trace.jaxpr, self.trace.calls, self._block_of)
-
-    @cached_property
-    def _crossing(self) -> list[list[Var]]:
-        """Per cut, in front of each stage and behind the last, the values that cross it."""
-        levels, inf = self._levels, self._num_stages
-        read_at: dict[Var, int] = {v: inf for v in variables(self.trace.loss)}
-        for equation in self.trace.jaxpr.eqns:
-            at = max((levels.get(v, -1) for v in equation.outvars), default=-1)
-            for v in variables(equation.invars):
-                read_at[v] = max(read_at.get(v, -1), at)
-        return [
-            [v for v, level in levels.items() if level < stage <= read_at.get(v, -1)]
-            for stage in range(self._num_stages + 1)
-        ]
-
-    @cached_property
-    def _pieces(self) -> list[Piece]:
-        """The program of every stage, and of what comes after the last block."""
-        new = self.trace.new_buffers
-        left = [[new[i] for i in self._learned_at(stage)] for stage in range(self._num_stages)]
-        passed = zip(self._crossing[1:], left, strict=False)
-        ends = [*([*crossing, *own] for crossing, own in passed), self.trace.loss]
-        pairs = zip(self._crossing, ends, strict=True)
-        return [self.trace.cut(end, known=start) for start, end in pairs]
-
-    def _learned_at(self, stage: int) -> list[int]:
-        """The numbers of the buffers that a stage alone changes, and that no other reads."""
-        return [i for i, home in self._learned.items() if home == stage]
-
-    @cached_property
-    def _learned(self) -> dict[int, int]:
-        """The numbers of the buffers that stages learn of the microbatch, and of their stages.
-
-        What follows from no block is the first stage's, and what follows from the last block's
-        result, as the statistics in front of a head do, the last one's.
-        """
-        last, cuts = self._num_stages - 1, self._crossing
-        made = {
-            i: min(max(self._levels.get(v, -1), 0), last)  # type: ignore[arg-type]
-            for i, v in self.trace.learned.items()
-        }
-        ends = [*cuts[1:], self.trace.loss]
-        readers = [(at, self.trace.cut(end, known=cuts[at])) for at, end in enumerate(ends)]
-        new = self.trace.new_buffers
-        for i in self.trace.changing:
-            at = made.get(i, -1)
-            readers.append((at, self.trace.cut([new[i]], known=cuts[max(at, 0)])))
-
-        def is_alone(i: int, stage: int) -> bool:
-            buffer = self.trace.buffers[i]
-            return all(at == stage for at, piece in readers if buffer in piece.needs)
-
-        return {i: at for i, at in made.items() if is_alone(i, at)}
-
-    @cached_property
-    def _packings(self) -> tuple[Packing, Packing]:
-        split = [_by_kind(values, values) for values in self._crossing]
-
-        def shapes(kind):
-            return [[struct_of(v) for v in wire[kind]] for wire in split]
-
-        return Packing.of(shapes(0)), Packing.of(shapes(1))
+    def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
+        known = self.known(rest, data) | self._unpack(len(self.crossing) - 1, wire)
+        total, weight, *metrics = self.pieces[-1].run(known)
+        return StageLoss(total, weight, metrics)
 
     def _pack(self, at: int, values: Sequence[Array]) -> Wire:
         # All cuts have one form, the largest of each dtype, for `ppermute` needs the same shape
         # everywhere.
-        values = [jnp.asarray(value) for value in values]
-        floats, others = _by_kind(self._crossing[at], values)
-        return Wire(self._packings[0].pack(at, floats), self._packings[1].pack(at, others))
+        kinds = _by_kind(self.crossing[at], [jnp.asarray(value) for value in values])
+        return Wire(*(packing.pack(own) for packing, own in zip(self.packings, kinds, strict=True)))
 
     def _unpack(self, at: int, wire: Wire) -> dict[Var, Array]:
-        floats, others = _by_kind(self._crossing[at], self._crossing[at])
-        known = dict(zip(floats, self._packings[0].unpack(at, wire.floats), strict=True))
-        return known | dict(zip(others, self._packings[1].unpack(at, wire.others), strict=True))
+        floats, others = _by_kind(self.crossing[at], self.crossing[at])
+        known = dict(zip(floats, self.packings[0].unpack(at, wire.floats), strict=True))
+        return known | dict(zip(others, self.packings[1].unpack(at, wire.others), strict=True))
 
-    def _middle(self, stage: int, weights: Weights, rest: Rest, data: Data, wire: Wire) -> Wire:
-        known = self.known(rest, data) | self._unpack(stage, wire)
-        rows = iter(weights)
-        for home in self._kept_at(stage):
-            own = [next(rows) for _ in self._rows_of(home)]
-            for keys, value in self.storage.both(home, own).items():
-                known[self.trace.params[keys]] = value
-        results, count = self._pieces[stage].run(known), len(self._crossing[stage + 1])
-        return self._pack(stage + 1, results[:count])._replace(left=results[count:])
 
-    def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
-        known = self.known(rest, data) | self._unpack(self._num_stages, wire)
-        total, weight, *metrics = self._pieces[-1].run(known)
-        return StageLoss(total, weight, metrics)
+def _cuts(
+    trace: LossTrace, homes: Mapping[int, int], count: int
+) -> tuple[dict[Var, int], list[list[Var]]]:
+    """Where so many stages make values, and hand them on.
 
-    def _kept_at(self, stage: int) -> list[int]:
-        """The stages, this one or others of its rank, whose blocks a stage calls."""
-        owners = self._owners(self._pieces[stage].needs)
-        return sorted({self.storage.stages.stage_of(number) for number in owners})
+    Returns:
+        The stage in which every value that depends on a block is made, S of what only the loss
+        needs and -1 of what is looked up in parts: that is there ahead of the first stage, which
+        makes what depends on it; and per cut the values that are made in front of it and read
+        behind it.
+    """
+    last = trace.jaxpr.eqns[trace.calls[-1]]
+    after = depends_on(trace.jaxpr, last.outvars) - set(last.outvars)
+    # What depends on the last call's result is the loss's, behind the last stage.
+    found = levels_of(trace.jaxpr, homes, trace.looked_up)
+    levels = {v: count if v in after else level for v, level in found.items()}
+    levels |= dict.fromkeys(trace.looked_up, -1)
+    read_at: dict[Var, int] = {v: count for v in variables(trace.loss)}
+    for equation in trace.jaxpr.eqns:
+        at = max((levels.get(v, -1) for v in equation.outvars), default=-1)
+        for v in variables(equation.invars):
+            read_at[v] = max(read_at.get(v, -1), at)
+    crossing = [
+        [v for v, level in levels.items() if level < stage <= read_at.get(v, -1)]
+        for stage in range(count + 1)
+    ]
+    return levels, crossing
 
-    def _rows_of(self, stage: int) -> range:
-        return self.storage.rows_of_chunk(self.storage.stages.chunk_of(stage))
 
-    def _check_calls(self) -> None:
-        stages = self.storage.stages
+def _learned(
+    trace: LossTrace, levels: Mapping[Var, int], crossing: Sequence[Sequence[Var]]
+) -> dict[int, int]:
+    """The buffers that a stage alone changes, and that no other reads, by their numbers.
 
-        def path(number):
-            return "/".join(map(str, stages.blocks[number]))
+    What follows from no block is the first stage's, and what follows from the last block's
+    result, as the statistics in front of a head do, the last one's.
+    """
+    last = len(crossing) - 2
+    made = {
+        i: min(max(levels.get(v, -1), 0), last)  # type: ignore[arg-type]
+        for i, v in trace.learned.items()
+    }
+    ends = enumerate([*crossing[1:], trace.loss])
+    readers = [(at, trace.cut(end, known=crossing[at])) for at, end in ends]
+    for i in trace.changing:
+        at = made.get(i, -1)
+        readers.append((at, trace.cut([trace.new_buffers[i]], known=crossing[max(at, 0)])))
+    return {
+        i: home
+        for i, home in made.items()
+        if all(at == home for at, piece in readers if trace.buffers[i] in piece.needs)
+    }
 
-        paths, readers = list(map(path, range(len(stages.blocks)))), {}
-        for equation in self.trace.jaxpr.eqns:
-            for number in self._owners(variables(equation.invars)):
-                readers.setdefault(number, set()).add(equation.primitive.name)
-        if unseen := why_not_seen(paths, self._calls.owners, readers):
-            raise UnsupportedError(unseen)
-        if stages.depths is not None:
-            return
-        for owners in self._calls.owners:
-            if not owners:
-                raise UnsupportedError(
-                    f"the loss calls a block that shares all its parameters with others. {BATCH}"
-                )
-            if len({stages.stage_of(number) for number in owners}) != 1:
-                names = " and ".join(map(repr, sorted(map(path, owners))))
-                raise UnsupportedError(
-                    f"one call reads parameters of the blocks {names}, and each may lie on another "
-                    f"rank. {BATCH}"
-                )
-        homes = list(self._homes.values())
-        if late := self._calls.late(homes):
-            call, at = late
-            block = path(min(self._calls.owners[call]))
+
+def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dict[int, int]:
+    """The stage of every call, by its position."""
+    calls = Calls.of(trace.jaxpr, trace.calls, block_of)
+    paths = ["/".join(map(str, keys)) for keys in stages.blocks]
+    if not calls.called.issuperset(range(len(paths))):
+        readers: dict[int, set[str]] = {}
+        for equation in trace.jaxpr.eqns:
+            for v in variables(equation.invars) & block_of.keys():
+                readers.setdefault(block_of[v], set()).add(equation.primitive.name)
+        raise UnsupportedError(why_not_seen(paths, calls.owners, readers))
+    if stages.depths is not None:
+        return dict(zip(trace.calls, map(stages.stage_at, calls.depths), strict=True))
+    for owners in calls.owners:
+        if not owners:
             raise UnsupportedError(
-                f"the model calls {block!r}, a block of stage {homes[call]} in the order in which "
-                f"the model holds them, behind blocks of stage {at}. {BATCH}; where other modules "
-                'are taken for blocks, name the class of the blocks: classes=("Block",)'
+                f"the loss calls a block that shares all its parameters with others. {BATCH}"
             )
-
-    def _check_weights(self, stage: int, piece: Piece) -> None:
-        stages = self.storage.stages
-        is_loss = stage == self._num_stages
-        rank = None if is_loss else stages.placement[stage]
-        owners = self._owners(piece.needs)
-        if foreign := {n for n in owners if stages.placement[stages.stage_of(n)] != rank}:
-            path = "/".join(map(str, stages.blocks[min(foreign)]))
-            where = "the loss" if is_loss else f"stage {stage}"
-            advice = (
-                "Tie parameters outside the blocks, or choose boundaries that keep the two together"
-                if not is_loss
-                else "Tie parameters outside the blocks; a penalty on weights is the optimizer's "
-                "business here, such as optax.add_decayed_weights"
-            )
+        if len({stages.stage_of(number) for number in owners}) != 1:
+            names = " and ".join(sorted(repr(paths[number]) for number in owners))
             raise UnsupportedError(
-                f"{where} reads a parameter of {path!r}, which is stage "
-                f"{stages.stage_of(min(foreign))}'s alone. {advice}"
+                f"one call reads parameters of the blocks {names}, and each may lie on another "
+                f"rank. {BATCH}"
             )
+    homes = [stages.stage_of(min(owners)) for owners in calls.owners]
+    if late := calls.late(homes):
+        call, at = late
+        raise UnsupportedError(
+            f"the model calls {paths[min(calls.owners[call])]!r}, a block of stage {homes[call]} "
+            f"in the order in which the model holds them, behind blocks of stage {at}. {BATCH}; "
+            "where other modules are taken for blocks, name the class of the blocks: "
+            'classes=("Block",)'
+        )
+    return dict(zip(trace.calls, homes, strict=True))
 
-    def _owners(self, atoms: Collection[Var]) -> set[int]:
-        """The blocks whose parameters are among some variables."""
-        return {self._block_of[v] for v in atoms if v in self._block_of}
 
-    @cached_property
-    def _block_of(self) -> dict[Var, int]:
-        blocks = ((v, self.storage.block_of(keys)) for keys, v in self.trace.params.items())
-        return {variable: number for variable, number in blocks if number is not None}
+def _foreign(stages: Stages, stage: int, block: int) -> UnsupportedError:
+    """The error about a stage, or the loss behind the last, that reads another rank's block."""
+    path, is_loss = "/".join(map(str, stages.blocks[block])), stage == stages.num_stages
+    where = "the loss" if is_loss else f"stage {stage}"
+    advice = (
+        "Tie parameters outside the blocks, or choose boundaries that keep the two together"
+        if not is_loss
+        else "Tie parameters outside the blocks; a penalty on weights is the optimizer's "
+        "business here, such as optax.add_decayed_weights"
+    )
+    return UnsupportedError(
+        f"{where} reads a parameter of {path!r}, which is stage {stages.stage_of(block)}'s alone. "
+        f"{advice}"
+    )
 
 
 def _by_kind(atoms: Sequence[Var], values: Sequence[T]) -> tuple[list[T], list[T]]:

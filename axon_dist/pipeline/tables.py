@@ -17,7 +17,7 @@ from ..core.reduction import all_sum
 from ..core.tree import is_key, shapes_of
 from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import whole
-from ..schedule import Cell, Phase, PlacedAction, Schedule, SlotPlan, Slots, receiver
+from ..schedule import Cell, Phase, Schedule, SlotPlan, Slots, receiver
 from .stage import Rest, StageLoss, Wire
 
 Tick: TypeAlias = dict[str, Array]
@@ -111,16 +111,79 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
         The tables.
     """
     phases = lane_phases(cell for row in schedule.rows for cell in row)
-    lanes = [_empty_lane(phase, schedule, buffers) for phase in phases]
-    arrivals: dict[tuple[int, int], list[_Sent]] = {}
-    for device, row in enumerate(schedule.rows):
-        for tick, cell in enumerate(row):
-            for lane, action in zip(_lanes_for(cell, phases), cell, strict=True):
-                placed = PlacedAction(action, device, tick, lane)
-                _fill(lanes[lane], placed, schedule.num_stages - 1, buffers)
-                _route(placed, lanes[lane], schedule, buffers, arrivals)
-    channels = [_channel(sent, schedule) for sent in _shared(arrivals, lanes)]
-    return TickProgram(tuple(lanes), tuple(channels))
+    shape, last = (schedule.num_devices, schedule.num_ticks), schedule.num_stages - 1
+    lanes = [
+        Lane(
+            phase,
+            {
+                "active": np.zeros(shape, bool),
+                **{n: np.zeros(shape, np.int32) for n in ("stage", "microbatch", *buffers)},
+                # Slot 0 exists, so zeros could not say that nothing is handed over.
+                "hand_over": np.full(shape, NONE, np.int32),
+            },
+        )
+        for phase in phases
+    ]
+    sent: dict[tuple[int, int], list[_Sent]] = {}
+    position = 0
+    for action, device, tick, place in schedule.placed():
+        # The lanes of a cell rise.
+        position = phases.index(action.phase, position + 1 if place else 0)
+        stage, phase, microbatch = action
+        at, columns = (device, tick), lanes[position].columns
+        columns["active"][at] = True
+        columns["stage"][at], columns["microbatch"][at] = stage, microbatch
+        # A vocabulary action is about the last stage's output and its gradient, on whatever rank it
+        # is; what is looked up enters the first stage.
+        about = dict.fromkeys(buffers, last if phase is Phase.V else stage)
+        for name, of in {**about, "lookups": 0, "scatters": 0}.items():
+            columns[name][at] = buffers[name].slot.get((of, microbatch), 0)
+        # Where the result goes: a slot here, or one on another rank.
+        if (to := receiver(action, schedule.num_stages)) is None:
+            continue
+        name = "inputs" if phase is Phase.F else "gradients"
+        slot, target = buffers[name].slot[to.stage, microbatch], schedule.placement[to.stage]
+        if target == device:
+            columns["hand_over"][at] = slot
+        else:
+            # One permutation per lane and distance: ranks that send equally far share it, as in a
+            # ring.
+            shift = (target - device) % schedule.num_devices
+            sent.setdefault((position, shift), []).append(_Sent(device, target, tick, slot))
+    return TickProgram(tuple(lanes), _channels(sent, lanes))
+
+
+def _channels(
+    sent: Mapping[tuple[int, int], list[_Sent]], lanes: Sequence[Lane]
+) -> tuple[Channel, ...]:
+    """What is sent of each lane and as far; lanes that no rank is at in one tick share a channel.
+
+    A rank of a V sends forwards and gradients both ways, and one of the four in a tick.
+    """
+    shared: list[tuple[int, list[int]]] = []
+    for lane, shift in sorted(sent):
+        for far, others in shared:
+            apart = (
+                lanes[lane].phase is not lanes[other].phase
+                and not (lanes[lane].columns["active"] & lanes[other].columns["active"]).any()
+                for other in others
+            )
+            if far == shift and all(apart):
+                others.append(lane)
+                break
+        else:
+            shared.append((shift, [lane]))
+    channels = []
+    for shift, of in shared:
+        slots = {lane: np.full(lanes[lane].columns["active"].shape, NONE, np.int32) for lane in of}
+        pairs = set()
+        for lane in of:
+            for one in sent[lane, shift]:
+                # The receiver's row: it has to know where to put what it did not ask for.
+                slots[lane][one.target, one.tick] = one.slot
+                pairs.add((one.source, one.target))
+        channels.append(Channel(tuple(sorted(pairs)), slots))
+    return tuple(channels)
 
 
 def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
@@ -152,95 +215,6 @@ def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
     return tuple(lanes)
 
 
-def _lanes_for(cell: Cell, phases: Sequence[Phase]) -> list[int]:
-    lanes, position = [], 0
-    for action in cell:
-        position = phases.index(action.phase, position)
-        lanes.append(position)
-        position += 1
-    return lanes
-
-
-def _empty_lane(phase: Phase, schedule: Schedule, buffers: Iterable[str]) -> Lane:
-    shape = (schedule.num_devices, schedule.num_ticks)
-    columns = {name: np.zeros(shape, np.int32) for name in ("stage", "microbatch", *buffers)}
-    # Slot 0 exists, so zeros could not say that nothing is handed over.
-    columns["hand_over"] = np.full(shape, NONE, np.int32)
-    return Lane(phase, {"active": np.zeros(shape, bool), **columns})
-
-
-def _fill(lane: Lane, placed: PlacedAction, last: int, buffers: Mapping[str, Slots]) -> None:
-    stage, phase, microbatch = placed.action
-    at, columns = (placed.device, placed.tick), lane.columns
-    columns["active"][at] = True
-    columns["stage"][at], columns["microbatch"][at] = stage, microbatch
-    # A vocabulary action is about the last stage's output and its gradient, on whatever rank it is;
-    # what is looked up enters the first stage.
-    about = dict.fromkeys(buffers, last if phase is Phase.V else stage)
-    for name, of in {**about, "lookups": 0, "scatters": 0}.items():
-        columns[name][at] = buffers[name].slot.get((of, microbatch), 0)
-
-
-def _route(
-    placed: PlacedAction,
-    lane: Lane,
-    schedule: Schedule,
-    buffers: Mapping[str, Slots],
-    arrivals: dict[tuple[int, int], list[_Sent]],
-) -> None:
-    """Notes where the result of an action goes: a slot here, or one on another rank."""
-    to = receiver(placed.action, schedule.num_stages)
-    if to is None:
-        return
-    name = "inputs" if placed.action.phase is Phase.F else "gradients"
-    slot = buffers[name].slot[to.stage, to.microbatch]
-    target = schedule.placement[to.stage]
-    if target == placed.device:
-        lane.columns["hand_over"][placed.device, placed.tick] = slot
-        return
-    # One permutation per lane and distance: ranks that send equally far share it, as in a ring.
-    shift = (target - placed.device) % schedule.num_devices
-    sent = arrivals.setdefault((placed.position, shift), [])
-    sent.append(_Sent(placed.device, target, placed.tick, slot))
-
-
-def _shared(
-    arrivals: Mapping[tuple[int, int], list[_Sent]], lanes: Sequence[Lane]
-) -> list[dict[int, list[_Sent]]]:
-    """What each channel carries, by lanes: those that no rank is at in one tick share it.
-
-    A rank of a V sends forwards and gradients both ways, and one of the four in a tick.
-    """
-    channels: list[tuple[int, dict[int, list[_Sent]]]] = []
-    for (lane, shift), sent in sorted(arrivals.items()):
-        fits = (
-            of
-            for far, of in channels
-            if far == shift and all(_never_both(lanes[lane], lanes[other]) for other in of)
-        )
-        channel = next(fits, None)
-        if channel is None:
-            channels.append((shift, channel := {}))
-        channel[lane] = sent
-    return [channel for _, channel in channels]
-
-
-def _never_both(one: Lane, other: Lane) -> bool:
-    both = one.columns["active"] & other.columns["active"]
-    return one.phase is not other.phase and not both.any()
-
-
-def _channel(of: Mapping[int, list[_Sent]], schedule: Schedule) -> Channel:
-    shape = (schedule.num_devices, schedule.num_ticks)
-    slots = {lane: np.full(shape, NONE, np.int32) for lane in of}
-    for lane, sent in of.items():
-        for one in sent:
-            # The receiver's row: it has to know where to put what it did not ask for.
-            slots[lane][one.target, one.tick] = one.slot
-    pairs = sorted({(one.source, one.target) for sent in of.values() for one in sent})
-    return Channel(tuple(pairs), slots)
-
-
 class Totals(NamedTuple):
     """What microbatches add up to, in float32.
 
@@ -267,10 +241,6 @@ class Totals(NamedTuple):
     def add_rest(self, grads: Rest) -> Totals:
         """Adds gradients of parameters outside the blocks."""
         return self._replace(rest={**self.rest, **add({i: self.rest[i] for i in grads}, grads)})
-
-    def add_loss(self, loss: StageLoss) -> Totals:
-        """Adds the outputs of the loss."""
-        return self._replace(loss=add(self.loss, loss))
 
 
 Into: TypeAlias = tuple[Totals, list[Array]]
@@ -311,11 +281,10 @@ def empty(shapes: PyTree, num_slots: int) -> PyTree:
 
 def zeros(shapes: PyTree, wide: bool = False) -> PyTree:
     """Values of zeros of some shapes; `wide` makes sums that start there float32 at least."""
-
-    def dtype(x):
-        return jnp.promote_types(x.dtype, jnp.float32) if wide else x.dtype
-
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype(x)), shapes)
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32) if wide else x.dtype),
+        shapes,
+    )
 
 
 def get(buffers: PyTree, slot: Array) -> PyTree:
@@ -371,10 +340,8 @@ def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
     return jax.tree.map(of, tree)
 
 
-def where(counts: Array | None, tree: PyTree) -> PyTree:
-    """The values where they count, and zeros elsewhere; all of them where nothing is said."""
-    if counts is None:
-        return tree
+def where(counts: Array, tree: PyTree) -> PyTree:
+    """The values where they count, and zeros elsewhere."""
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
 
@@ -383,7 +350,6 @@ def add(totals: PyTree, values: PyTree) -> Any:
     return jax.tree.map(lambda t, v: t + v.astype(t.dtype), totals, values)
 
 
-@dataclasses.dataclass(frozen=True)
 class Packing:
     """Lists of arrays, one kind of list per variant, packed to one common form.
 
@@ -392,43 +358,44 @@ class Packing:
     are packed as the integers they are made of.
 
     Args:
-        variants: per variant, the shapes and dtypes of its list.
+        variants: per variant, the list: arrays, or anything with shapes and dtypes.
+
+    Attributes:
+        is_uniform: whether all variants are alike, so that packing is the identity.
+        packed: the shapes and dtypes of the common form.
 
     Example:
         >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-        >>> packing = Packing(((shape(2, 2),), (shape(3), shape(2))))
+        >>> packing = Packing([[shape(2, 2)], [shape(3), shape(2)]])
         >>> packing.packed
         (ShapeDtypeStruct(shape=(5,), dtype=float32),)
-        >>> [vector] = packing.pack(0, [jnp.ones((2, 2))])
+        >>> [vector] = packing.pack([jnp.ones((2, 2))])
         >>> packing.unpack(0, [vector])[0].shape
         (2, 2)
     """
 
-    variants: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
+    def __init__(self, variants: Sequence[Sequence[Any]]):
+        self._variants = [shapes_of(list(variant)) for variant in variants]
+        self._plain = [
+            [jax.eval_shape(plain, x) if is_key(x) else x for x in variant]
+            for variant in self._variants
+        ]
+        self.is_uniform: bool = all(each == self._variants[0] for each in self._variants)
+        forms = self._plain[0]
+        if not self.is_uniform:
+            dtypes = sorted({x.dtype for variant in self._plain for x in variant}, key=str)
+            lengths = [
+                max(
+                    sum(math.prod(x.shape) for x in variant if x.dtype == dtype)
+                    for variant in self._plain
+                )
+                for dtype in dtypes
+            ]
+            sizes = zip(lengths, dtypes, strict=True)
+            forms = [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in sizes]
+        self.packed: tuple[jax.ShapeDtypeStruct, ...] = tuple(forms)
 
-    @classmethod
-    def of(cls, variants: Sequence[Sequence[Any]]) -> Packing:
-        """The packing of arrays, or of anything with shapes and dtypes."""
-
-        return cls(tuple(tuple(shapes_of(list(variant))) for variant in variants))
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all variants are alike, so that packing is the identity."""
-        return all(variant == self.variants[0] for variant in self.variants)
-
-    @property
-    def packed(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The common form."""
-        if self.is_uniform:
-            return self._plain[0]
-
-        def length(dtype):
-            return max(sum(_sizes(v, dtype)) for v in self._plain)
-
-        return tuple(jax.ShapeDtypeStruct((length(dtype),), dtype) for dtype in self._dtypes)
-
-    def pack(self, variant: int, values: Sequence[Array]) -> list[Array]:
+    def pack(self, values: Sequence[Array]) -> list[Array]:
         """Brings the list of a variant to the common form."""
         values = [plain(value) for value in values]
         if self.is_uniform:
@@ -442,32 +409,17 @@ class Packing:
         return vectors
 
     def unpack(self, variant: int, packed: Sequence[Array]) -> list[Array]:
-        """The inverse of `pack`."""
-        pairs = zip(self._apart(variant, packed), self.variants[variant], strict=True)
+        """The list of a variant; the inverse of `pack`."""
+        values, shapes = packed, self._plain[variant]
+        if not self.is_uniform:
+            pieces: dict[Any, Any] = {}
+            for form, vector in zip(self.packed, packed, strict=True):
+                sizes = (math.prod(x.shape) for x in shapes if x.dtype == form.dtype)
+                ends = pairwise([0, *accumulate(sizes)])
+                pieces[form.dtype] = iter([whole(vector[a:b]) for a, b in ends])
+            values = [next(pieces[x.dtype]).reshape(x.shape) for x in shapes]
+        pairs = zip(values, self._variants[variant], strict=True)
         return [like(value, shape.dtype) for value, shape in pairs]
-
-    def _apart(self, variant: int, packed: Sequence[Array]) -> list[Array]:
-        if self.is_uniform:
-            return list(packed)
-        shapes = self._plain[variant]
-        pieces: dict[Any, Any] = {}
-        for form, vector in zip(self.packed, packed, strict=True):
-            ends = [0, *accumulate(_sizes(shapes, form.dtype))]
-            pieces[form.dtype] = iter([whole(vector[a:b]) for a, b in pairwise(ends)])
-        return [next(pieces[shape.dtype]).reshape(shape.shape) for shape in shapes]
-
-    @property
-    def _plain(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
-        """The variants, keys as integers."""
-
-        def shape(x):
-            return jax.eval_shape(plain, x) if is_key(x) else x
-
-        return tuple(tuple(shape(x) for x in variant) for variant in self.variants)
-
-    @property
-    def _dtypes(self) -> list[Any]:
-        return sorted({shape.dtype for variant in self._plain for shape in variant}, key=str)
 
 
 def plain(value: Any) -> Array:
@@ -479,7 +431,3 @@ def like(value: Array, dtype: Any) -> Array:
     """The inverse of `plain`: keys again where `dtype` is one of keys."""
     is_of_keys = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(value, dtype=dtype) if is_of_keys else value
-
-
-def _sizes(shapes: Sequence[jax.ShapeDtypeStruct], dtype: Any) -> list[int]:
-    return [math.prod(shape.shape) for shape in shapes if shape.dtype == dtype]

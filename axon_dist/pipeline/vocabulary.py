@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from ..core.errors import DivisibilityError, UnsupportedError
 from ..core.reduction import all_sum
 from ..core.typing import Array
-from ..jaxpr.pieces import BOUNDS, Readers, TableRows, readers_of
+from ..jaxpr.pieces import BOUNDS, Piece, Readers, TableRows, readers_of
 from ..jaxpr.rewrite import Rewriting
 from ..jaxpr.walk import depends_on, made_by, struct_of, variables
 from ..nn import own_rows
@@ -32,12 +32,14 @@ class Lookup:
     Args:
         table: its number among the parameters outside the blocks.
         rows: what the loss reads of it.
-        ids: (what is known of a microbatch) -> the ids.
+        trace: the jaxpr of the loss, blocks as calls.
+        piece: the part of it that makes the ids.
     """
 
     table: int
     rows: TableRows
-    ids: Callable[[Data], Array]
+    trace: LossTrace
+    piece: Piece
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
@@ -81,26 +83,11 @@ class Lookup:
         return rows
 
     def _ids(self, part: Array, data: Data, axis: str) -> Array:
-        ids = self.ids(data).astype(jnp.int32)
+        known = self.trace.known({}, data.buffers, data.batch)
+        ids = self.rows.ids(self.piece.run(known)).astype(jnp.int32)
         if self.rows.mode is BOUNDS.FILL_OR_DROP:
             return ids
         return jnp.clip(ids, 0, len(part) * jax.lax.axis_size(axis) - 1)
-
-
-def lookup_of(trace: LossTrace, table: int, rows: TableRows) -> Lookup:
-    """A lookup in the loss.
-
-    Args:
-        trace: the jaxpr of the loss, blocks as calls.
-        table: the number of the table among the parameters outside the blocks.
-        rows: what is read of it.
-    """
-    piece = trace.cut(rows.operands)
-
-    def ids(data):
-        return rows.ids(piece.run(trace.known({}, data.buffers, data.batch)))
-
-    return Lookup(table, rows, ids)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,11 +105,6 @@ class Embedding:
     axis: str
     home: int
     data: Callable[[Array], Data]
-
-    @property
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what is looked up for a microbatch."""
-        return [each.shape for each in self.lookups]
 
     def look_up(self, tick: Tick, state: State, parts: Rest) -> State:
         """Keeps what is looked up for a microbatch.
@@ -363,7 +345,7 @@ def lookups_in(trace: LossTrace, tables: Mapping[int, Keys]) -> list[Lookup]:
         tables: the keys of the parameters, by their numbers.
     """
     return [
-        lookup_of(trace, number, rows)
+        Lookup(number, rows, trace, trace.cut(rows.operands))
         for number, keys in tables.items()
         for rows in readings_of(trace, trace.params[keys]).rows
     ]

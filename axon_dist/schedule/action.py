@@ -118,7 +118,12 @@ def check_sizes(**sizes: SupportsIndex) -> None:
         >>> check_sizes(num_stages=4, num_microbatches=8)
     """
     for name, size in sizes.items():
-        if isinstance(size, bool) or not _is_whole(size) or operator.index(size) < 1:
+        try:
+            # One of NumPy is one, too.
+            is_size = not isinstance(size, bool) and operator.index(size) >= 1
+        except TypeError:
+            is_size = False
+        if not is_size:
             raise ScheduleError(f"got {name}={size!r:.80}. It must be an integer of at least 1.")
     actions = math.prod(operator.index(size) for size in sizes.values())
     if actions > _MOST_ACTIONS:
@@ -127,15 +132,6 @@ def check_sizes(**sizes: SupportsIndex) -> None:
             f"got {named}, a table of {actions} forwards, which must be at most {_MOST_ACTIONS}. "
             "Lower one of them."
         )
-
-
-def _is_whole(size: SupportsIndex) -> bool:
-    """Whether it is an integer, of NumPy too."""
-    try:
-        operator.index(size)
-    except TypeError:
-        return False
-    return True
 
 
 def receiver(action: Action, num_stages: int) -> Action | None:

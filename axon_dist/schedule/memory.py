@@ -222,12 +222,13 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
     Schedule.check(schedule, "its slots")
     lives: dict[str, list[_Life]] = {field.name: [] for field in fields(SlotPlan)}
     for placed in schedule.placed():
-        for buffer, life in _lives(schedule, placed):
-            lives[buffer].append(life)
+        stage, _, microbatch = placed.action
+        for buffer, start, end in _lives(schedule, placed):
+            lives[buffer].append(_Life(start, end, placed.device, (stage, microbatch)))
     return SlotPlan(**{buffer: _colour(of, schedule.num_devices) for buffer, of in lives.items()})
 
 
-def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]]:
+def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, Moment, Moment]]:
     """The lives that end or begin with an action: of what it reads, and what it stores."""
     action, places = user.action, schedule.where
     if action.phase in (*TOGETHER, Phase.W):
@@ -245,30 +246,27 @@ def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]
     part = places.get(Action(home, Phase.V, action.microbatch))
     lookup = places.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
 
-    def life(start: Moment, end: Moment) -> _Life:
-        return _Life(start, end, user.device, (stage, action.microbatch))
-
     if action.phase is Phase.F:
         end = places.get(action._replace(phase=Phase.W)) or places[action._replace(phase=Phase.B)]
-        yield "inputs", life(made, _moment(end))
-        yield "stash", life(now, _moment(end))
+        yield "inputs", made, _moment(end)
+        yield "stash", now, _moment(end)
         if stage > 0:
-            yield "activations", life(made, now)
+            yield "activations", made, now
         if is_last and part is not None:
-            yield "outputs", life(now, _moment(part))
+            yield "outputs", now, _moment(part)
         if lookup is not None:
             back = places.get(action._replace(phase=Phase.I), end)
-            yield "lookups", life(_moment(lookup), now)
-            yield "kept_lookups", life(_moment(lookup), _moment(back))
+            yield "lookups", _moment(lookup), now
+            yield "kept_lookups", _moment(lookup), _moment(back)
         return
     if lookup is not None:
-        yield "scatters", life(now, _moment(places[action._replace(phase=Phase.G)]))
+        yield "scatters", now, _moment(places[action._replace(phase=Phase.G)])
     if not is_last:
-        yield "gradients", life(made, now)
+        yield "gradients", made, now
     elif part is not None:
-        yield "gradients", life(_moment(part), now)
+        yield "gradients", _moment(part), now
     if action.phase is Phase.I:
-        yield "held", life(now, _moment(places[action._replace(phase=Phase.W)]))
+        yield "held", now, _moment(places[action._replace(phase=Phase.W)])
 
 
 def _moment(placed: PlacedAction) -> Moment:

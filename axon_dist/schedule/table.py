@@ -386,7 +386,11 @@ def order_to_table(
     """
     cells = [[(c,) if isinstance(c, Action) else c for c in device] for device in order]
     starts = earliest_starts(name, cells, len(placement), lambda cell: 1)
-    rows = _rows(cells, [[int(start) for start in device] for device in starts])
+    num_ticks = 1 + max((int(of_device[-1]) for of_device in starts if of_device), default=-1)
+    rows: list[list[Cell]] = [[()] * num_ticks for _ in cells]
+    for row, of_device, ticks in zip(rows, cells, starts, strict=True):
+        for cell, tick in zip(of_device, ticks, strict=False):
+            row[int(tick)] = cell
     return Schedule(name, num_microbatches, tuple(placement), tuple(map(tuple, rows)))
 
 
@@ -422,7 +426,13 @@ def earliest_starts(
         device = ready.popleft()
         while (done := len(starts[device])) < len(order[device]):
             cell = order[device][done]
-            needed = _needed(cell, num_stages, home)
+            # An action may use what stands left of it in its cell.
+            needed = [
+                needed
+                for position, action in enumerate(cell)
+                for needed in dependencies(action, num_stages, home)
+                if needed not in cell[:position]
+            ]
             missing = next((action for action in needed if action not in ends), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(device)
@@ -437,25 +447,6 @@ def earliest_starts(
     if waiting:
         raise ScheduleError(_deadlock(name, order, starts, waiting, home))
     return starts
-
-
-def _needed(cell: Cell, num_stages: int, home: dict[Action, int]) -> list[Action]:
-    """What a cell needs from outside; an action may use what stands left of it in its cell."""
-    return [
-        needed
-        for position, action in enumerate(cell)
-        for needed in dependencies(action, num_stages, home)
-        if needed not in cell[:position]
-    ]
-
-
-def _rows(order: Order, ticks: Sequence[Sequence[int]]) -> list[list[Cell]]:
-    num_ticks = 1 + max((device[-1] for device in ticks if device), default=-1)
-    rows: list[list[Cell]] = [[()] * num_ticks for _ in order]
-    for row, cells, places in zip(rows, order, ticks, strict=True):
-        for cell, tick in zip(cells, places, strict=False):
-            row[tick] = cell
-    return rows
 
 
 def _deadlock(

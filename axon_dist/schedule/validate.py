@@ -37,13 +37,10 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
     """
     Schedule.check(schedule)
     _check_names(schedule)
-    _check_once(schedule)
     _check_complete(schedule)
-    _check_vocabulary(schedule)
-    _check_placement(schedule)
-    _check_device_order(schedule)
-    _check_deadlock(schedule)
-    _check_arrivals(schedule)
+    if used := [phase for phase in TOGETHER if any(a.phase is phase for a in schedule.where)]:
+        _check_vocabulary(schedule, used)
+    _check_order(schedule)
     if max_live is not None:
         _check_memory(schedule, max_live)
 
@@ -58,6 +55,8 @@ def _at(placed: PlacedAction) -> str:
 
 
 def _check_names(schedule: Schedule) -> None:
+    """Every action is one of the step, and stands in the table once."""
+    seen: dict[Action, PlacedAction] = {}
     for placed in schedule.placed():
         stage, _, microbatch = placed.action
         if not (0 <= stage < schedule.num_stages and 0 <= microbatch < schedule.num_microbatches):
@@ -68,11 +67,6 @@ def _check_names(schedule: Schedule) -> None:
                 f"{schedule.num_microbatches - 1}.",
                 placed,
             )
-
-
-def _check_once(schedule: Schedule) -> None:
-    seen: dict[Action, PlacedAction] = {}
-    for placed in schedule.placed():
         first = seen.setdefault(placed.action, placed)
         if first is not placed:
             raise _fail(
@@ -91,36 +85,30 @@ def _check_complete(schedule: Schedule) -> None:
         for microbatch in range(schedule.num_microbatches):
             phases = (phase for phase in Phase if phase not in TOGETHER)
             f, b, i, w = (Action(stage, phase, microbatch) for phase in phases)
-            missing = _missing({a for a in (f, b, i, w) if a in where}, f, b, i, w)
-            if missing:
-                present = [where[a] for a in (f, b, i, w) if a in where]
+            present = [action for action in (f, b, i, w) if action in where]
+            if present not in ([f, b], [f, i, w]):
                 raise _fail(
                     schedule,
-                    f"stage {stage}, microbatch {microbatch} {missing}. Every microbatch passes "
-                    "every stage once: F, and then either B or both I and W.",
-                    *present,
+                    f"stage {stage}, microbatch {microbatch} {_wrong(present, f, b, i, w)}. Every "
+                    "microbatch passes every stage once: F, and then either B or both I and W.",
+                    *(where[action] for action in present),
                 )
 
 
-def _missing(present: set[Action], f: Action, b: Action, i: Action, w: Action) -> str:
-    """Says what is wrong with the actions of one stage and microbatch, if anything is."""
+def _wrong(present: Sequence[Action], f: Action, b: Action, i: Action, w: Action) -> str:
+    """Says what is wrong with the actions of one stage and microbatch."""
     if f not in present:
         return f"has no {f}"
     if b in present and (i in present or w in present):
         return f"has a whole backward {b} and a split one ({i if i in present else w}) too"
-    if b in present or {i, w} <= present:
-        return ""
     if i in present or w in present:
         there, lacking = (i, w) if i in present else (w, i)
         return f"has {there} but no {lacking}"
     return f"has no backward: neither {b} nor {i} and {w}"
 
 
-def _check_vocabulary(schedule: Schedule) -> None:
+def _check_vocabulary(schedule: Schedule, used: Sequence[Phase]) -> None:
     """What all devices do together they do in one tick, and in one place of it."""
-    used = [phase for phase in TOGETHER if any(a.phase is phase for a in schedule.where)]
-    if not used:
-        return
     if used not in ([Phase.V], list(TOGETHER)):
         raise ScheduleError(
             f"schedule {schedule.name!r} has {' and '.join(used)}, and what is split by the "
@@ -181,7 +169,9 @@ def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
         )
 
 
-def _check_placement(schedule: Schedule) -> None:
+def _check_order(schedule: Schedule) -> None:
+    """Every action stands on its stage's device, behind all that it needs."""
+    where, pairs = schedule.where, []
     for placed in schedule.placed():
         home = schedule.placement[placed.action.stage]
         if home != placed.device:
@@ -191,21 +181,10 @@ def _check_placement(schedule: Schedule) -> None:
                 f"device {home}. Move the action, or change the placement.",
                 placed,
             )
-
-
-def _needs(schedule: Schedule) -> list[tuple[PlacedAction, PlacedAction]]:
-    """Every action with each action that it needs, from the first tick to the last."""
-    where = schedule.where
-    pairs = [
-        (placed, where[needed])
-        for placed in schedule.placed()
-        for needed in dependencies(placed.action, schedule.num_stages, where)
-    ]
-    return sorted(pairs, key=lambda pair: pair[0].tick)
-
-
-def _check_device_order(schedule: Schedule) -> None:
-    for user, made in _needs(schedule):
+        needed = dependencies(placed.action, schedule.num_stages, where)
+        pairs += [(placed, where[action]) for action in needed]
+    pairs.sort(key=lambda pair: pair[0].tick)
+    for user, made in pairs:
         before = (user.tick, user.position) < (made.tick, made.position)
         if user.device == made.device and before:
             raise _fail(
@@ -215,15 +194,10 @@ def _check_device_order(schedule: Schedule) -> None:
                 user,
                 made,
             )
-
-
-def _check_deadlock(schedule: Schedule) -> None:
+    # Raises where devices wait for each other for ever.
     order = [[(action,) for action in schedule.order(d)] for d in range(schedule.num_devices)]
     earliest_starts(schedule.name, order, schedule.num_stages, lambda cell: 1)
-
-
-def _check_arrivals(schedule: Schedule) -> None:
-    for user, made in _needs(schedule):
+    for user, made in pairs:
         if user.device != made.device and user.tick <= made.tick:
             raise _fail(
                 schedule,

@@ -58,11 +58,12 @@ def optimizer_for(
         UnsupportedError: when a pipeline cannot run it, naming the leaf and the operation.
     """
     fitting = _fitting(optax.with_extra_args_support(optimizer), parts)
-    if storage.rows is None:
+    pipeline = storage.strategy.pipeline
+    if storage.rows is None or pipeline is None:
         return fitting, storage
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
-    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, storage.axis)
+    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis)
     return staged, storage.with_state_rows(staged.state_form.row_paths)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from functools import cached_property
 from itertools import zip_longest
 from typing import Any, TypeAlias, cast
 
@@ -15,14 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Batch, Function, Path, PyTree
+from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.randomness import at_part, without_rank
-from ..parallel import PipelinePlan, Strategy
+from ..parallel import PipelinePlan
 from ..pipeline import (
     Data,
     Executor,
-    Keys,
     LossTrace,
     ModelStorage,
     StageProgram,
@@ -43,7 +41,7 @@ from ..pipeline import Totals as PipelineSums
 from ..sharding import axes_of, spec_axes, specs
 from .gather import only_axes, reduce_by
 from .microbatches import Draws, draws_of
-from .objective import GradientArguments, GradientResult, Outcome, Sums, evaluate
+from .objective import GradientArguments, GradientResult, Sums, evaluate
 from .spec import StepSpec
 from .storage import nested_metrics, traced, unit_paths
 from .view import ModelChanges, spelled, synchronise_statistics
@@ -63,18 +61,19 @@ def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResu
         spec: model, loss, optimizer, strategy, devices and options of the step.
         given: parameters, buffers, batch and scale.
     """
-    plan, (params, frozen, buffers, batch, scale) = StagedPlan(spec), given
+    plan, (params, frozen, buffers, batch, scale) = StagedPlan.of(spec), given
     if plan.pipeline.num_microbatches == 1:
         batch = jax.tree.map(lambda x: x[None], batch)
     params, frozen = plan.view.cast((params, frozen))
-    whole, parted = PartitionSpec(), plan.parted(buffers, batch)
+    whole = PartitionSpec()
+    parted = plan.parted(buffers, batch) if plan.pipeline.schedule.splits_vocabulary else {}
     draws = draws_of(spec, batch, spec.strategy.batch_axes)
-    rest_lies = plan.given_rest(parted)
+    rest_lies = [plan.by_tokens(parted.get(i), whole) for i in range(len(plan.rows.rest))]
     stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
     lies: list[Any] = [(plan.row_specs, rest_lies), whole]
-    if frozen:
+    if plan.rows.untrained is not None:
         stored[1] = plan.rows.untrained.rows_of(frozen), plan.rows.rest_of(frozen)
-        lies[1] = plan.specs_of(plan.rows.untrained), rest_lies
+        lies[1] = plan.frozen_specs, rest_lies
     mapped = jax.shard_map(
         lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, parted),
         mesh=spec.mesh,
@@ -87,8 +86,9 @@ def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResu
     # As in `gradient_sums`: scaled like the mean of the whole batch.
     scale = None if scale is None else scale / parts
     rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
-    reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
-    reduced = jax.lax.with_sharding_constraint(reduced, spec.owners)
+    if not plan.is_whole_mesh:
+        rows, rest = plan.reduced_outside(rows, rest)
+    reduced = jax.lax.with_sharding_constraint(plan.rows.assemble(rows, rest), spec.owners)
     total, weight, metrics = loss
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
@@ -101,86 +101,71 @@ class StagedPlan:
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
+        pipeline: what its strategy says about the pipeline.
+        rows: the stored form of the parameters.
+        axes: the axes that are manual.
+        is_whole_mesh: whether no axis is left to the compiler.
+        view: how a rank sees the model: its blocks are units.
+        own_shapes: the shapes of the model's parameters where a rank computes: of its own experts
+            alone.
+        row_specs: where the rows of trained parameters lie in the manual region: by stages, and
+            experts as their tokens find them.
+        frozen_specs: likewise those of frozen ones.
+        added_over: the batch axes over which the gradients of each row are added up: not those it
+            lies split over, along which the samples of all ranks have come to it.
     """
 
     spec: StepSpec
+    pipeline: PipelinePlan
+    rows: ModelStorage
+    axes: tuple[str, ...]
+    is_whole_mesh: bool
+    view: ModelChanges
+    own_shapes: PyTree
+    row_specs: list[list[PartitionSpec]]
+    frozen_specs: list[list[PartitionSpec]]
+    added_over: list[list[tuple[str, ...]]]
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy, about the model's own leaves."""
-        return self.spec.strategy
-
-    @property
-    def pipeline(self) -> PipelinePlan:
-        """What the strategy says about the pipeline."""
-        assert self.strategy.pipeline is not None
-        return self.strategy.pipeline
-
-    @property
-    def rows(self) -> ModelStorage:
-        """The stored form of the parameters."""
-        assert self.spec.storage.rows is not None
-        return self.spec.storage.rows
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that are manual."""
-        return (self.pipeline.axis, *self.strategy.batch_axes)
-
-    @property
-    def is_whole_mesh(self) -> bool:
-        """Whether no axis is left to the compiler."""
-        return all(axis in self.axes or size == 1 for axis, size in self.spec.mesh.shape.items())
-
-    @cached_property
-    def view(self) -> ModelChanges:
-        """How a rank sees the model: its blocks are units."""
-        blocks, looped = unit_paths(self.rows.stages.called, self.spec.storage.stacks)
-        return ModelChanges(self.strategy, self.spec.parts, blocks, looped=looped)
-
-    @cached_property
-    def row_specs(self) -> list[list[PartitionSpec]]:
-        """Where the rows of trained parameters lie in the manual region."""
-        return self.specs_of(self.rows.trained)
-
-    def specs_of(self, rows: ModelStorage) -> list[list[PartitionSpec]]:
-        """Where rows lie in the manual region: by stages, and experts as their tokens find them."""
-        return rows.rows_of(self._stored_specs(rows))
-
-    def _stored_specs(self, rows: ModelStorage) -> PyTree:
-        stored = jax.eval_shape(rows.from_model, rows.shapes)
-        found = specs(self.spec.storage.strategy.params, stored, self.spec.mesh)
-        axes = (self.pipeline.axis, *self.strategy.resident)
-        return jax.tree.map(lambda spec: only_axes(spec, axes), found)
-
-    @cached_property
-    def _own_shapes(self) -> PyTree:
-        """The shapes of the model's parameters where a rank computes: of its own experts alone."""
-        parts = self.rows.trained, self.rows.untrained
-        stored = [flatten(self._stored_specs(rows)) for rows in parts]
-
-        def own(keys: Keys, leaf: Any) -> Any:
-            number, kind = self.rows.block_of(keys), keys in self.rows.frozen
-            slot = None if number is None else parts[kind].slot_of(number, keys)
-            if slot is None:
-                return leaf
-            lies = PartitionSpec(*stored[kind][slot][1:])
-            shape = NamedSharding(self.spec.mesh, lies).shard_shape(leaf.shape)
-            return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-        return nest({keys: own(keys, leaf) for keys, leaf in flatten(self.rows.shapes).items()})
-
-    def _added_over(self, row: PartitionSpec) -> tuple[str, ...]:
-        """The batch axes over which a row's gradients are added up: not those it lies split over.
-
-        The samples of all ranks along these have come to it.
-        """
-        return tuple(axis for axis in self.strategy.batch_axes if axis not in spec_axes(row))
+    @classmethod
+    def of(cls, spec: StepSpec) -> StagedPlan:
+        """The plan of a step whose strategy has a pipeline."""
+        strategy, rows = spec.strategy, spec.storage.rows
+        assert strategy.pipeline is not None
+        assert rows is not None
+        axis, batch_axes = strategy.pipeline.axis, strategy.batch_axes
+        axes = (axis, *batch_axes)
+        called = (*rows.stages.blocks, *rows.stages.shared)
+        blocks, looped = unit_paths(called, spec.storage.stacks)
+        own, lies = dict(rows.flat_shapes), []
+        for part in filter(None, (rows.trained, rows.untrained)):
+            stored = jax.eval_shape(part.from_model, part.shapes)
+            found = specs(spec.storage.strategy.params, stored, spec.mesh)
+            kept = (axis, *strategy.resident)
+            found = jax.tree.map(lambda spec, kept=kept: only_axes(spec, kept), found)
+            lies.append(part.rows_of(found))
+            by_slot = flatten(found)
+            for keys, slot in part.slots.items():
+                sharding = NamedSharding(spec.mesh, PartitionSpec(*by_slot[slot][1:]))
+                shape = sharding.shard_shape(own[keys].shape)
+                own[keys] = jax.ShapeDtypeStruct(shape, own[keys].dtype)
+        return cls(
+            spec=spec,
+            pipeline=strategy.pipeline,
+            rows=rows,
+            axes=axes,
+            is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
+            view=ModelChanges(strategy, spec.parts, blocks, looped=looped),
+            own_shapes=nest(own),
+            row_specs=lies[0],
+            frozen_specs=lies[1] if rows.frozen else [],
+            added_over=[
+                [tuple(axis for axis in batch_axes if axis not in spec_axes(row)) for row in of_row]
+                for of_row in lies[0]
+            ],
+        )
 
     def parted(self, buffers: PyTree, batch: Batch) -> Parted:
-        """What lies in parts of the vocabulary: nothing, unless the schedule has actions for it."""
-        if not self.pipeline.schedule.splits_vocabulary:
-            return {}
+        """What lies in parts of the vocabulary, of a schedule that has actions for it."""
         trace = self.trace(buffers, batch, in_region=False)
         axis = self.pipeline.axis
         embedding = self.pipeline.schedule.splits_embedding
@@ -188,12 +173,7 @@ class StagedPlan:
         dims = parted_by_tokens(trace, rest, axis, size, embedding)
         return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
 
-    def given_rest(self, parted: Parted) -> Any:
-        """Where the rest lies when it enters the manual region."""
-        count = len(self.rows.rest)
-        return [self._by_tokens(parted.get(i), PartitionSpec()) for i in range(count)]
-
-    def _by_tokens(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
+    def by_tokens(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
         """The spec, or one that splits a dim over the pipeline where this one does not begin so."""
         axis = self.pipeline.axis
         if dim is None or (dim < len(spec) and axes_of(spec, dim)[:1] == (axis,)):
@@ -207,16 +187,13 @@ class StagedPlan:
         There the addends of all ranks leave side by side, and the compiler sums them outside.
         """
         if not self.is_whole_mesh:
-            axis, beside = self.pipeline.axis, self._added_over
-
-            def of_row(row):
-                return PartitionSpec(axis, beside(row) or None, *row[1:])
-
-            addends = PartitionSpec(axis, self.strategy.batch_axes)
-            return jax.tree.map(of_row, self.row_specs), addends
+            axis = self.pipeline.axis
+            pairs = map(zip, self.row_specs, self.added_over)
+            rows = [[PartitionSpec(axis, by or None, *row[1:]) for row, by in of] for of in pairs]
+            return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
         kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
         rest = [
-            None if spec is None else self._by_tokens(parted.get(i), spec)
+            None if spec is None else self.by_tokens(parted.get(i), spec)
             for i, spec in enumerate(self.rows.rest_of(kept))
         ]
         return self.rows.trained.rows_of(kept), rest
@@ -238,9 +215,10 @@ class StagedPlan:
         """
         spec = self.spec
         drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
-        drawing = spec.storage.stacks.buffers_apart(drawing)
+        stacks = spec.storage.stacks
+        drawing = stacks.buffers_apart(drawing) if stacks.depths else drawing
         trace = self.trace(drawing, batch)
-        lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted})
+        lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted}) if parted else []
         looked_up = tuple(each.rows.result for each in lookups)
         whole = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
         trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(whole))
@@ -251,7 +229,8 @@ class StagedPlan:
         means = {i for i in learned if draws is not None and paths[i] in draws.means}
         once = {i for i in learned if paths[i] in unchanged} | means
         in_turn = {i: stage for i, stage in learned.items() if i not in once}
-        check_order(trace, drawing, self.pipeline.schedule, in_turn)
+        if in_turn:
+            check_order(trace, drawing, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
         ahead = {keys: rest[i] for keys, i in whole.items()}
         buffers_at, changed = buffers_over_time(trace, drawing, count, learned, unchanged, ahead)
@@ -269,12 +248,12 @@ class StagedPlan:
             schedule=self.pipeline.schedule,
             stages=programs,
             axis=self.pipeline.axis,
-            weights=_own_entry(params[0]),
+            weights=jax.tree.map(lambda leaf: leaf[0], params[0]),
             rest=params[1],
             data=data,
             scale=scale if weight is None else (1.0 if scale is None else scale) / weight,
             keeps=self.pipeline.keeps_residuals,
-            frozen_weights=_own_entry(frozen[0]),
+            frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
             learned={i: first[i] for i in learned},
             once=once,
@@ -284,7 +263,7 @@ class StagedPlan:
         ).run()
         leaves, structure = jax.tree.flatten(changed)
         after = structure.unflatten(sums.learned.get(i, x) for i, x in enumerate(leaves))
-        changed = buffers_together(after)
+        changed = buffers_together(after) if stacks.depths else after
         unit = jnp.ones(()) if weight is None else weight
         reduced, names = self._reduce(sums, parted), cast(Any, trace.metrics)
         total, of_loss, metrics = all_sum(sums.loss, self.axes)
@@ -293,27 +272,23 @@ class StagedPlan:
 
     def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:
         """The loss of one microbatch of this rank; outside of the manual region of all ranks."""
-        remat = self.strategy.remat
-        spec, policy = self.spec, None if remat is None else remat.remat
+        spec, strategy = self.spec, self.spec.strategy
 
         def also(model: nnx.Module) -> None:
             spec.change_layers(model)
-            if in_region and self.strategy.batch_axes:
-                synchronise_statistics(model, self.strategy.batch_axes)
+            if in_region and strategy.batch_axes:
+                synchronise_statistics(model, strategy.batch_axes)
 
+        policy = None if strategy.remat is None else strategy.remat.remat
         prepare = self.view.prepare(None, also, policy)
-        shapes = self._own_shapes if in_region else self.rows.shapes
+        shapes = self.own_shapes if in_region else self.rows.shapes
         params = jax.eval_shape(self.view.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-
-        def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
-            return evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
-
-        def spelling(forward: Function) -> Any:
-            # Outside of the region it would be for all of the mesh.
-            return spelled(forward, self.strategy, self.spec.mesh) if in_region else forward
-
-        return traced(run, spelling, self.spec.storage.stacks, params, buffers, one)
+        run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
+        # Outside of the region the spelling would be for all of the mesh.
+        spelling = functools.partial(spelled, strategy=strategy, mesh=spec.mesh)
+        stacks = spec.storage.stacks
+        return traced(run, spelling if in_region else None, stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
@@ -335,7 +310,7 @@ class StagedPlan:
     def _reduce(self, sums: PipelineSums, parted: Parted) -> tuple[Any, Any]:
         """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""
         row_specs, rest_specs = self.grad_specs(parted)
-        wire, batch_axes = self.spec.reduction.dtype, self.strategy.batch_axes
+        wire, batch_axes = self.spec.reduction.dtype, self.spec.strategy.batch_axes
         rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
         rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
         if not self.is_whole_mesh:
@@ -347,17 +322,14 @@ class StagedPlan:
 
         pairs = enumerate(zip(rest, rest_specs, strict=True))
         of_rest = [reduced(x, s, batch_axes if i in parted else self.axes) for i, (x, s) in pairs]
-        of_rows = jax.tree.map(
-            lambda x, spec, row: reduced(x, spec, self._added_over(row)),
-            *(rows, row_specs, self.row_specs),
-            is_leaf=lambda x: x is None,
-        )
+        of_rows = [
+            [reduced(*each) for each in zip(*of_row, strict=True)]
+            for of_row in zip(rows, row_specs, self.added_over, strict=True)
+        ]
         return of_rows, of_rest
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
-        """The sums of addends that left the manual region side by side; others are sums already."""
-        if self.is_whole_mesh:
-            return rows, rest
+        """The sums of addends that left the manual region side by side."""
         found = jax.tree.map(lambda sharding: sharding.spec, self.spec.owners)
         own = self.rows.trained.rows_of(found), self.rows.rest_of(found)
 
@@ -376,8 +348,3 @@ class StagedPlan:
 
         rows = jax.tree.map(lambda x, spec: total(x, 1, spec).astype(x.dtype), rows, own[0])
         return rows, jax.tree.map(over_all, rest, own[1])
-
-
-def _own_entry(rows: Any) -> Any:
-    """The entry of this rank in every leaf of the rows, whose dim 0 counts the ranks."""
-    return jax.tree.map(lambda leaf: leaf[0], rows)

@@ -29,7 +29,6 @@ from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
     BATCH,
     Calls,
-    FlatStorage,
     Keys,
     LossTrace,
     ModelStorage,
@@ -41,10 +40,9 @@ from ..pipeline import (
     flatten,
     has_apart,
     stages_by_calls,
-    storage_for,
     trace_loss,
 )
-from ..sharding import InPlaceOf, Policy
+from ..sharding import InPlaceOf
 from .objective import Outcome, evaluate, weighed_metrics
 from .parts import ModelParts
 
@@ -72,15 +70,9 @@ class Storage:
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
 
     @property
-    def axis(self) -> str:
-        """The axis whose ranks have rows."""
-        policy: Any = self.strategy.params
-        return policy.axis
-
-    @property
     def is_by_vectors(self) -> bool:
         """Whether stages differ, so that ranks hold vectors of whatever leaves are theirs."""
-        return isinstance(self.rows, FlatStorage)
+        return self.rows is not None and not self.rows.by_blocks
 
     def from_model(self, params: PyTree) -> PyTree:
         """The stored form of the model's nested dict; of what is trained, where there are rows."""
@@ -147,20 +139,28 @@ def storage_of(
         UnsupportedError: when the model has no blocks to cut between, or they differ.
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
-    if strategy.pipeline is None:
+    plan = strategy.pipeline
+    if plan is None:
         return _of_model(parts, strategy)
     if parts.int8:
         raise UnsupportedError(
-            f"frozen_dtype='int8' and a pipeline over {strategy.pipeline.axis!r}: its stages would "
+            f"frozen_dtype='int8' and a pipeline over {plan.axis!r}: its stages would "
             "keep the widened weights of all their blocks beside the eight bits for the whole "
             "schedule, which is more than bfloat16 takes. Use frozen_dtype='bfloat16', or fsdp"
         )
-    stages, stacks = _stages(parts, strategy.pipeline, loss_fn, batch)
+    stages, stacks = _stages(parts, plan, loss_fn, batch)
     shapes = stacks.apart(parts.weights)
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
-    rows = storage_for(stages, shapes, frozen)
-    return Storage(_staged(strategy, rows, stacks), rows, stacks)
+    rows = ModelStorage(stages, shapes, frozen)
+    held = filter(None, (rows, rows.trained, rows.untrained))
+    of_rows = frozenset("/".join(map(str, keys)) for part in held for keys in part.row_keys)
+    params, opt_state = (
+        Staged(OfBlocks(policy, stacks) if stacks.depths else policy, plan.axis, of_rows)
+        for policy in (strategy.params, strategy.opt_state)
+    )
+    strategy = dataclasses.replace(strategy, params=params, opt_state=opt_state)
+    return Storage(strategy, rows, stacks)
 
 
 def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
@@ -185,10 +185,15 @@ def _stages(
         calls = calls_in(parts, loss_fn, blocks, stacks, batch)
     leaves = flatten(stacks.apart(parts.weights))
     # A block with parameters of its own that has no call the stages will refuse.
-    owners = {_owner(keys, blocks) for keys in leaves} - {None}
-    if calls is None or _fits(calls, blocks, plan) or not calls.called.issuperset(owners):
-        _check_enough(model, plan, blocks)
-        stages = Stages.of(plan.schedule, blocks, plan.partition(len(blocks)))
+    if (
+        calls is None
+        or _fits(calls, blocks, plan)
+        or not calls.called.issuperset({_owner(keys, blocks) for keys in leaves} - {None})
+    ):
+        if len(blocks) < plan.schedule.num_stages:
+            raise _too_few(model, plan, blocks)
+        where = plan.schedule.placement, plan.schedule.num_devices
+        stages = Stages(blocks, plan.partition(len(blocks)), *where)
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
     held = {stacks.in_model(keys) for keys in leaves}
@@ -218,12 +223,10 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
     return plan.partition(size)
 
 
-def _check_enough(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> None:
-    if len(blocks) >= plan.schedule.num_stages:
-        return
+def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> UnsupportedError:
     where = ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
     repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
-    raise UnsupportedError(
+    return UnsupportedError(
         f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
         f"block{'s' * (len(blocks) != 1)} to cut between ({where}). Use fewer stages, "
         f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
@@ -315,22 +318,9 @@ def _counted(key: str | int) -> tuple[bool, list[str | int]]:
     return isinstance(key, str), [int(part) if part.isdigit() else part for part in parts]
 
 
-def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
-    plan: Any = strategy.pipeline
-    held = {*rows.row_keys, *rows.trained.row_keys, *rows.untrained.row_keys}
-    of_rows = frozenset("/".join(map(str, keys)) for keys in held)
-
-    def wrap(policy: Policy) -> Staged:
-        inner = OfBlocks(policy, stacks) if stacks.depths else policy
-        return Staged(inner, plan.axis, of_rows)
-
-    params, opt_state = wrap(strategy.params), wrap(strategy.opt_state)
-    return dataclasses.replace(strategy, params=params, opt_state=opt_state)
-
-
 def traced(
     run: Callable[[PyTree, PyTree, Batch], Outcome],
-    spelled: Callable[[Function], Function],
+    spelled: Callable[[Function], Function] | None,
     stacks: Stacks,
     params: PyTree,
     buffers: PyTree,
@@ -340,7 +330,7 @@ def traced(
 
     Args:
         run: (params of the model, buffers, batch) -> outcome, its blocks marked as units.
-        spelled: changes the function that is traced.
+        spelled: changes the function that is traced; None leaves it as it is.
         stacks: the modules of the model that hold many blocks.
         params: shapes, the blocks of stacks by themselves.
         buffers: arrays or shapes, as the model has them or with those of blocks by themselves.
@@ -355,7 +345,7 @@ def traced(
         loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
         return loss.total, loss.weight, _flat(weighed_metrics(outcome)), outcome.buffers
 
-    spelling = spelled(forward)
+    spelling = forward if spelled is None else spelled(forward)
     if stacks.depths:
         # A loop over stacked blocks, as the model has it, hides which of them a call reads.
         layers = by_rows(spelling)
@@ -393,7 +383,7 @@ def nested_metrics(found: dict[tuple[str, str], Array]) -> dict[str, Array | Wei
 def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path], frozenset[Path]]:
     """The paths of the modules of a model whose calls are those of blocks; of which stack them."""
     modules = {stacks.in_model(keys): "/".join(map(str, stacks.in_model(keys))) for keys in blocks}
-    looped = frozenset(path for keys, path in modules.items() if stacks.depth_of(keys))
+    looped = frozenset(path for keys, path in modules.items() if stacks.of(keys)[1])
     return frozenset(modules.values()), looped
 
 
@@ -458,7 +448,7 @@ def calls_in(
     # What samples have in common stands in the batch itself here, as the loss sees it.
     weights, buffers = dataclasses.replace(parts, shared={}).arguments
 
-    trace = traced(run, lambda forward: forward, stacks, stacks.apart(weights), buffers, batch)
+    trace = traced(run, None, stacks, stacks.apart(weights), buffers, batch)
     block_of = {
         variable: number
         for keys, variable in trace.params.items()

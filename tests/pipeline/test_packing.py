@@ -19,11 +19,11 @@ shapes = st.lists(
 @settings(deadline=None, max_examples=20)
 @given(st.lists(shapes, min_size=1, max_size=3))
 def test_unpacking_undoes_packing(variants):
-    packing = Packing.of(variants)
+    packing = Packing(variants)
     rng = np.random.default_rng(0)
     for number, variant in enumerate(variants):
         values = [jnp.asarray(rng.integers(0, 2, s.shape), s.dtype) for s in variant]
-        packed = packing.pack(number, values)
+        packed = packing.pack(values)
         assert [(x.shape, x.dtype) for x in packed] == [(f.shape, f.dtype) for f in packing.packed]
         for got, want in zip(packing.unpack(number, packed), values, strict=True):
             assert got.dtype == want.dtype
@@ -33,7 +33,7 @@ def test_unpacking_undoes_packing(variants):
 def test_keys_are_packed_as_integers():
     key = jax.random.key(3)
     for variants in ([[key], [key, key]], [[key]]):
-        packing = Packing.of(variants)
-        packed = packing.pack(0, [key])
+        packing = Packing(variants)
+        packed = packing.pack([key])
         assert [x.dtype for x in packed] == [jnp.uint32]
         assert packing.unpack(0, packed) == [key]

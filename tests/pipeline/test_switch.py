@@ -140,8 +140,6 @@ def test_a_stage_may_read_what_another_stage_of_its_rank_has():
     storage = stored(params, *PLACED["v"])
     trace, data = traced(borrowed_by_a_stage, params, buffers, batch)
     programs = SwitchStages(trace, storage).programs()
-    assert list(programs[0].rows) == [
-        row for chunk in (0, 1) for row in storage.rows_of_chunk(chunk)
-    ]
+    assert list(programs[0].rows) == [row for chunk in (0, 1) for row in storage.chunk_rows[chunk]]
     loss = run_stages(programs, storage, params, data)
     assert_loss(loss, borrowed_by_a_stage, params, buffers, batch)
