@@ -77,7 +77,7 @@ def global_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult
 
 
 def _at_owners(spec: StepSpec, grads: PyTree) -> PyTree:
-    return jax.lax.with_sharding_constraint(grads, spec.owners)
+    return jax.lax.with_sharding_constraint(grads, spec.stored.owners)
 
 
 def global_forward(

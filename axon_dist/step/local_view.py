@@ -187,7 +187,7 @@ class LocalPlan:
     @cached_property
     def frozen_specs(self) -> PyTree:
         """Where the frozen parameters lie, the manual axes alone."""
-        return self._specs(self.spec.storage.strategy.params, self.spec.parts.kept)
+        return self._specs(self.spec.stored.storage.strategy.params, self.spec.parts.kept)
 
     @cached_property
     def owner_specs(self) -> PyTree:

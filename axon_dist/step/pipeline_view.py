@@ -88,7 +88,7 @@ def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResu
     scale = None if scale is None else scale / parts
     rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
     reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
-    reduced = jax.lax.with_sharding_constraint(reduced, spec.owners)
+    reduced = jax.lax.with_sharding_constraint(reduced, spec.stored.owners)
     total, weight, metrics = loss
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
@@ -119,8 +119,8 @@ class StagedPlan:
     @property
     def rows(self) -> ModelStorage:
         """The stored form of the parameters."""
-        assert self.spec.storage.rows is not None
-        return self.spec.storage.rows
+        assert self.spec.stored.storage.rows is not None
+        return self.spec.stored.storage.rows
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class StagedPlan:
     @cached_property
     def view(self) -> ModelChanges:
         """How a rank sees the model: its blocks are units."""
-        blocks, looped = unit_paths(self.rows.stages.called, self.spec.storage.stacks)
+        blocks, looped = unit_paths(self.rows.stages.called, self.spec.stored.storage.stacks)
         return ModelChanges(self.strategy, self.spec.parts, blocks, looped=looped)
 
     @cached_property
@@ -149,7 +149,7 @@ class StagedPlan:
 
     def _stored_specs(self, rows: ModelStorage) -> PyTree:
         stored = jax.eval_shape(rows.from_model, rows.shapes)
-        found = specs(self.spec.storage.strategy.params, stored, self.spec.mesh)
+        found = specs(self.spec.stored.storage.strategy.params, stored, self.spec.mesh)
         axes = (self.pipeline.axis, *self.strategy.resident)
         return jax.tree.map(lambda spec: only_axes(spec, axes), found)
 
@@ -214,7 +214,7 @@ class StagedPlan:
 
             addends = PartitionSpec(axis, self.strategy.batch_axes)
             return jax.tree.map(of_row, self.row_specs), addends
-        kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
+        kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.stored.owners)
         rest = [
             None if spec is None else self._by_tokens(parted.get(i), spec)
             for i, spec in enumerate(self.rows.rest_of(kept))
@@ -238,7 +238,7 @@ class StagedPlan:
         """
         spec = self.spec
         drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
-        drawing = spec.storage.stacks.buffers_apart(drawing)
+        drawing = spec.stored.storage.stacks.buffers_apart(drawing)
         trace = self.trace(drawing, batch)
         lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted})
         looked_up = tuple(each.rows.result for each in lookups)
@@ -313,7 +313,7 @@ class StagedPlan:
             # Outside of the region it would be for all of the mesh.
             return spelled(forward, self.strategy, self.spec.mesh) if in_region else forward
 
-        return traced(run, spelling, self.spec.storage.stacks, params, buffers, one)
+        return traced(run, spelling, self.spec.stored.storage.stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
@@ -358,7 +358,7 @@ class StagedPlan:
         """The sums of addends that left the manual region side by side; others are sums already."""
         if self.is_whole_mesh:
             return rows, rest
-        found = jax.tree.map(lambda sharding: sharding.spec, self.spec.owners)
+        found = jax.tree.map(lambda sharding: sharding.spec, self.spec.stored.owners)
         own = self.rows.trained.rows_of(found), self.rows.rest_of(found)
 
         stages = self.pipeline.axis

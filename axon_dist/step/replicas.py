@@ -118,7 +118,7 @@ class Outer:
     @property
     def fragments(self) -> tuple[frozenset[Path], ...]:
         """The paths of the parameters that synchronize together."""
-        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.spec.stored_shapes)}
+        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.spec.stored.params)}
         return self.plan.parts(sizes)
 
     def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
@@ -148,7 +148,7 @@ class Outer:
         Returns:
             The shardings of `outer` and `meeting`.
         """
-        strategy, mesh = self.spec.storage.strategy, self.spec.mesh
+        strategy, mesh = self.spec.stored.storage.strategy, self.spec.mesh
         states = tuple(
             optimizer_shardings(strategy.opt_state, self._part(state.outer, number), one, mesh)
             for number, one in enumerate(state.meeting["opt_state"])
@@ -192,10 +192,10 @@ class Outer:
 
     def wire_bytes(self) -> int:
         """Bytes that one device sends over the slow axis in H steps, by the formula."""
-        mesh, policy = self.spec.mesh, self.spec.storage.strategy.params
-        places = shardings(policy, self.spec.stored_shapes, mesh)
+        mesh, policy = self.spec.mesh, self.spec.stored.storage.strategy.params
+        places = shardings(policy, self.spec.stored.params, mesh)
         where = dict(leaves_with_paths(places))
-        shapes = leaves_with_paths(self.spec.stored_shapes)
+        shapes = leaves_with_paths(self.spec.stored.params)
         sizes = {path: math.prod(where[path].shard_shape(x.shape)) for path, x in shapes}
         return self.plan.wire_bytes(sizes, mesh.shape[self.plan.axis])
 
@@ -210,7 +210,7 @@ class Outer:
         """The mean of how far the replicas went, each device about its own shards alone."""
         mesh, axis = self.spec.world.mesh, self.plan.axis
         compression, ranks = self.plan.compression, mesh.shape[axis]
-        own = specs(self.spec.storage.strategy.params, outer, mesh)
+        own = specs(self.spec.stored.storage.strategy.params, outer, mesh)
         rows = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), own)
 
         def local(outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
@@ -251,7 +251,7 @@ class ReplicaForm(StateForm):
     @property
     def state_strategy(self) -> Strategy:
         """The strategy that lays the parameters and moments of all replicas out."""
-        strategy, axis = self.spec.storage.strategy, self.outer.plan.axis
+        strategy, axis = self.spec.stored.storage.strategy, self.outer.plan.axis
         params, moments = Copies(strategy.params, axis), Copies(strategy.opt_state, axis)
         return dataclasses.replace(strategy, params=params, opt_state=moments)
 

@@ -51,7 +51,7 @@ def _residents(spec: StepSpec) -> Found:
 
 
 def _stage_experts(spec: StepSpec) -> Found:
-    strategy, storage = spec.strategy, spec.storage
+    strategy, storage = spec.strategy, spec.stored.storage
     if strategy.pipeline is None or not strategy.resident:
         return None
     assert storage.rows is not None
@@ -70,7 +70,7 @@ def _stage_experts(spec: StepSpec) -> Found:
         held, where = others, "in a module without the methods mix_experts and feed"
     elif not storage.is_by_vectors:
         rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
-        trees = spec.stored_shapes, spec.stored_frozen
+        trees = spec.stored.params, spec.stored.frozen
         paths = [path for tree in trees for path in along(storage.strategy.params, tree)]
         held = [path for path in paths if path not in rows]
         where = "outside its blocks"
@@ -89,10 +89,10 @@ def _statistics(spec: StepSpec) -> Found:
 
 
 def _stage_classes(spec: StepSpec) -> Found:
-    remat, rows = spec.strategy.remat, spec.storage.rows
+    remat, rows = spec.strategy.remat, spec.stored.storage.rows
     if rows is None or remat is None or not remat.classes:
         return None
-    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.called}
+    modules = {spec.stored.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.parts.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
     named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
@@ -110,8 +110,8 @@ def _rounded(spec: StepSpec) -> Found:
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    distributed, few = spec.distributed, spec.mesh.size == 1
-    if not distributed.needs_matrices or few or spec.storage.is_by_vectors:
+    distributed, few = spec.stored.update, spec.mesh.size == 1
+    if not distributed.needs_matrices or few or spec.stored.storage.is_by_vectors:
         return None
     kind = distributed.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
@@ -240,7 +240,7 @@ def _averaged_alone(spec: StepSpec) -> Found:
 
 def _fragments(spec: StepSpec) -> Found:
     slow = spec.strategy.slow
-    count = len(jax.tree.leaves(spec.stored_shapes))
+    count = len(jax.tree.leaves(spec.stored.params))
     if slow is None or all(Outer(spec).fragments):
         return None
     return {"count": slow.fragments, "params": count, "name": spec.strategy.name}
@@ -248,7 +248,7 @@ def _fragments(spec: StepSpec) -> Found:
 
 def _compressed(spec: StepSpec) -> Found:
     slow = spec.strategy.slow
-    found = leaves_with_paths(spec.stored_shapes)
+    found = leaves_with_paths(spec.stored.params)
     complex_ = next((p for p, x in found if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
     if slow is None or slow.compression is None or complex_ is None:
         return None

@@ -189,10 +189,29 @@ def _refusal(world: World, chosen: Mapping[str, OptionValue], error: Exception) 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """The parameters and the optimizer of a step as its state has them.
+
+    Args:
+        storage: how the state holds the parameters.
+        params: the shapes of the trained parameters.
+        frozen: the shapes of the frozen parameters.
+        owners: where the gradients of the trained parameters lie in the end: with their moments.
+        update: the optimizer, with the matrices that it needs whole distributed over devices.
+    """
+
+    storage: Storage
+    params: PyTree
+    frozen: PyTree
+    owners: PyTree
+    update: DistributedUpdate
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
     """A step as `build_train_step` was asked for it, with every option resolved.
 
-    What follows from it is derived when it is first asked for, and once.
+    What costs a trace or a look at the model follows when it is first asked for, and once.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
@@ -205,6 +224,16 @@ class StepSpec:
             region where the axis between them is manual; None outside of such a region.
         batch: a global batch that the step is built for, as the loss sees it, arrays or shapes;
             None where no batch is known.
+
+    Attributes:
+        mesh: the mesh, as it is in context where the step is traced.
+        num_microbatches: into how many microbatches a batch is cut; a pipeline has a number of its
+            own.
+        num_ranks: how many ranks split the samples of a microbatch; or how many logical shards do.
+        reduction: how gradients become one.
+        compute_dtype: the dtype that the model computes in.
+        is_local: whether each rank differentiates its own samples; else the compiler divides the
+            work.
     """
 
     parts: ModelParts
@@ -215,11 +244,36 @@ class StepSpec:
     options: StepOptions
     region: AbstractMesh | None = None
     batch: Batch | None = None
+    mesh: Any = dataclasses.field(init=False)
+    num_microbatches: int = dataclasses.field(init=False)
+    num_ranks: int = dataclasses.field(init=False)
+    reduction: Reduction = dataclasses.field(init=False)
+    compute_dtype: Any = dataclasses.field(init=False)
+    is_local: bool = dataclasses.field(init=False)
 
-    @property
-    def mesh(self) -> Any:
-        """The mesh, as it is in context where the step is traced."""
-        return self.world.mesh if self.region is None else self.region
+    def __post_init__(self) -> None:
+        strategy, options, is_elastic = self.strategy, self.options, self.options.is_elastic
+        pipeline, precision = strategy.pipeline, strategy.precision
+        mesh = self.world.mesh if self.region is None else self.region
+        count = options.accumulate if pipeline is None else pipeline.num_microbatches
+        count = 1 if is_elastic else count
+        # A rule refuses axes that the mesh lacks.
+        ranks = math.prod(mesh.shape.get(axis, 1) for axis in strategy.batch_axes)
+        reduction = strategy.reduction or Reduction()
+        compute = self.parts.dtype if precision is None else precision.compute
+        # Without batch axes no rank has gradients of its own to hold back; and parameters that are
+        # resident are for the samples of other ranks, too.
+        is_apart = pipeline is None and not strategy.resident and bool(strategy.batch_axes)
+        derived = {
+            "mesh": mesh,
+            "num_microbatches": count,
+            "num_ranks": ranks if options.logical_shards is None else options.logical_shards,
+            "reduction": reduction,
+            "compute_dtype": compute,
+            "is_local": is_apart and (is_elastic or reduction.is_local(count, compute)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def replica(self, region: bool = True) -> StepSpec:
         """The step of one replica, where the strategy has several that train on their own.
@@ -243,21 +297,6 @@ class StepSpec:
             return self
         return dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, slow=None))
 
-    @property
-    def num_microbatches(self) -> int:
-        """Into how many microbatches a batch is cut; a pipeline has a number of its own."""
-        pipeline = self.strategy.pipeline
-        if self.options.is_elastic:
-            return 1
-        return self.options.accumulate if pipeline is None else pipeline.num_microbatches
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks split the samples of a microbatch; or how many logical shards do."""
-        if self.options.logical_shards is not None:
-            return self.options.logical_shards
-        return math.prod(self.mesh.shape[axis] for axis in self.strategy.batch_axes)
-
     def microbatch(self, batch: Batch) -> tuple[int, Batch]:
         """How many samples a microbatch of all ranks has, and its shapes.
 
@@ -266,11 +305,6 @@ class StepSpec:
         """
         shapes = shapes_of(batch, lead=int(self.num_microbatches > 1))
         return jax.tree.leaves(shapes)[0].shape[0], shapes
-
-    @property
-    def reduction(self) -> Reduction:
-        """How gradients become one."""
-        return self.strategy.reduction or Reduction()
 
     @cached_property
     def compiler_options(self) -> dict[str, OptionValue]:
@@ -283,24 +317,6 @@ class StepSpec:
             rings = (x.sends_around and x.splits_positions for x in self.strategy.layers)
             parallel = all(rings)
         return compiler_options(self.world, given, deterministic, whole, sums, parallel)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether each rank differentiates its own samples; else the compiler divides the work."""
-        strategy = self.strategy
-        if strategy.pipeline is not None or strategy.resident or not strategy.batch_axes:
-            # Without batch axes no rank has gradients of its own to hold back; and parameters that
-            # are resident are for the samples of other ranks, too.
-            return False
-        if self.options.is_elastic:
-            return True
-        return self.reduction.is_local(self.num_microbatches, self.compute_dtype)
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The dtype that the model computes in."""
-        precision = self.strategy.precision
-        return self.parts.dtype if precision is None else precision.compute
 
     @cached_property
     def separator(self) -> Separator:
@@ -337,46 +353,16 @@ class StepSpec:
         return {}
 
     @cached_property
-    def _stored(self) -> tuple[Any, Storage]:
+    def stored(self) -> Stored:
+        """The parameters and the optimizer as the state has them."""
         storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
-        return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
-
-    @property
-    def storage(self) -> Storage:
-        """How the state holds the parameters."""
-        return self._stored[1]
-
-    @property
-    def stored_optimizer(self) -> Any:
-        """The transformation as it runs on the parameters as the state holds them."""
-        return self._stored[0]
-
-    @cached_property
-    def stored_shapes(self) -> PyTree:
-        """The shapes of the trained parameters as the state holds them."""
-        return jax.eval_shape(self.storage.store, self.parts.weights)[0]
-
-    @cached_property
-    def stored_frozen(self) -> PyTree:
-        """The shapes of the frozen parameters as the state holds them."""
-        return jax.eval_shape(self.storage.store, self.parts.weights)[1]
-
-    @cached_property
-    def owners(self) -> PyTree:
-        """Where the gradients of the trained parameters lie in the end: with their moments."""
-        return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
-
-    @cached_property
-    def first_opt_state(self) -> PyTree:
-        """The shapes of the optimizer's state."""
-        return jax.eval_shape(self.stored_optimizer.init, self.stored_shapes)
-
-    @cached_property
-    def distributed(self) -> DistributedUpdate:
-        """The optimizer update, with the matrices that it needs whole distributed over devices."""
-        policies = self.storage.strategy.params, self.storage.strategy.opt_state
-        optimizer, params = self.stored_optimizer, self.stored_shapes
-        return DistributedUpdate(optimizer, params, self.first_opt_state, *policies, self.mesh)
+        optimizer, storage = optimizer_for(self.optimizer, self.parts, storage, self.mesh)
+        params, frozen = jax.eval_shape(storage.store, self.parts.weights)
+        opt_state = jax.eval_shape(optimizer.init, params)
+        policies = storage.strategy.params, storage.strategy.opt_state
+        update = DistributedUpdate(optimizer, params, opt_state, *policies, self.mesh)
+        owners = shardings(storage.strategy.opt_state, params, self.mesh)
+        return Stored(storage, params, frozen, owners, update)
 
     @cached_property
     def view(self) -> ModelChanges:

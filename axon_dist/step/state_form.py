@@ -134,7 +134,7 @@ class StateForm:
     @cached_property
     def shapes(self) -> TrainState:
         """A `TrainState` of shapes."""
-        parts, store = self.spec.parts, self.spec.storage.store
+        parts, store = self.spec.parts, self.spec.stored.storage.store
         return jax.eval_shape(
             lambda weights, buffers: self.around(store(weights), buffers),
             *(parts.weights, parts.buffers),
@@ -143,7 +143,7 @@ class StateForm:
     @property
     def state_strategy(self) -> Strategy:
         """The strategy that lays trained parameters and their moments out."""
-        return self.spec.storage.strategy
+        return self.spec.stored.storage.strategy
 
     @cached_property
     def places(self) -> Any:
@@ -184,7 +184,7 @@ class StateForm:
     def claims(self) -> Claims:
         """Where the strategy says that arrays lie, and why."""
         state, strategy, mesh = self.shapes, self.state_strategy, self.spec.mesh
-        under, frozen = f"under {strategy.name}", self.spec.storage.strategy.params
+        under, frozen = f"under {strategy.name}", self.spec.stored.storage.strategy.params
         params, policy = state.params, strategy.opt_state
         what = f"optimizer state {under}"
         return Claims(
@@ -253,12 +253,12 @@ class StateForm:
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model's own parameters, trained and frozen, and buffers, as a state holds them."""
         params, buffers = self.model_of(state)
-        return self.spec.storage.weights(params, state.frozen), buffers
+        return self.spec.stored.storage.weights(params, state.frozen), buffers
 
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """What a forward pass takes beside the samples, as a state and a batch hold it."""
         params, buffers = self.model_of(state)
-        weights = self.spec.storage.forward(params, state.frozen)
+        weights = self.spec.stored.storage.forward(params, state.frozen)
         return weights, self.spec.parts.with_given(buffers, state.step, shared)
 
     @cached_property
@@ -269,7 +269,7 @@ class StateForm:
         that are split over all axes of the mesh.
         """
         parts, mesh = self.spec.parts, self.spec.mesh
-        if self.spec.storage.rows is None:
+        if self.spec.stored.storage.rows is None:
             places = joined(*self._stored_places)
         else:
             places = shardings(LargestDim(tuple(mesh.axis_names)), parts.weights, mesh)
@@ -282,7 +282,7 @@ class StateForm:
         """The arrays of `weight_targets` with the values of a state."""
         targets, values = self.weight_targets, self.values
         where = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
-        if self.spec.storage.rows is not None:
+        if self.spec.stored.storage.rows is not None:
             values = jax.jit(
                 lambda state: self.values(self.on_device(state)), out_shardings=(where, self.whole)
             )
@@ -311,7 +311,7 @@ class StateForm:
         state = complete(stored, buffers)
         first = state.params, state.frozen
         # Of the blocks of one row some may be trained and others frozen, at one place in each tree.
-        is_same = self.spec.storage.rows is None
+        is_same = self.spec.stored.storage.rows is None
         self._agree("first parameters", joined(*first) if is_same else first)
         self.claims.check(state)
         return state
@@ -343,7 +343,7 @@ class StateForm:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=spec.stored_optimizer.init(params) if opt_state is None else opt_state,
+            opt_state=spec.stored.update.optimizer.init(params) if opt_state is None else opt_state,
             buffers=stack_buffers(buffers, spec.reduction, spec.num_ranks),
             scaler=None if scaler is None else scaler.init(),
             frozen=frozen,
@@ -358,10 +358,10 @@ class StateForm:
             weights, buffers = map_with_path(
                 lambda path, x: replacing.get(path.partition("/")[2], x), make()
             )
-            return self.spec.storage.store(weights), buffers
+            return self.spec.stored.storage.store(weights), buffers
 
         # Rows of a pipeline and whole numbers are other arrays than what they are made from.
-        is_same = self.spec.storage.rows is None and not self.spec.parts.int8
+        is_same = self.spec.stored.storage.rows is None and not self.spec.parts.int8
         donated = 0 if is_same else ()
         places = (self._stored_places, self.whole)
         return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
@@ -370,7 +370,7 @@ class StateForm:
     def _stored_places(self) -> tuple[Any, Any]:
         """Where one replica's parameters lie, trained and frozen."""
         spec, offload = self.spec, self.spec.strategy.offload.params
-        policy, both = spec.storage.strategy.params, (spec.stored_shapes, spec.stored_frozen)
+        policy, both = spec.stored.storage.strategy.params, (spec.stored.params, spec.stored.frozen)
         params, frozen = (shardings(policy, shapes, spec.mesh, offload) for shapes in both)
         return params, frozen
 
@@ -400,7 +400,7 @@ class StateForm:
     def _placed(self) -> tuple[Any, PyTree]:
         weights, buffers = self.source.arrays or ({}, {})
         self._agree("parameters of the model", weights)
-        stored = self.spec.storage.store(weights)
+        stored = self.spec.stored.storage.store(weights)
         return jax.device_put((stored, buffers), (self._stored_places, self.whole))
 
     def _agree(self, what: str, weights: PyTree) -> None:

@@ -60,7 +60,7 @@ class TrainStep:
         self.spec = spec
         self.parts, self.strategy = spec.parts, spec.strategy
         self.world, self.options = spec.world, spec.options
-        self.storage, self.compiler_options = spec.storage, spec.compiler_options
+        self.storage, self.compiler_options = spec.stored.storage, spec.compiler_options
         self.form, self._agreed = form, set[str]()
         self._last: weakref.ref[TrainState] | None = None
         self.layout: BatchLayout = BatchLayout.of(spec)
@@ -417,7 +417,7 @@ class PortableForm:
         self._is_same = step.storage.rows is None
         if self._is_same:
             return
-        storage, optimizer = step.storage, step.spec.stored_optimizer
+        storage, optimizer = step.storage, step.spec.stored.update.optimizer
         paths = step.parts.frozen_paths
 
         to_model = functools.partial(

@@ -222,7 +222,7 @@ def one_step(
     norm_of = functools.partial(whole_norm, spec) if options.is_elastic else optax.tree.norm
     clipped, measured = clip(grads, options, norm_of)
     with jax.named_scope("optimizer"):
-        alone = (elastic_update, spec) if options.is_elastic else (updated, spec.distributed)
+        alone = (elastic_update, spec) if options.is_elastic else (updated, spec.stored.update)
         update = functools.partial(*alone)
         params, opt_state = update(clipped, state.opt_state, state.params, metrics["loss"])
     measured |= metrics_of(opt_state)
