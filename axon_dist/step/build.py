@@ -27,9 +27,10 @@ from ..sharding import FromMetadata, annotations_of
 from .batch import unwrapped
 from .options import StepKeywords, StepOptions, check_arguments, is_told_step, options_of
 from .parts import ModelLike, ModelParts, stored_as, take_apart
-from .replicas import form_of
+from .replicas import ReplicaForm
 from .rules import check_rules
 from .spec import StepSpec
+from .state_form import StateForm
 from .step import TrainStep
 from .view import warn_of_statistics
 
@@ -160,7 +161,8 @@ def build_train_step(
     check_rules(spec)
     if spec.num_microbatches > 1:
         warn_of_statistics(parts.abstract, spec.num_microbatches)
-    step = TrainStep(spec, form_of(spec, source))
+    form = (StateForm if chosen.slow is None else ReplicaForm)(spec, source)
+    step = TrainStep(spec, form)
     if batch is not None:
         step.check(batch)
     return step
