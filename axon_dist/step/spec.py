@@ -88,9 +88,7 @@ def compiler_options(
     world: World,
     given: Mapping[str, OptionValue | None] | None = None,
     deterministic: bool | str = False,
-    whole: bool = False,
-    only_sums: bool = False,
-    parallel: bool | None = None,
+    strategy: Strategy | None = None,
 ) -> dict[str, OptionValue]:
     """Puts together what every program of a step is compiled with.
 
@@ -102,9 +100,8 @@ def compiler_options(
         world: the devices, and the mesh they form.
         given: names and values for the compiler; None as a value takes an option of the chip away.
         deterministic: whether every run has to give the same bits, and on any number of devices.
-        whole: whether no loop of the step gathers weights.
-        only_sums: whether nothing travels in the step but sums of gradients.
-        parallel: whether several transfers are in flight at once; None where they cross nodes.
+        strategy: of the step, by which the table of chips tells apart what travels; None tells
+            nothing.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
@@ -130,10 +127,20 @@ def compiler_options(
             )
     if is_on_paper(world):
         return {name: value for name, value in given.items() if value is not None}
-    own = {} if chip is None else chip.options_for(world.size, whole, only_sums, parallel)
+    own: dict[str, OptionValue] = {}
+    if chip is not None and strategy is None:
+        own = chip.options_for(world.size)
+    elif chip is not None and strategy is not None:
+        parallel = False if strategy.pipeline else None
+        if strategy.layers and parallel is None:
+            # The pieces that go round a ring are several arrays, sent together.
+            parallel = all(x.sends_around and x.splits_positions for x in strategy.layers)
+        whole, sums = strategy.keeps_weights_whole, strategy.sends_only_sums
+        own = chip.options_for(world.size, whole, sums, parallel)
     every = {**own, **fixed, **given}
     chosen = {name: value for name, value in every.items() if value is not None}
-    return _accepted(world, chosen, own.keys() - fixed.keys() - given.keys())
+    of_chip = own.keys() - fixed.keys() - given.keys()
+    return _accepted(world, chosen, of_chip) if chosen else {}
 
 
 def _check_values(given: Mapping[str, OptionValue | None]) -> None:
@@ -310,13 +317,7 @@ class StepSpec:
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
         given, deterministic = self.options.compiler_options, self.options.deterministic
-        whole, sums = self.strategy.keeps_weights_whole, self.strategy.sends_only_sums
-        parallel = False if self.strategy.pipeline else None
-        if self.strategy.layers and parallel is None:
-            # The pieces that go round a ring are several arrays, sent together.
-            rings = (x.sends_around and x.splits_positions for x in self.strategy.layers)
-            parallel = all(rings)
-        return compiler_options(self.world, given, deterministic, whole, sums, parallel)
+        return compiler_options(self.world, given, deterministic, self.strategy)
 
     @cached_property
     def separator(self) -> Separator:
