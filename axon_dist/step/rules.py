@@ -34,8 +34,9 @@ def _microbatches(spec: StepSpec) -> Found:
 
 
 def _layers(spec: StepSpec) -> None:
-    for layers in spec.strategy.layers:
-        layers.check(spec.parts.abstract, spec.layout)
+    strategy = spec.strategy
+    for layers in strategy.layers:
+        layers.check(spec.parts.abstract, strategy.layout(spec.world.mesh))
 
 
 def _residents(spec: StepSpec) -> Found:

@@ -12,22 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World, is_on_paper, option_names, relative_of
-from ..nn import Layout
-from ..parallel import Reduction, Strategy
+from ..parallel import Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings
-from .objective import Prepare
 from .optimizer import DistributedUpdate, optimizer_for
 from .options import ELASTIC, StepOptions
 from .parts import ModelParts
 from .separable import Separator
 from .storage import Storage, storage_of
-from .view import ModelChanges, layers_of, view_of
+from .view import ModelChanges, view_of
 
 _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
     {
@@ -376,12 +375,12 @@ class StepSpec:
             strategy = dataclasses.replace(strategy, params=Replicate(), opt_state=Replicate())
         return view_of(strategy, self.parts, self.options.unroll)
 
-    @property
-    def layout(self) -> Layout:
-        """Where the activations of all layers lie."""
-        return self.strategy.layout(self.world.mesh)
-
-    @cached_property
-    def change_layers(self) -> Prepare:
-        """What the strategy changes about the calls of the model's layers."""
-        return layers_of(self.strategy, self.world.mesh)
+    def change_layers(self, model: nnx.Module) -> None:
+        """Makes the calls of a merged model's layers those of the strategy, in place."""
+        layout = self.strategy.layout(self.world.mesh)
+        # Kernels first: where a layer has mapped attention over all axes already, nothing is left
+        # for them to split.
+        map_kernels(model, layout)
+        map_experts(model, layout)
+        for layers in self.strategy.layers:
+            layers(model, layout)

@@ -318,11 +318,13 @@ class StateForm:
             opt_state: of the optimizer; None has it made.
         """
         (params, frozen), spec, scaler = stored, self.spec, self.spec.options.scaler
+        if not spec.reduction.sync_buffers:
+            buffers = stack_buffers(buffers, spec.reduction, spec.num_ranks)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=spec.stored.update.optimizer.init(params) if opt_state is None else opt_state,
-            buffers=stack_buffers(buffers, spec.reduction, spec.num_ranks),
+            buffers=buffers,
             scaler=None if scaler is None else scaler.init(),
             frozen=frozen,
             ema=None if spec.options.ema is None else wide_copy(params),
