@@ -154,7 +154,8 @@ def build_train_step(
     scales = chosen.precision is not None and chosen.precision.needs_scaling
     chosen_options = options_of(options, keywords, scales)
     parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
-    parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
+    if chosen.precision is not None or frozen_dtype is not None:
+        parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
     example = None if batch is None else unwrapped(batch)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, chosen_options, batch=example)

@@ -224,7 +224,7 @@ def global_gather(
         is_whole: whether trained weights are whole already, and only gradients move.
         looped: the weights that a loop reads in every turn.
     """
-    strategy, mesh, shape = spec.strategy, spec.mesh, spec.parts.shape_of(path)
+    strategy, mesh, shape = spec.strategy, spec.mesh, spec.parts.shapes[path]
     gathered_over = {*strategy.data_axes} - {*strategy.resident}
     own = strategy.params(path, shape, mesh)
     full = only_axes(own, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
@@ -237,7 +237,7 @@ def global_gather(
 def local_gather(spec: StepSpec, path: Path) -> LocalGather:
     """How a weight is gathered where each rank of the batch axes differentiates its samples."""
     own, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
-    has_grad, ndim = path not in spec.parts.frozen_paths, len(spec.parts.shape_of(path))
+    has_grad, ndim = path not in spec.parts.frozen_paths, len(spec.parts.shapes[path])
     return LocalGather(own, axes, spec.reduction.dtype, ndim, has_grad)
 
 
@@ -245,12 +245,12 @@ def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
     """How the gradients that ranks hold back are reduced; None for a weight without one."""
     if path in spec.parts.frozen_paths:
         return None
-    owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shape_of(path))
+    owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shapes[path])
     return ReduceHeld(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
 
 
 def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
-    lies = policy(path, spec.parts.shape_of(path), spec.mesh)
+    lies = policy(path, spec.parts.shapes[path], spec.mesh)
     return only_axes(lies, spec.strategy.batch_axes)
 
 
@@ -286,7 +286,7 @@ def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
     splits = axes.intersection(strategy.params.split_axes)
     if splits and all(mesh.shape[axis] == 1 for axis in splits):
         return True
-    places = (strategy.params(path, spec.parts.shape_of(path), mesh) for path in paths)
+    places = (strategy.params(path, spec.parts.shapes[path], mesh) for path in paths)
     return any(not axes.isdisjoint(spec_axes(place)) for place in places)
 
 

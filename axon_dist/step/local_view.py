@@ -384,7 +384,7 @@ def check_reads(spec: StepSpec, batch: Batch) -> None:
     jaxpr = spec.separator.program(shapes, samples // spec.num_ranks).jaxpr
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
-        own = spec.strategy.params(path, spec.parts.shape_of(path), spec.mesh)
+        own = spec.strategy.params(path, spec.parts.shapes[path], spec.mesh)
         unit = next((unit for unit in spec.view.units if is_inside(path, unit)), None)
         if unit is not None and spec_axes(only_axes(own, spec.strategy.batch_axes)):
             raise UnsupportedError(
