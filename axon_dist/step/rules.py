@@ -29,8 +29,7 @@ Found = Mapping[str, Any] | None
 
 def _microbatches(spec: StepSpec) -> Found:
     accumulate, count = spec.options.accumulate, spec.num_microbatches
-    is_said = spec.strategy.pipeline is not None and accumulate not in (1, count)
-    return None if not is_said else {"accumulate": accumulate, "count": count}
+    return {"accumulate": accumulate, "count": count} if accumulate not in (1, count) else None
 
 
 def _layers(spec: StepSpec) -> None:
@@ -53,7 +52,7 @@ def _residents(spec: StepSpec) -> Found:
 
 def _stage_experts(spec: StepSpec) -> Found:
     strategy, storage = spec.strategy, spec.stored.storage
-    if strategy.pipeline is None or not strategy.resident:
+    if not strategy.resident:
         return None
     assert storage.rows is not None
     axis = strategy.resident[0]
@@ -91,8 +90,9 @@ def _statistics(spec: StepSpec) -> Found:
 
 def _stage_classes(spec: StepSpec) -> Found:
     remat, rows = spec.strategy.remat, spec.stored.storage.rows
-    if rows is None or remat is None or not remat.classes:
+    if remat is None or not remat.classes:
         return None
+    assert rows is not None
     modules = {spec.stored.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.parts.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
@@ -146,13 +146,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     *STRATEGY_RULES,
     ELASTIC_BITS,
     Requirement.row(
-        "microbatches are the pipeline's",
-        StrategyConflictError,
-        "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
-        "its accumulation; leave accumulate out, or change num_microbatches",
-        _microbatches,
-    ),
-    Requirement.row(
         "there are loops to unroll",
         StrategyConflictError,
         "unroll={unroll} says how many blocks are written out rather than run by a loop, and "
@@ -169,23 +162,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
             spec.options.eval_kwargs
             and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
         ),
-    ),
-    Requirement.row(
-        "stages have experts in equal blocks",
-        UnsupportedError,
-        "the pipeline has {path!r} {where}, and experts that tokens travel to along {axis!r} must "
-        "be those of modules with these methods, as models.Experts, in blocks with parameters of "
-        "equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp beside the "
-        "pipeline; or leave the pipeline out",
-        _stage_experts,
-    ),
-    Requirement.row(
-        "stages recompute their blocks",
-        StrategyConflictError,
-        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
-        "checkpointing names the classes {classes}; leave the classes out, or say them to the "
-        "pipeline: classes=(...)",
-        _stage_classes,
     ),
     Requirement.row(
         "units gather what travels in fp8",
@@ -225,6 +201,35 @@ RULES: tuple[Requirement[StepSpec], ...] = (
 What cannot be made, as stages, an optimizer for them, or a layout, speaks where it is made: by the
 first rule that asks for it, or by the step.
 """
+
+
+PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
+    Requirement.row(
+        "microbatches are the pipeline's",
+        StrategyConflictError,
+        "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
+        "its accumulation; leave accumulate out, or change num_microbatches",
+        _microbatches,
+    ),
+    Requirement.row(
+        "stages have experts in equal blocks",
+        UnsupportedError,
+        "the pipeline has {path!r} {where}, and experts that tokens travel to along {axis!r} must "
+        "be those of modules with these methods, as models.Experts, in blocks with parameters of "
+        "equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp beside the "
+        "pipeline; or leave the pipeline out",
+        _stage_experts,
+    ),
+    Requirement.row(
+        "stages recompute their blocks",
+        StrategyConflictError,
+        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
+        "checkpointing names the classes {classes}; leave the classes out, or say them to the "
+        "pipeline: classes=(...)",
+        _stage_classes,
+    ),
+)
+"""What a step of a pipeline must fulfil besides."""
 
 
 def _held_alone(spec: StepSpec) -> Found:
@@ -304,4 +309,7 @@ def check_rules(spec: StepSpec) -> None:
     """
     if spec.strategy.slow is not None:
         check_all(REPLICA_RULES, spec)
-    check_all(RULES, spec.replica(region=False))
+        spec = spec.replica(region=False)
+    check_all(RULES, spec)
+    if spec.strategy.pipeline is not None:
+        check_all(PIPELINE_RULES, spec)
