@@ -169,20 +169,6 @@ def watched(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def metrics_of(opt_state: PyTree) -> dict[str, Array]:
-    """What a watched optimizer has to tell of its last step; nothing of any other.
-
-    Args:
-        opt_state: of any optimizer.
-    """
-
-    def is_watched(x: object) -> bool:
-        return isinstance(x, Watched)
-
-    found = jax.tree.leaves(opt_state, is_leaf=is_watched)
-    return {name: x for one in found if is_watched(one) for name, x in one.metrics.items()}
-
-
 def _judged(
     spikes: Spikes, state: Watched, seen: dict[str, Array]
 ) -> tuple[Array, dict[str, Average]]:
