@@ -358,10 +358,8 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
         stacks: the paths of the modules whose leaves have a row for each of many layers.
 
     Returns:
-        The strategy; itself where nothing is stacked.
+        The strategy.
     """
-    if not stacks:
-        return strategy
     return dataclasses.replace(
         strategy,
         params=rows_alike(strategy.params, stacks),

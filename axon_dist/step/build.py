@@ -68,9 +68,11 @@ def strategy_for(
     chosen = dataclasses.replace(merged, reduction=reduction)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
-    chosen = per_layer(chosen, frozenset(parts.stacks))
-    stored = parts.dtype if chosen.precision is None else chosen.precision.param
-    return with_masters(chosen, parts.frozen_paths, stored)
+    if parts.stacks:
+        chosen = per_layer(chosen, frozenset(parts.stacks))
+    if chosen.precision is None:
+        return chosen
+    return with_masters(chosen, parts.frozen_paths, chosen.precision.param)
 
 
 def build_train_step(

@@ -126,7 +126,7 @@ def compiler_options(
             )
     if is_on_paper(world):
         return {name: value for name, value in given.items() if value is not None}
-    own: dict[str, OptionValue] = {}
+    own: Mapping[str, OptionValue] = {}
     if chip is not None and strategy is None:
         own = chip.options_for(world.size)
     elif chip is not None and strategy is not None:

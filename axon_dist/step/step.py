@@ -69,7 +69,8 @@ class TrainStep:
         self.claims: Claims = form.claims
         self.on_device: Callable[[TrainState], TrainState] = form.on_device
         self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
-        jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
+        guarded = jax.jit if spec.strategy.pipeline is None else jit_of(spec)
+        jit = functools.partial(guarded, compiler_options=spec.compiler_options)
         on_device = form.on_device
 
         # Profilers show a compiled program by the name of its function.
@@ -113,7 +114,9 @@ class TrainStep:
         """
         weights = {} if weights is None else weights
         WEIGHTS.check("init", "weights", weights)
-        return self.form.born(weights)
+        state = self.form.born(weights)
+        self._last = weakref.ref(state)
+        return state
 
     def _check(self, state: TrainState) -> None:
         """Whether a state is one of this step; its own last one is not looked at again."""
@@ -174,7 +177,7 @@ class TrainStep:
                 that the builder was given, that is said there.
         """
         self._check(state)
-        placed = batch if isinstance(batch, Placed) else self.place(batch)
+        placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
         held = self._held(held) if self.options.holds else None
         if self.world.num_processes > 1:
             self._agree_on_program(state, placed, held)
@@ -254,7 +257,7 @@ class TrainStep:
             lie that it updates; and the metrics.
         """
         self._check(state)
-        placed = batch if isinstance(batch, Placed) else self.place(batch)
+        placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
         grads, metrics = self._differentiate(state, placed)
         return grads, self._report(metrics) if self._outer_steps else metrics
 
@@ -417,7 +420,8 @@ class PortableForm:
         self._is_same = step.storage.rows is None
         if self._is_same:
             return
-        storage, optimizer = step.storage, step.spec.stored.update.optimizer
+        storage = step.storage
+        optimizer: Any = step.spec.stored.update.optimizer
         paths = step.parts.frozen_paths
 
         to_model = functools.partial(
