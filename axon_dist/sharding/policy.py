@@ -181,11 +181,8 @@ class LargestDim(Policy):
         if not divisible:
             why = f"no free dim of {shape} divides by {'×'.join(self.axes)}={count}"
             return Decision(PartitionSpec(), self.label, f"stays whole: {why}")
-
-        def tiled(d):
-            return elements >= LARGE and shape[d] // count % TILE == 0
-
-        dim = max(divisible, key=lambda d: (tiled(d), shape[d], -d))
+        tiled = {d for d in divisible if elements >= LARGE and shape[d] // count % TILE == 0}
+        dim = max(divisible, key=lambda d: (d in tiled, shape[d], -d))
         spec = PartitionSpec(*(None,) * dim, self.axes)
         return Decision(spec, self.label, f"dim {dim} of {shape} split {count} ways")
 

@@ -347,7 +347,8 @@ def check_leaves(batch: Batch) -> None:
                     f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
                     "token ids"
                 )
-            check_32_bits(where, leaf)
+            if leaf.dtype.itemsize >= 8:
+                check_32_bits(where, leaf)
 
 
 def samples_of(batch: Batch) -> int:

@@ -77,7 +77,8 @@ class GlobalGather:
     def forward(self, weight: Array) -> Array:
         """Returns the gathered weight, its gradient left to the compiler."""
         lies, full = self._place(self.own, weight), self._place(self.full, weight)
-        found = _constrain(_constrain(weight, lies), full)
+        found = jax.lax.with_sharding_constraint(weight, lies)
+        found = jax.lax.with_sharding_constraint(found, full)
         return jax.lax.optimization_barrier(found) if self.in_loop else found
 
     def backward(self, gradient: Array) -> Array:
@@ -85,11 +86,11 @@ class GlobalGather:
         if self.grad is None:
             return gradient
         if self.in_loop:
-            gradient = _constrain(gradient, self._place(self.full, gradient))
-        return _constrain(gradient, self._place(self.grad, gradient))
+            gradient = jax.lax.with_sharding_constraint(gradient, self._place(self.full, gradient))
+        return jax.lax.with_sharding_constraint(gradient, self._place(self.grad, gradient))
 
     def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
-        return NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
+        return NamedSharding(self.mesh, PartitionSpec(*tuple(spec)[self.ndim - weight.ndim :]))
 
     def beside(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
@@ -120,7 +121,7 @@ class LocalGather:
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
-        spec = _tail(self.spec, self.ndim - weight.ndim)
+        spec = PartitionSpec(*tuple(self.spec)[self.ndim - weight.ndim :])
         if not self.has_grad:
             return all_gather_by(weight, spec)
         gather = jax.custom_vjp(lambda w: all_gather_by(w, spec))
@@ -200,7 +201,7 @@ class ReduceHeld:
 
     def __call__(self, held: Held) -> Array:
         """Returns the weight; to be called once for each, or sums would count more than once."""
-        spec = _tail(self.spec, self.ndim - held.weight.ndim)
+        spec = PartitionSpec(*tuple(self.spec)[self.ndim - held.weight.ndim :])
         # Rules that close over values of a trace are different for each weight.
         dtype = held.slot.dtype
 
@@ -344,14 +345,6 @@ def remake_in_backward(primitive: Primitive, *operands: Any, **__: Any) -> bool:
     if primitive.name in COMPARES:
         return any(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
     return primitive.name not in GATHERED and primitive.name not in EACH | MOVES
-
-
-def _tail(spec: PartitionSpec, leading: int) -> PartitionSpec:
-    return PartitionSpec(*tuple(spec)[leading:])
-
-
-def _constrain(value: Array, place: Any) -> Array:
-    return jax.lax.with_sharding_constraint(value, place)
 
 
 def reduce_tree(

@@ -310,16 +310,12 @@ class StepOptions:
                 f"ema is {self.ema}; it must be the decay of the average, at least 0 and below 1, "
                 "such as 0.999, or None not to average"
             )
-        self._check_deterministic()
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")
-
-    def _check_deterministic(self) -> None:
         shards = self.logical_shards
-        if shards is None and not self.is_elastic:
-            return
-        if not self.is_elastic or shards is None or shards < 1 or shards & (shards - 1):
+        is_power = shards is not None and shards > 0 and not shards & (shards - 1)
+        if not (is_power if self.is_elastic else shards is None):
             raise ConfigError(
                 f"logical_shards is {shards!r}, and deterministic is {self.deterministic!r}; "
                 f"deterministic={ELASTIC!r} needs logical_shards, a power of two such as 8, and "

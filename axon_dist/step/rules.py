@@ -14,6 +14,7 @@ from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, 
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
+from ..ops.fp8 import Fp8Layers
 from ..parallel import STRATEGY_RULES, check_sums, has_experts
 from ..sharding import Policy, spec_axes
 from .elastic import obstacle
@@ -40,7 +41,7 @@ def _layers(spec: StepSpec) -> None:
 
 def _residents(spec: StepSpec) -> Found:
     strategy, reduction = spec.strategy, spec.reduction
-    if not strategy.resident or strategy.pipeline is not None:
+    if strategy.pipeline is not None:
         return None
     alone = dataclasses.replace(strategy, resident=())
     is_local, asked = wants_ranks(dataclasses.replace(spec, strategy=alone))
@@ -78,7 +79,7 @@ def _stage_experts(spec: StepSpec) -> Found:
 
 
 def _statistics(spec: StepSpec) -> Found:
-    if not (spec.is_local and spec.reduction.sync_buffers):
+    if not spec.reduction.sync_buffers:
         return None
     _, asked = wants_ranks(spec)
     if spec.options.separable:
@@ -103,25 +104,22 @@ def _stage_classes(spec: StepSpec) -> Found:
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
 
 
-def _rounded(spec: StepSpec) -> Found:
-    fp8 = spec.view.fp8
-    why = no_fp8_gather(spec, fp8) if fp8 is not None and fp8.gathers else ""
+def _rounded(spec: StepSpec, fp8: Fp8Layers) -> Found:
+    why = no_fp8_gather(spec, fp8) if fp8.gathers else ""
     return {"name": spec.strategy.name, "why": why} if why else None
 
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    distributed, few = spec.stored.update, spec.mesh.size == 1
-    if not distributed.needs_matrices or few or spec.stored.storage.is_by_vectors:
+    if spec.mesh.size == 1 or spec.stored.storage.is_by_vectors:
         return None
-    kind = distributed.hidden
+    kind = spec.stored.update.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
 def _loops(spec: StepSpec) -> Found:
     unroll, strategy = spec.options.unroll, spec.strategy
-    if unroll is None:
-        return None
+    assert unroll is not None
     found = {"unroll": unroll, "strategy": strategy.name}
     if strategy.pipeline is not None:
         return {**found, "why": "runs the blocks of its stages one after another as they are"}
@@ -150,12 +148,13 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         StrategyConflictError,
         "unroll={unroll} says how many blocks are written out rather than run by a loop, and "
         "strategy {strategy!r} {why}; leave unroll out",
-        _loops,
+        lambda spec: None if spec.options.unroll is None else _loops(spec),
     ),
     Requirement(
-        "there are sums to keep", lambda spec: check_sums(spec.strategy, spec.parts.abstract)
+        "there are sums to keep",
+        lambda spec: spec.strategy.remat and check_sums(spec.strategy, spec.parts.abstract),
     ),
-    Requirement("layers can be changed", _layers),
+    Requirement("layers can be changed", lambda spec: spec.strategy.layers and _layers(spec)),
     Requirement(
         "the model's call takes what evaluations give it",
         lambda spec: (
@@ -169,7 +168,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "gather='fp8' is about weights that units gather where they use them, and under strategy "
         "{name!r} {why}; leave gather out, or split parameters by full_shard or hybrid_shard, and "
         "leave the reduction of their gradients as it is by default",
-        _rounded,
+        lambda spec: None if spec.view.fp8 is None else _rounded(spec, spec.view.fp8),
     ),
     Requirement.row(
         "parameters that samples travel to are the compiler's to reduce",
@@ -177,14 +176,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "parameters lie split along {axis!r} and the samples of all its ranks travel to them, so "
         "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
         "every microbatch is reduced, in the dtype of the compute",
-        _residents,
+        lambda spec: _residents(spec) if spec.strategy.resident else None,
     ),
     Requirement.row(
         "statistics are of the whole batch",
         UnsupportedError,
         "{path} holds batch statistics outside nnx.BatchNorm, which cannot be averaged over the "
         "ranks from outside, as {asked} would need. Use nnx.BatchNorm, or leave that out",
-        _statistics,
+        lambda spec: _statistics(spec) if spec.is_local else None,
     ),
     Requirement.row(
         "matrices can be distributed",
@@ -193,7 +192,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "over the {count} devices, each of which would do all of it. Take the branch or loop out "
         "of the optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a "
         "branch",
-        _matrices,
+        lambda spec: _matrices(spec) if spec.stored.update.needs_matrices else None,
     ),
 )
 """What a step must fulfil, whatever its batch; what depends on the batch is traced.

@@ -152,7 +152,16 @@ class StateForm:
             shardings(one.params, stored.params, mesh, offload.params),
             shardings(one.params, stored.frozen, mesh, offload.params),
         )
-        buffers = _buffer_specs(spec)
+        buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
+        if parts.others and spec.reduction.sync_buffers:
+            # What is no layer's statistics lies as parameters would. Rules about paths are about
+            # parameters; what divides any leaf divides these too.
+            policy = spec.strategy.params.flexible_part
+            buffers = map_with_path(
+                lambda path, x, lies: policy(path, x.shape, mesh) if path in parts.others else lies,
+                parts.buffers,
+                buffers,
+            )
         self._divided = parts.others & {
             path for path, lies in leaves_with_paths(buffers) if lies != PartitionSpec()
         }
@@ -368,18 +377,3 @@ class StateForm:
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
         return self._factory()(given)
-
-
-def _buffer_specs(spec: StepSpec) -> PyTree:
-    """Where buffers lie between steps: what is no layer's statistics as parameters would."""
-    parts, reduction, mesh = spec.parts, spec.reduction, spec.mesh
-    specs = buffer_partition(parts.buffers, reduction, spec.strategy.batch_axes)
-    if not (reduction.sync_buffers and parts.others):
-        return specs
-    # Rules about paths are about parameters; what divides any leaf divides these too.
-    policy = spec.strategy.params.flexible_part
-    return map_with_path(
-        lambda path, x, lies: policy(path, x.shape, mesh) if path in parts.others else lies,
-        parts.buffers,
-        specs,
-    )

@@ -219,26 +219,21 @@ def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) ->
     """
     units: frozenset[Path] = frozenset()
     if strategy.splits or strategy.remat is not None or parts.int8:
-        units = _units(strategy, parts)
+        model = parts.abstract
+        named = strategy.remat.classes if strategy.remat is not None else None
+        wrap = strategy.wrap or TransformerAutoWrapPolicy()
+        policy = TransformerAutoWrapPolicy(*named) if named else wrap
+        units = frozenset(policy.units(model))
+        if wrap not in (policy, TransformerAutoWrapPolicy()):
+            raise StrategyConflictError(
+                f"{wrap} says which modules are gathered as one, and activation checkpointing of "
+                f"{named} which are recomputed as one; they are the same modules, so say it once"
+            )
+        asked = getattr(policy, "classes", ()) or (strategy.remat is not None)
+        if asked and not units:
+            what = f"activation checkpointing of {named or 'repeated blocks'}"
+            check_some([], f"{policy}" if not strategy.remat else what, model)
     return ModelChanges(strategy, parts, units, unroll)
-
-
-def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:
-    model = parts.abstract
-    named = strategy.remat.classes if strategy.remat is not None else None
-    wrap = strategy.wrap or TransformerAutoWrapPolicy()
-    policy = TransformerAutoWrapPolicy(*named) if named else wrap
-    units = frozenset(policy.units(model))
-    if wrap not in (policy, TransformerAutoWrapPolicy()):
-        raise StrategyConflictError(
-            f"{wrap} says which modules are gathered as one, and activation checkpointing of "
-            f"{named} which are recomputed as one; they are the same modules, so say it once"
-        )
-    asked = getattr(policy, "classes", ()) or (strategy.remat is not None)
-    if asked and not units:
-        what = f"activation checkpointing of {named or 'repeated blocks'}"
-        check_some([], f"{policy}" if not strategy.remat else what, model)
-    return units
 
 
 def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
