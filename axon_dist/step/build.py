@@ -32,7 +32,6 @@ from .rules import check_rules
 from .spec import StepSpec
 from .state_form import StateForm
 from .step import TrainStep
-from .view import warn_of_statistics
 
 
 def strategy_for(
@@ -162,8 +161,6 @@ def build_train_step(
     example = None if batch is None else unwrapped(batch)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, chosen_options, batch=example)
     check_rules(spec)
-    if spec.num_microbatches > 1:
-        warn_of_statistics(parts.abstract, spec.num_microbatches)
     form = (StateForm if chosen.slow is None else ReplicaForm)(spec, source)
     step = TrainStep(spec, form)
     if batch is not None:

@@ -15,6 +15,7 @@ and the sums go into another loop, so that nothing of the addition is fused with
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -36,6 +37,7 @@ from ..sharding import axes_of, optimizer_shardings
 from .local_view import LocalPlan, local_gradients
 from .microbatches import SumsFn
 from .objective import GradientArguments, GradientResult, Sums, beside, forward_of, gradient_sums
+from .optimizer import updated
 from .spec import StepSpec
 
 T = TypeVar("T")
@@ -176,11 +178,7 @@ def elastic_update(
     found = spec.stored.owners, optimizer_shardings(policy, spec.stored.params, state, mesh)
     owners, moments = jax.tree.map(lambda place: place.spec, found)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> tuple[PyTree, PyTree]:
-        optimizer = spec.stored.update.optimizer
-        updates, state = optimizer.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
+    update = functools.partial(updated, spec.stored.update.optimizer.update)
     alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
     return alone(grads, state, params, loss)
 

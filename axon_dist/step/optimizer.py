@@ -142,6 +142,18 @@ def _updated(optimizer: Any, params: PyTree) -> PyTree:
     return changes
 
 
+def updated(
+    update: Callable[..., tuple[PyTree, PyTree]],
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    loss: Array,
+) -> tuple[PyTree, PyTree]:
+    """The next parameters, and the next state of the optimizer whose update is given."""
+    updates, state = update(grads, state, params, value=loss)
+    return optax.apply_updates(params, updates), state
+
+
 def _as_state(
     optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
 ) -> optax.GradientTransformationExtraArgs:

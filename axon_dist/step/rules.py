@@ -23,7 +23,7 @@ from .global_view import check_eval_kwargs
 from .replicas import Outer
 from .separable import wants_ranks
 from .spec import StepSpec
-from .view import own_statistics
+from .view import own_statistics, warn_of_statistics
 
 Found = Mapping[str, Any] | None
 
@@ -298,7 +298,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
 
 
 def check_rules(spec: StepSpec) -> None:
-    """Raises what the first broken rule says, if there is one.
+    """Raises what the first broken rule says, if there is one; warns of statistics of a part.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -312,3 +312,5 @@ def check_rules(spec: StepSpec) -> None:
     check_all(RULES, spec)
     if spec.strategy.pipeline is not None:
         check_all(PIPELINE_RULES, spec)
+    if spec.num_microbatches > 1:
+        warn_of_statistics(spec.parts.abstract, spec.num_microbatches)
