@@ -163,7 +163,10 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     ),
     Requirement(
         "there is host memory to offload to",
-        lambda placed: check_offload(placed.strategy.offload, placed.world),
+        lambda placed: (
+            placed.strategy.offload is not CPUOffload.NONE
+            and check_offload(placed.strategy.offload, placed.world)
+        ),
     ),
     Requirement(
         "the pipeline fits its axis",

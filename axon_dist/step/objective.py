@@ -96,7 +96,7 @@ def evaluate(
     model = parts.merge(params, buffers)
     if prepare is not None:
         prepare(model)
-    before = _parameters(model)
+    before = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
     told = {"step": buffers[STEP]} if STEP in buffers else {}
     batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
     returned = _called(loss_fn, model, batch, told)
@@ -136,10 +136,6 @@ def evaluate(
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
 
 
-def _parameters(model: nnx.Module) -> dict[Path, Array]:
-    return dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
-
-
 def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
     """Raises where the forward pass has changed a parameter, other than to normalise it.
 
@@ -152,7 +148,7 @@ def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
         for path, module in nnx.iter_modules(model)
         if isinstance(module, norms)
     )
-    for path, new in _parameters(model).items():
+    for path, new in leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
         is_changed = new is not before.get(path, new) and is_computed(new)
         if is_changed and not path.startswith(normed):
             raise UnsupportedError(

@@ -281,11 +281,6 @@ class StepOptions:
         """Whether bits do not depend on how many ranks there are."""
         return self.deterministic == ELASTIC
 
-    @property
-    def holds(self) -> bool:
-        """Whether the state stays as it was from the first step that is not finite."""
-        return self.nonfinite is not None and self.nonfinite.holds
-
     def __post_init__(self) -> None:
         check_fields(self, "build_train_step")
 

@@ -19,7 +19,7 @@ from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World, is_on_paper, option_names, relative_of
-from ..parallel import Reduction, Strategy, map_experts, map_kernels
+from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings
 from .optimizer import DistributedUpdate, optimizer_for
 from .options import ELASTIC, StepOptions
@@ -381,6 +381,7 @@ class StepSpec:
         # Kernels first: where a layer has mapped attention over all axes already, nothing is left
         # for them to split.
         map_kernels(model, layout)
-        map_experts(model, layout)
+        if any(hasattr(module, MIX) for _, module in nnx.iter_modules(model)):
+            map_experts(model, layout)
         for layers in self.strategy.layers:
             layers(model, layout)

@@ -62,6 +62,8 @@ class TrainStep:
         self.world, self.options = spec.world, spec.options
         self.storage, self.compiler_options = spec.stored.storage, spec.compiler_options
         self.form, self._agreed = form, set[str]()
+        # Whether the state stays as it was from the first step that is not finite.
+        self._holds = bool(spec.options.nonfinite and spec.options.nonfinite.holds)
         self._last: weakref.ref[TrainState] | None = None
         self.layout: BatchLayout = BatchLayout.of(spec)
         self.abstract_state: TrainState = form.shapes
@@ -178,7 +180,7 @@ class TrainStep:
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
-        held = self._held(held) if self.options.holds else None
+        held = self._held(held) if self._holds else None
         if self.world.num_processes > 1:
             self._agree_on_program(state, placed, held)
         # How many steps it has taken is asked of the devices where it is not this step's.
@@ -382,9 +384,7 @@ class TrainStep:
 
     def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
         """The arguments of the step as shapes."""
-        held = (
-            jax.ShapeDtypeStruct((), bool, sharding=self.form.whole) if self.options.holds else None
-        )
+        held = jax.ShapeDtypeStruct((), bool, sharding=self.form.whole) if self._holds else None
         return self.form.placed_shapes, self.layout.abstract(batch, num_processes), held
 
 

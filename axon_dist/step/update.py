@@ -130,7 +130,8 @@ def undo_nonfinite(
     if options.scaler is not None:
         lost &= old.scaler.scale <= options.scaler.min_scale
     lost |= ~jnp.isfinite(loss)
-    if not options.holds:
+    assert options.nonfinite is not None
+    if not options.nonfinite.holds:
         return _update_if(~lost, new, old), lost
     lost = lost if held is None else lost | held
     return keep_if(~lost, new, old), lost

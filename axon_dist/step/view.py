@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
-from ..core.tree import is_key, paths_of
+from ..core.tree import is_key
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.linen import bridges_of
@@ -109,7 +109,7 @@ class ModelChanges:
         def adapt(model: nnx.Module) -> None:
             if also is not None:
                 also(model)
-            weights = paths_of(self.parts.weights)
+            weights = self.parts.shapes
             variables = {
                 "/".join(map(str, keys)): variable
                 for keys, variable in nnx.iter_graph(model)
