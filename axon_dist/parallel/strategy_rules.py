@@ -184,7 +184,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         StrategyConflictError,
         "strategy {strategy.name!r} is a pipeline, whose stages do different things at a time, "
         "and sends {what} around the ring of axis {axis!r}, which all must do together; {cure}",
-        lambda strategy, _: strategy.pipeline and _rings(strategy),
+        lambda strategy, _: strategy.pipeline and strategy.layers and _rings(strategy),
     ),
     _rule(
         "what goes round a ring is multiplied as it is",

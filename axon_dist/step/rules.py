@@ -53,8 +53,6 @@ def _residents(spec: StepSpec) -> Found:
 
 def _stage_experts(spec: StepSpec) -> Found:
     strategy, storage = spec.strategy, spec.stored.storage
-    if not strategy.resident:
-        return None
     assert storage.rows is not None
     axis = strategy.resident[0]
 
@@ -217,7 +215,7 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
         "be those of modules with these methods, as models.Experts, in blocks with parameters of "
         "equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp beside the "
         "pipeline; or leave the pipeline out",
-        _stage_experts,
+        lambda spec: _stage_experts(spec) if spec.strategy.resident else None,
     ),
     Requirement.row(
         "stages recompute their blocks",
@@ -225,7 +223,7 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
         "the stages of a pipeline recompute block by block, here {blocks}, and activation "
         "checkpointing names the classes {classes}; leave the classes out, or say them to the "
         "pipeline: classes=(...)",
-        _stage_classes,
+        lambda spec: _stage_classes(spec) if spec.strategy.remat else None,
     ),
 )
 """What a step of a pipeline must fulfil besides."""
