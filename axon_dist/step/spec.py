@@ -326,13 +326,9 @@ class StepSpec:
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
         """The same step with another loss for the parts of a batch, such as a weighed one.
 
-        What is derived is kept, the separator too: what it knows is about the user's loss.
+        The separator is kept: what it knows is about the user's loss.
         """
-        other = dataclasses.replace(self, loss_fn=loss_fn)
-        fields = {field.name for field in dataclasses.fields(self)}
-        derived = {name: x for name, x in self.__dict__.items() if name not in fields}
-        other.__dict__.update(derived)
-        return other
+        return self._changed("stored", "view", "separator", loss_fn=loss_fn)
 
     def with_shared(self, shared: PyTree) -> StepSpec:
         """The same step for batches with something beside their samples.
@@ -345,8 +341,14 @@ class StepSpec:
         key = shape_key(shared)
         if key not in self._for_shared:
             parts = dataclasses.replace(self.parts, shared=shapes_of(shared))
-            self._for_shared[key] = dataclasses.replace(self, parts=parts)
+            self._for_shared[key] = self._changed("stored", parts=parts)
         return self._for_shared[key]
+
+    def _changed(self, *kept: str, **changes: Any) -> StepSpec:
+        """A step with other fields, and what was found out that does not depend on these."""
+        other = dataclasses.replace(self, **changes)
+        vars(other).update({name: x for name, x in vars(self).items() if name in kept})
+        return other
 
     @cached_property
     def _for_shared(self) -> dict[Any, StepSpec]:
