@@ -142,15 +142,15 @@ class StateForm:
 
     def __init__(self, spec: StepSpec, source: Source, strategy: Strategy | None = None):
         self.spec, self.source = spec, source
-        parts, stored, mesh, offload = spec.parts, spec.stored, spec.mesh, spec.strategy.offload
+        parts, stored, mesh = spec.parts, spec.stored, spec.mesh
         self.whole = self.reported = NamedSharding(mesh, PartitionSpec())
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
         store, one = stored.storage.store, stored.storage.strategy
         state = jax.eval_shape(lambda w, b: self.around(store(w), b), parts.weights, parts.buffers)
         # Where one replica's parameters lie, trained and frozen.
         self._stored: tuple[Any, Any] = (
-            shardings(one.params, stored.params, mesh, offload.params),
-            shardings(one.params, stored.frozen, mesh, offload.params),
+            shardings(one.params, stored.params, mesh),
+            shardings(one.params, stored.frozen, mesh),
         )
         buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
         if parts.others and spec.reduction.sync_buffers:
@@ -171,17 +171,19 @@ class StateForm:
         self.owners = shardings(moments, rows, mesh)
         self.places: Any = TrainState(
             step=self.whole,  # type: ignore[arg-type]
-            params=shardings(strategy.params, rows, mesh, offload.params),
-            opt_state=optimizer_shardings(moments, rows, state.opt_state, mesh, offload.opt_state),
+            params=shardings(strategy.params, rows, mesh),
+            opt_state=optimizer_shardings(moments, rows, state.opt_state, mesh),
             buffers=jax.tree.map(lambda lies: NamedSharding(mesh, lies), buffers),
             scaler=jax.tree.map(lambda _: self.whole, state.scaler),
             frozen=self._stored[1],
             # Made shard by shard where the moments are, which are never less divided than
             # parameters.
-            ema=None
-            if state.ema is None
-            else shardings(moments, state.ema, mesh, offload.opt_state),
+            ema=None if state.ema is None else shardings(moments, state.ema, mesh),
         )
+        if spec.strategy.offload is not CPUOffload.NONE:
+            # Of replicas that train on their own nothing is offloaded.
+            self.places = _offloaded(self.places, spec.strategy.offload)
+            self._stored = self.places.params, self.places.frozen
         under, opt_state = f"under {strategy.name}", state.opt_state
         self.claims = Claims(
             explain(strategy.params, rows, mesh, f"parameters {under}"),
@@ -377,3 +379,15 @@ class StateForm:
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
         return self._factory()(given)
+
+
+def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:
+    """The same places, those of what is offloaded in the memory of the host."""
+    kinds = {"params": offload.params, "opt_state": offload.opt_state}
+    kinds |= {"frozen": offload.params, "ema": offload.opt_state}
+    moved = {
+        name: jax.tree.map(lambda place, to=kind: place.with_memory_kind(to), getattr(places, name))
+        for name, kind in kinds.items()
+        if kind is not None
+    }
+    return dataclasses.replace(places, **moved)
