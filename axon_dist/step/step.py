@@ -116,9 +116,7 @@ class TrainStep:
         """
         weights = {} if weights is None else weights
         WEIGHTS.check("init", "weights", weights)
-        state = self.form.born(weights)
-        self._last = weakref.ref(state)
-        return state
+        return self.form.born(weights)
 
     def _check(self, state: TrainState) -> None:
         """Whether a state is one of this step; its own last one is not looked at again."""
