@@ -131,7 +131,7 @@ MUTATIONS = (
     ),
     # Shards: which dim, how many, whose rows.
     row(
-        "sharding/policy.py", "(tiled(d), shape[d], -d)", "(tiled(d), -shape[d], -d)",
+        "sharding/policy.py", "(d in tiled, shape[d], -d)", "(tiled(d), -shape[d], -d)",
         "sharding/test_policy.py",
     ),
     row(

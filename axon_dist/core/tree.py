@@ -52,11 +52,21 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[Path, PyTree]]:
     return [(path_str(path), leaf) for path, leaf in found]
 
 
-def check_depth(tree: PyTree) -> None:
+_DEEPEST = 200
+
+
+def check_depth(
+    tree: PyTree, keys: tuple[object, ...] = (), seen: dict[int, int] | None = None
+) -> None:
     """Raises for dicts, lists and tuples too deep in each other, as in one that holds itself.
 
     JAX flattens by recursion in C++; where that ends for want of room, the process never has as
     much again (jax 0.12: every later trace is a `RecursionError`).
+
+    Args:
+        tree: any.
+        keys: where it stands in the tree that is looked at.
+        seen: how deep each node stands that was looked at; None at the root.
 
     Raises:
         ConfigError: saying how deep a tree can be.
@@ -69,26 +79,21 @@ def check_depth(tree: PyTree) -> None:
         axon_dist.core.errors.ConfigError: a tree has dicts, lists or tuples more than 200 deep in
         each other, at me/me/me/...; one that holds itself has no end: take it out
     """
-    if isinstance(tree, (dict, list, tuple)):
-        _descend(tree, (), {})
-
-
-_DEEPEST = 200
-
-
-def _descend(node: PyTree, keys: tuple[object, ...], seen: dict[int, int]) -> None:
+    if not isinstance(tree, (dict, list, tuple)):
+        return
     if len(keys) > _DEEPEST:
         raise ConfigError(
             f"a tree has dicts, lists or tuples more than {_DEEPEST} deep in each other, at "
             f"{'/'.join(map(str, keys[:3]))}/...; one that holds itself has no end: take it out"
         )
+    seen = {} if seen is None else seen
     # A node that several others share is looked at again only where it is deeper.
-    if seen.get(id(node), -1) >= len(keys):
+    if seen.get(id(tree), -1) >= len(keys):
         return
-    seen[id(node)] = len(keys)
-    for key, inner in node.items() if isinstance(node, dict) else enumerate(node):
+    seen[id(tree)] = len(keys)
+    for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(inner, (dict, list, tuple)):
-            _descend(inner, (*keys, key), seen)
+            check_depth(inner, (*keys, key), seen)
 
 
 def map_with_path(function: Function, tree: PyTree, *rest: PyTree) -> PyTree:
@@ -208,7 +213,7 @@ def bytes_per_device(tree: PyTree, where: Where | None = "device") -> int:
 def shard_bytes(leaf: Leaf) -> int:
     """Bytes of one array on the device that holds most of it, measured where there is an array."""
     if isinstance(leaf, jax.Array):
-        return max(device_bytes(leaf, None).values(), default=0)
+        return max((shard.data.nbytes for shard in leaf.addressable_shards), default=0)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 

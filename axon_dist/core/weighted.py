@@ -45,16 +45,6 @@ class Weighted:
         return self.total / self.weight
 
 
-def is_one(weight: object) -> bool:
-    """Whether a weight is the number 1, that of a plain mean, and no array.
-
-    Example:
-        >>> is_one(1.0), is_one(jax.numpy.ones(()))
-        (True, False)
-    """
-    return isinstance(weight, (int, float)) and weight == 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """Marks what all samples of a batch have in common, which is not cut with them.

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..core.checks import MODULE, NUMBER, ArgumentKind, check_fields, checked, is_dtype
+from ..core.checks import MODULE, NUMBER, ArgumentKind, check_fields, checked
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import has_64_bits
@@ -174,8 +174,11 @@ def floating_dtype(value: DTypeField, what: str) -> np.dtype:
     Raises:
         ConfigError: naming what it was for, what was got and what is valid.
     """
-    dtype = jnp.dtype(value) if is_dtype(value, jnp.floating) else None
-    # Dtypes of 8 bits hold products with separate scales, as `products="fp8"` has them.
+    try:
+        dtype = jnp.dtype(value)
+    except (TypeError, ValueError):
+        dtype = None
+    # Dtypes of 8 bits hold products with scales of their own, as `products="fp8"` has them.
     if dtype is None or dtype.name not in NAMES:
         raise ConfigError(
             f"{what} dtype is {value!r:.80}; it must be a floating-point dtype."

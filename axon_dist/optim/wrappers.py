@@ -169,20 +169,6 @@ def watched(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def metrics_of(opt_state: PyTree) -> dict[str, Array]:
-    """The metrics of the last step of a watched optimizer; none of any other.
-
-    Args:
-        opt_state: of any optimizer.
-    """
-
-    def is_watched(x: object) -> bool:
-        return isinstance(x, Watched)
-
-    states = jax.tree.leaves(opt_state, is_leaf=is_watched)
-    return {name: x for state in states if is_watched(state) for name, x in state.metrics.items()}
-
-
 def _judged(
     spikes: Spikes, state: Watched, seen: dict[str, Array]
 ) -> tuple[Array, dict[str, Average]]:

@@ -19,6 +19,7 @@ from .data import fsdp as fsdp
 from .data import local_sgd as local_sgd
 from .data import zero as zero
 from .expert import EXPERTS as EXPERTS
+from .expert import MIX as MIX
 from .expert import ByExperts as ByExperts
 from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel

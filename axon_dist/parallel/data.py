@@ -162,25 +162,17 @@ def zero(
             "an array must have samples of their own"
         )
     label = name or f"zero{int(stage)}"
-    split = LargestDim(over, min_elements, label)
-
-    def place(is_split):
-        return split if is_split else Replicate()
-
+    split, reduction = LargestDim(over, min_elements, label), reduction or Reduction()
+    if reduction.per is None and row.grads and not row.params:
+        # Once per microbatch, where that alone makes the stage.
+        reduction = dataclasses.replace(reduction, per="microbatch")
     return Strategy(
         label,
         batch_axes=axes,
-        params=place(row.params),
-        opt_state=place(row.opt_state),
-        reduction=_said(reduction or Reduction(), row),
+        params=split if row.params else Replicate(),
+        opt_state=split if row.opt_state else Replicate(),
+        reduction=reduction,
     )
-
-
-def _said(reduction: Reduction, row: Split) -> Reduction:
-    """The reduction, once per microbatch where that alone makes the stage."""
-    if reduction.per is not None or not row.grads or row.params:
-        return reduction
-    return dataclasses.replace(reduction, per="microbatch")
 
 
 class ShardingStrategy(NamedChoice):

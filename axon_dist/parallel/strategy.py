@@ -183,7 +183,8 @@ class Strategy:
 
         Gradients are sums over all of these.
         """
-        return (*self.batch_axes, *_position_axes([self]))
+        positions = (layers.axes for layers in self.layers if layers.splits_positions)
+        return (*self.batch_axes, *(axis for axes in positions for axis in axes))
 
     @property
     def axes(self) -> frozenset[str]:
@@ -358,10 +359,8 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
         stacks: the paths of the modules whose leaves have a row for each of many layers.
 
     Returns:
-        The strategy; itself where nothing is stacked.
+        The strategy.
     """
-    if not stacks:
-        return strategy
     return dataclasses.replace(
         strategy,
         params=rows_alike(strategy.params, stacks),
@@ -403,14 +402,10 @@ def _merged(policies: Sequence[Policy]) -> Policy:
     return Merge(tuple(saying))
 
 
-def _position_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
-    every = (layers for part in parts for layers in part.layers if layers.splits_positions)
-    return tuple(axis for layers in every for axis in layers.axes)
-
-
 def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
     axes: dict[str, str] = {}
-    of_positions = _position_axes(parts)
+    layers = (one for part in parts for one in part.layers if one.splits_positions)
+    of_positions = {axis for one in layers for axis in one.axes}
     for part in parts:
         for axis in part.batch_axes:
             if axis in of_positions:

@@ -61,14 +61,12 @@ def _lacking(axes: Iterable[str], world: World) -> Mapping[str, str] | None:
     return None if missing is None else {"axis": missing, "near": did_you_mean(missing, names)}
 
 
-def _within(strategy: Strategy) -> tuple[str, ...]:
-    """The axes that split layers."""
-    return tuple(axis for layers in strategy.layers for axis in layers.axes)
-
-
-def _arrays(strategy: Strategy) -> tuple[str, ...]:
-    """The axes that split arrays."""
-    return (*strategy.params.split_axes, *strategy.opt_state.split_axes)
+def _split(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
+    """The axes of a mesh that split layers, and those that split arrays."""
+    return {
+        "layers": tuple(axis for layers in strategy.layers for axis in layers.axes),
+        "arrays": (*strategy.params.split_axes, *strategy.opt_state.split_axes),
+    }
 
 
 def _rings(strategy: Strategy, positions: bool = True) -> Mapping[str, str] | None:
@@ -104,14 +102,14 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         MeshError,
         "strategy {strategy.name!r} splits layers over axis {axis!r}, which mesh {mesh} "
         "lacks.{near}",
-        lambda strategy, world: _lacking(_within(strategy), world),
+        lambda strategy, world: _lacking(_split(strategy)["layers"], world),
     ),
     _rule(
         "the axes of the arrays exist",
         MeshError,
         "strategy {strategy.name!r} splits arrays over axis {axis!r}, which mesh {mesh} "
         "lacks.{near}",
-        lambda strategy, world: _lacking(_arrays(strategy), world),
+        lambda strategy, world: _lacking(_split(strategy)["arrays"], world),
     ),
     _rule(
         "nothing is split over the axis between replicas",
@@ -120,7 +118,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "nothing to each other for many steps, and splits arrays over it; split them over "
         "another axis of the mesh",
         lambda strategy, _: (
-            strategy.slow and strategy.slow.axis in _arrays(strategy) + _within(strategy)
+            strategy.slow and any(strategy.slow.axis in axes for axes in _split(strategy).values())
         ),
     ),
     _rule(
@@ -165,7 +163,10 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     ),
     Requirement(
         "there is host memory to offload to",
-        lambda placed: check_offload(placed.strategy.offload, placed.world),
+        lambda placed: (
+            placed.strategy.offload is not CPUOffload.NONE
+            and check_offload(placed.strategy.offload, placed.world)
+        ),
     ),
     Requirement(
         "the pipeline fits its axis",
@@ -183,7 +184,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         StrategyConflictError,
         "strategy {strategy.name!r} is a pipeline, whose stages do different things at a time, "
         "and sends {what} around the ring of axis {axis!r}, which all must do together; {cure}",
-        lambda strategy, _: strategy.pipeline and _rings(strategy),
+        lambda strategy, _: strategy.pipeline and strategy.layers and _rings(strategy),
     ),
     _rule(
         "what goes round a ring is multiplied as it is",
@@ -219,7 +220,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "rank of which computes its part alone, and leaves axis {axis!r} to the compiler; leave "
         "split_vocabulary out, for tensor parallelism splits the head already, or use data "
         "parallelism beside the pipeline",
-        _not_over_stages,
+        lambda strategy, world: strategy.pipeline and _not_over_stages(strategy, world),
     ),
     _rule(
         "stages keep the statistics of all ranks",

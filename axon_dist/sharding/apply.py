@@ -244,6 +244,7 @@ class LeafDecision:
         dtype: its element type.
         bytes: bytes of the whole array.
         ways: into how many shards it is cut.
+        bytes_per_device: bytes of one shard.
         decision: the spec, the rule that decided, and why.
     """
 
@@ -252,17 +253,13 @@ class LeafDecision:
     dtype: str
     bytes: int
     ways: int
+    bytes_per_device: int
     decision: Decision
 
     @property
     def spec(self) -> PartitionSpec:
         """The PartitionSpec."""
         return self.decision.spec
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes of one shard."""
-        return self.bytes // self.ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +384,8 @@ def explain_optimizer(
 def _row(path: Path, leaf: Leaf, decision: Decision, mesh: HasShape) -> LeafDecision:
     size = math.prod(leaf.shape) * leaf.dtype.itemsize
     ways = shard_count(decision.spec, mesh)
-    return LeafDecision(path, tuple(leaf.shape), str(leaf.dtype), size, ways, decision)
+    shape, dtype = tuple(leaf.shape), str(leaf.dtype)
+    return LeafDecision(path, shape, dtype, size, ways, size // ways, decision)
 
 
 def _spec_of(leaf: Leaf) -> str:

@@ -110,7 +110,7 @@ class Replicate(Policy):
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
         """Decides `PartitionSpec()`."""
-        return Decision(PartitionSpec(), self.name, "replicated")
+        return Decision(PartitionSpec(), self.label, "replicated")
 
 
 TILE, LARGE = 8, 2**20
@@ -171,23 +171,20 @@ class LargestDim(Policy):
         elements = math.prod(shape)
         if elements < self.min_elements:
             why = f"{elements} elements are fewer than min_elements={self.min_elements}"
-            return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
+            return Decision(PartitionSpec(), self.label, f"stays whole: {why}")
         used = [axis for axis in self.axes if axis in spec_axes(taken)]
         if used:
             why = f"{taken} splits it over {'×'.join(used)} already"
-            return Decision(PartitionSpec(), self.name, why)
+            return Decision(PartitionSpec(), self.label, why)
         free = [dim for dim in range(len(shape)) if not axes_of(taken, dim)]
         divisible = [dim for dim in free if shape[dim] % count == 0]
         if not divisible:
             why = f"no free dim of {shape} divides by {'×'.join(self.axes)}={count}"
-            return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
-
-        def tiled(d):
-            return elements >= LARGE and shape[d] // count % TILE == 0
-
-        dim = max(divisible, key=lambda d: (tiled(d), shape[d], -d))
+            return Decision(PartitionSpec(), self.label, f"stays whole: {why}")
+        tiled = {d for d in divisible if elements >= LARGE and shape[d] // count % TILE == 0}
+        dim = max(divisible, key=lambda d: (d in tiled, shape[d], -d))
         spec = PartitionSpec(*(None,) * dim, self.axes)
-        return Decision(spec, self.name, f"dim {dim} of {shape} split {count} ways")
+        return Decision(spec, self.label, f"dim {dim} of {shape} split {count} ways")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +218,8 @@ class ByRule(Policy):
         for pattern, spec in self.rules:
             if re.search(pattern, path):
                 check_divides(path, shape, spec, mesh)
-                return Decision(spec, self.name, f"matches {pattern!r}")
-        return Decision(PartitionSpec(), self.name, "no rule matches")
+                return Decision(spec, self.label, f"matches {pattern!r}")
+        return Decision(PartitionSpec(), self.label, "no rule matches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,7 +472,7 @@ class FromMetadata(Policy):
         every = (axes_of(written, dim) for dim in range(len(written)))
         spec = spec_of(tuple(axis for axis in axes if axis in mesh.shape) for axes in every)
         check_divides(path, shape, spec, mesh)
-        return Decision(spec, self.name, f"annotated {written}" if written else "not annotated")
+        return Decision(spec, self.label, f"annotated {written}" if written else "not annotated")
 
 
 def annotations_of(model: nnx.Module) -> tuple[tuple[Path, PartitionSpec], ...]:

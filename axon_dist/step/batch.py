@@ -148,7 +148,7 @@ class BatchLayout:
         """The layout of the batches of a step."""
         axes, pad = spec.strategy.batch_axes, spec.options.pad
         padding = None if pad is None else Padding(pad, spec)
-        shares = spec.world.num_batch_shares(axes)
+        shares = spec.world.num_batch_shares(axes) if spec.world.num_processes > 1 else 1
         shards = spec.options.logical_shards or 1
         return cls(spec.mesh, axes, spec.num_microbatches, shares, padding, shards)
 
@@ -329,28 +329,26 @@ def check_leaves(batch: Batch) -> None:
         what = "None" if batch is None else f"an empty {type(batch).__name__}"
         raise ConfigError(f"the batch is {what}; give arrays, as in " + '{"x": ..., "y": ...}')
     for path, leaf in leaves:
-        if not isinstance(leaf, Shared):
-            _check_leaf(f"leaf {path!r} of the batch" if path else "the batch", leaf)
-
-
-def _check_leaf(where: str, leaf: Any) -> None:
-    if (problem := problem_of(leaf)) is not None:
-        raise DTypeError(f"{where} {problem}")
-    if isinstance(leaf, jax.Array):
-        return
-    is_number = isinstance(leaf, (int, float, complex, bool))
-    if not (is_number or hasattr(leaf, "__array__") or isinstance(leaf, jax.ShapeDtypeStruct)):
-        raise ConfigError(
-            f"{where} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
-            "one batch of them, not what makes batches"
-        )
-    if isinstance(leaf, np.ndarray):
-        if leaf.dtype.kind in "OSUMmV":
+        where = f"leaf {path!r} of the batch" if path else "the batch"
+        if isinstance(leaf, Shared):
+            continue
+        if (problem := problem_of(leaf)) is not None:
+            raise DTypeError(f"{where} {problem}")
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)):
+            continue
+        if not hasattr(leaf, "__array__"):
             raise ConfigError(
-                f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
-                "token ids"
+                f"{where} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
+                "one batch of them, not what makes batches"
             )
-        check_32_bits(where, leaf)
+        if isinstance(leaf, np.ndarray):
+            if leaf.dtype.kind in "OSUMmV":
+                raise ConfigError(
+                    f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
+                    "token ids"
+                )
+            if leaf.dtype.itemsize >= 8:
+                check_32_bits(where, leaf)
 
 
 def samples_of(batch: Batch) -> int:

@@ -27,11 +27,11 @@ from ..sharding import FromMetadata, annotations_of
 from .batch import unwrapped
 from .options import StepKeywords, StepOptions, check_arguments, is_told_step, options_of
 from .parts import ModelLike, ModelParts, stored_as, take_apart
-from .replicas import form_of
+from .replicas import ReplicaForm
 from .rules import check_rules
 from .spec import StepSpec
+from .state_form import StateForm
 from .step import TrainStep
-from .view import warn_of_statistics
 
 
 def strategy_for(
@@ -67,9 +67,11 @@ def strategy_for(
     chosen = dataclasses.replace(merged, reduction=reduction)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
-    chosen = per_layer(chosen, frozenset(parts.stacks))
-    stored = parts.dtype if chosen.precision is None else chosen.precision.param
-    return with_masters(chosen, parts.frozen_paths, stored)
+    if parts.stacks:
+        chosen = per_layer(chosen, frozenset(parts.stacks))
+    if chosen.precision is None:
+        return chosen
+    return with_masters(chosen, parts.frozen_paths, chosen.precision.param)
 
 
 def build_train_step(
@@ -153,14 +155,14 @@ def build_train_step(
     scales = chosen.precision is not None and chosen.precision.needs_scaling
     chosen_options = options_of(options, keywords, scales)
     parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
-    parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
+    if chosen.precision is not None or frozen_dtype is not None:
+        parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
     example = None if batch is None else unwrapped(batch)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, chosen_options, batch=example)
     check_rules(spec)
-    if spec.num_microbatches > 1:
-        warn_of_statistics(parts.abstract, spec.num_microbatches)
-    step = TrainStep(spec, form_of(spec, source))
+    form = (StateForm if chosen.slow is None else ReplicaForm)(spec, source)
+    step = TrainStep(spec, form)
     if batch is not None:
         step.check(batch)
     return step

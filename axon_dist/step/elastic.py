@@ -174,11 +174,11 @@ def elastic_update(
     Returns:
         The next parameters, laid as their moments, and the next state.
     """
-    policy, mesh = spec.storage.strategy.opt_state, spec.mesh
-    found = spec.owners, optimizer_shardings(policy, spec.stored_shapes, state, mesh)
+    policy, mesh = spec.stored.storage.strategy.opt_state, spec.mesh
+    found = spec.stored.owners, optimizer_shardings(policy, spec.stored.params, state, mesh)
     owners, moments = jax.tree.map(lambda place: place.spec, found)
 
-    update = functools.partial(updated, spec.stored_optimizer.update)
+    update = functools.partial(updated, spec.stored.update.optimizer.update)
     alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
     return alone(grads, state, params, loss)
 
@@ -301,7 +301,7 @@ _WIDE = 32
 
 
 def _of_update(spec: StepSpec) -> Obstacle:
-    name = mixing_in(spec.distributed.program)
+    name = mixing_in(spec.stored.update.program)
     if name is None:
         return None
     return (

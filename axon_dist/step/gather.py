@@ -77,7 +77,8 @@ class GlobalGather:
     def forward(self, weight: Array) -> Array:
         """Returns the gathered weight, its gradient left to the compiler."""
         lies, full = self._place(self.own, weight), self._place(self.full, weight)
-        found = _constrain(_constrain(weight, lies), full)
+        found = jax.lax.with_sharding_constraint(weight, lies)
+        found = jax.lax.with_sharding_constraint(found, full)
         return jax.lax.optimization_barrier(found) if self.in_loop else found
 
     def backward(self, gradient: Array) -> Array:
@@ -85,11 +86,11 @@ class GlobalGather:
         if self.grad is None:
             return gradient
         if self.in_loop:
-            gradient = _constrain(gradient, self._place(self.full, gradient))
-        return _constrain(gradient, self._place(self.grad, gradient))
+            gradient = jax.lax.with_sharding_constraint(gradient, self._place(self.full, gradient))
+        return jax.lax.with_sharding_constraint(gradient, self._place(self.grad, gradient))
 
     def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
-        return NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
+        return NamedSharding(self.mesh, PartitionSpec(*tuple(spec)[self.ndim - weight.ndim :]))
 
     def beside(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
@@ -120,7 +121,7 @@ class LocalGather:
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
-        spec = _tail(self.spec, self.ndim - weight.ndim)
+        spec = PartitionSpec(*tuple(self.spec)[self.ndim - weight.ndim :])
         if not self.has_grad:
             return all_gather_by(weight, spec)
         gather = jax.custom_vjp(lambda w: all_gather_by(w, spec))
@@ -200,7 +201,7 @@ class ReduceHeld:
 
     def __call__(self, held: Held) -> Array:
         """Returns the weight; to be called once for each, or sums would count more than once."""
-        spec = _tail(self.spec, self.ndim - held.weight.ndim)
+        spec = PartitionSpec(*tuple(self.spec)[self.ndim - held.weight.ndim :])
         # Rules that close over values of a trace are different for each weight.
         dtype = held.slot.dtype
 
@@ -224,7 +225,7 @@ def global_gather(
         is_whole: whether trained weights are whole already, and only gradients move.
         looped: the weights that a loop reads in every turn.
     """
-    strategy, mesh, shape = spec.strategy, spec.mesh, spec.parts.shape_of(path)
+    strategy, mesh, shape = spec.strategy, spec.mesh, spec.parts.shapes[path]
     gathered_over = {*strategy.data_axes} - {*strategy.resident}
     own = strategy.params(path, shape, mesh)
     full = only_axes(own, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
@@ -237,7 +238,7 @@ def global_gather(
 def local_gather(spec: StepSpec, path: Path) -> LocalGather:
     """How a weight is gathered where each rank of the batch axes differentiates its samples."""
     own, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
-    has_grad, ndim = path not in spec.parts.frozen_paths, len(spec.parts.shape_of(path))
+    has_grad, ndim = path not in spec.parts.frozen_paths, len(spec.parts.shapes[path])
     return LocalGather(own, axes, spec.reduction.dtype, ndim, has_grad)
 
 
@@ -245,12 +246,12 @@ def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
     """How the gradients that ranks hold back are reduced; None for a weight without one."""
     if path in spec.parts.frozen_paths:
         return None
-    owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shape_of(path))
+    owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shapes[path])
     return ReduceHeld(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
 
 
 def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
-    lies = policy(path, spec.parts.shape_of(path), spec.mesh)
+    lies = policy(path, spec.parts.shapes[path], spec.mesh)
     return only_axes(lies, spec.strategy.batch_axes)
 
 
@@ -286,7 +287,7 @@ def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
     splits = axes.intersection(strategy.params.split_axes)
     if splits and all(mesh.shape[axis] == 1 for axis in splits):
         return True
-    places = (strategy.params(path, spec.parts.shape_of(path), mesh) for path in paths)
+    places = (strategy.params(path, spec.parts.shapes[path], mesh) for path in paths)
     return any(not axes.isdisjoint(spec_axes(place)) for place in places)
 
 
@@ -344,14 +345,6 @@ def remake_in_backward(primitive: Primitive, *operands: Any, **__: Any) -> bool:
     if primitive.name in COMPARES:
         return any(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
     return primitive.name not in GATHERED and primitive.name not in EACH | MOVES
-
-
-def _tail(spec: PartitionSpec, leading: int) -> PartitionSpec:
-    return PartitionSpec(*tuple(spec)[leading:])
-
-
-def _constrain(value: Array, place: Any) -> Array:
-    return jax.lax.with_sharding_constraint(value, place)
 
 
 def reduce_tree(

@@ -19,7 +19,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
-from ..core.weighted import Weighted, is_one
+from ..core.weighted import Weighted
 from ..jaxpr.pieces import read_in_loops
 from ..ops.linear_loss import BEFORE_HEAD
 from .gather import global_gather
@@ -33,6 +33,7 @@ from .objective import (
     forward_of,
     gradient_means,
     gradient_sums,
+    is_one,
     mean_loss,
     weighed_metrics,
 )
@@ -48,7 +49,7 @@ def global_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult
         given: parameters, buffers, batch and scale.
     """
     params, frozen, buffers, batch, scale = given
-    count, once = spec.num_microbatches, spec.strategy.gathers_once
+    count, once, owners = spec.num_microbatches, spec.strategy.gathers_once, spec.stored.owners
     looped: frozenset[Path] = frozenset()
     if spec.strategy.splits:
         # As recurrent layers read their weights: in every turn.
@@ -61,23 +62,20 @@ def global_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult
             lambda path, weight: global_gather(spec, path).forward(weight), spec.view.cast(params)
         )
     if count == 1:
-        found = gradient_means(forward, scale)(params, buffers, batch)
-        return found._replace(grads=_at_owners(spec, found.grads))
+        found = gradient_means(forward, params, buffers, batch, scale)
+        grads = jax.lax.with_sharding_constraint(found.grads, owners)
+        return found._replace(grads=grads)
     sums, buffers = accumulate(
         gradient_sums(forward, scale=scale, parts=count),
         params,
         buffers,
         batch,
         count,
-        constrain=functools.partial(_at_owners, spec),
+        constrain=lambda grads: jax.lax.with_sharding_constraint(grads, owners),
         drawing=draws_of(spec, batch),
     )
     grads, metrics = sums.means()
-    return GradientResult(_at_owners(spec, grads), metrics, buffers)
-
-
-def _at_owners(spec: StepSpec, grads: PyTree) -> PyTree:
-    return jax.lax.with_sharding_constraint(grads, spec.owners)
+    return GradientResult(jax.lax.with_sharding_constraint(grads, owners), metrics, buffers)
 
 
 def global_forward(

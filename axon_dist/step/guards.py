@@ -87,9 +87,8 @@ def trace(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Traced:
 
 
 def jit_of(spec: StepSpec) -> Function:
-    """`jax.jit`, guarded where the compiler partitions code that only one stage's devices run."""
-    if spec.strategy.pipeline is None:
-        return jax.jit
+    """`jax.jit` of a pipeline, guarded where the compiler partitions what only one stage runs."""
+    assert spec.strategy.pipeline is not None
     by_hand = {spec.strategy.pipeline.axis, *spec.strategy.batch_axes}
     left = [axis for axis, size in spec.mesh.shape.items() if size > 1 and axis not in by_hand]
     return (lambda *args, **to: DeadlockGuard(jax.jit(*args, **to))) if left else jax.jit

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from ..jaxpr.linen import bridges_of
 from ..jaxpr.pieces import read_once, read_outside_units
 from ..jaxpr.randomness import without_rank
 from ..jaxpr.units import is_inside
-from ..sharding import Policy, spec_axes, specs
+from ..sharding import spec_axes, specs
 from .gather import (
     Held,
     all_gather_by,
@@ -169,34 +168,33 @@ class LocalPlan:
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         drawing: what its microbatches draw; None where nothing is drawn.
+
+    Attributes:
+        axes: the axes that are manual.
+        param_specs: where the trained parameters lie, the manual axes alone.
+        frozen_specs: where the frozen parameters lie, likewise.
+        owner_specs: where the moments of the trained parameters lie, likewise.
     """
 
     spec: StepSpec
     drawing: Draws | None
+    axes: tuple[str, ...] = dataclasses.field(init=False)
+    param_specs: PyTree = dataclasses.field(init=False)
+    frozen_specs: PyTree = dataclasses.field(init=False)
+    owner_specs: PyTree = dataclasses.field(init=False)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that are manual."""
-        return self.spec.strategy.batch_axes
-
-    @cached_property
-    def param_specs(self) -> PyTree:
-        """Where the trained parameters lie, the manual axes alone."""
-        return self._specs(self.spec.strategy.params, self.spec.parts.params)
-
-    @cached_property
-    def frozen_specs(self) -> PyTree:
-        """Where the frozen parameters lie, the manual axes alone."""
-        return self._specs(self.spec.storage.strategy.params, self.spec.parts.kept)
-
-    @cached_property
-    def owner_specs(self) -> PyTree:
-        """Where the moments of the parameters lie, the manual axes alone."""
-        return self._specs(self.spec.strategy.opt_state, self.spec.parts.params)
-
-    def _specs(self, policy: Policy, shapes: PyTree) -> PyTree:
-        whole = specs(policy, shapes, self.spec.mesh)
-        return jax.tree.map(lambda spec: only_axes(spec, self.axes), whole)
+    def __post_init__(self) -> None:
+        parts, strategy, axes = self.spec.parts, self.spec.strategy, self.spec.strategy.batch_axes
+        object.__setattr__(self, "axes", axes)
+        laid = {
+            "param_specs": (strategy.params, parts.params),
+            "frozen_specs": (self.spec.stored.storage.strategy.params, parts.kept),
+            "owner_specs": (strategy.opt_state, parts.params),
+        }
+        for name, (policy, shapes) in laid.items():
+            whole = specs(policy, shapes, self.spec.mesh)
+            lies = jax.tree.map(lambda spec: only_axes(spec, axes), whole)
+            object.__setattr__(self, name, lies)
 
     def run(
         self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
@@ -384,7 +382,7 @@ def check_reads(spec: StepSpec, batch: Batch) -> None:
     jaxpr = spec.separator.program(shapes, samples // spec.num_ranks).jaxpr
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
-        own = spec.strategy.params(path, spec.parts.shape_of(path), spec.mesh)
+        own = spec.strategy.params(path, spec.parts.shapes[path], spec.mesh)
         unit = next((unit for unit in spec.view.units if is_inside(path, unit)), None)
         if unit is not None and spec_axes(only_axes(own, spec.strategy.batch_axes)):
             raise UnsupportedError(

@@ -26,7 +26,7 @@ from ..core.compat import outside_meshes
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, shape_key
 from ..core.typing import Array, Batch, LossFn, Path, PyTree
-from ..core.weighted import Weighted, is_one
+from ..core.weighted import Weighted
 from ..jaxpr.pieces import Ending
 from ..jaxpr.sample_values import OutputUse, SampleUse, Use, Why, use_of
 from ..jaxpr.samples import RANKS, follow_samples
@@ -39,6 +39,7 @@ from .objective import (
     Prepare,
     evaluate,
     forward_of,
+    is_one,
     mean_loss,
 )
 from .parts import ModelParts

@@ -18,7 +18,7 @@ from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
-from ..core.weighted import Weighted, is_one
+from ..core.weighted import Weighted
 from ..ops.precision import wide
 from .options import LOSS_SCALE, METRICS
 from .parts import SHARED, STEP, ModelParts, own_and_given
@@ -96,7 +96,7 @@ def evaluate(
     model = parts.merge(params, buffers)
     if prepare is not None:
         prepare(model)
-    before = _parameters(model)
+    before = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
     told = {"step": buffers[STEP]} if STEP in buffers else {}
     batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
     returned = _called(loss_fn, model, batch, told)
@@ -136,10 +136,6 @@ def evaluate(
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
 
 
-def _parameters(model: nnx.Module) -> dict[Path, Array]:
-    return dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
-
-
 def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
     """Raises where the forward pass has changed a parameter, other than to normalise it.
 
@@ -152,7 +148,7 @@ def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
         for path, module in nnx.iter_modules(model)
         if isinstance(module, norms)
     )
-    for path, new in _parameters(model).items():
+    for path, new in leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
         is_changed = new is not before.get(path, new) and is_computed(new)
         if is_changed and not path.startswith(normed):
             raise UnsupportedError(
@@ -261,6 +257,16 @@ class GradientResult(NamedTuple):
     grads: PyTree
     metrics: dict[str, Array]
     buffers: PyTree
+
+
+def is_one(weight: object) -> bool:
+    """Whether a weight is the number 1, that of a plain mean, and no array.
+
+    Example:
+        >>> is_one(1.0), is_one(jnp.ones(()))
+        (True, False)
+    """
+    return isinstance(weight, (int, float)) and weight == 1
 
 
 def mean_loss(loss: Weighted) -> Array:
@@ -379,26 +385,25 @@ def gradient_sums(
 
 
 def gradient_means(
-    forward: Forward, scale: Array | None = None
-) -> Callable[[PyTree, PyTree, Batch], GradientResult]:
-    """Makes the function that differentiates the mean loss of a whole batch, unweighed.
+    forward: Forward, params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None = None
+) -> GradientResult:
+    """Differentiates the mean loss of a whole batch, unweighed.
 
     Args:
         forward: the forward pass.
+        params: what it is differentiated by.
+        buffers: before the batch.
+        batch: what the loss function takes.
         scale: what the loss is multiplied by on the way back.
 
     Returns:
-        A function of (params, buffers, batch) giving float32 gradients, metrics, new buffers.
+        float32 gradients, metrics, new buffers.
     """
     differentiate = _differentiated(forward, lambda loss: loss.weight, scale, mean_loss)
-
-    def means(params: PyTree, buffers: PyTree, batch: Batch) -> GradientResult:
-        (_, outcome), grads = differentiate(params, buffers, batch)
-        numbers = {"loss": outcome.loss, **outcome.metrics}
-        metrics = {n: mean_loss(x) if isinstance(x, Weighted) else x for n, x in numbers.items()}
-        return GradientResult(jax.tree.map(wide, grads), metrics, outcome.buffers)
-
-    return means
+    (_, outcome), grads = differentiate(params, buffers, batch)
+    numbers = {"loss": outcome.loss, **outcome.metrics}
+    metrics = {n: mean_loss(x) if isinstance(x, Weighted) else x for n, x in numbers.items()}
+    return GradientResult(jax.tree.map(wide, grads), metrics, outcome.buffers)
 
 
 def _differentiated(

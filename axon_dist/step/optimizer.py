@@ -213,6 +213,11 @@ class DistributedUpdate:
         param_policy: where parameters lie.
         state_policy: where their gradients and moments lie.
         mesh: the devices.
+
+    Attributes:
+        program: the update as a program of gradients, state, parameters and loss.
+        results: the shapes of the updates, and of the next state.
+        needs_matrices: whether the optimizer needs matrices whole, which are then distributed.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -221,28 +226,21 @@ class DistributedUpdate:
     param_policy: Policy
     state_policy: Policy
     mesh: Mesh
+    program: ClosedJaxpr = dataclasses.field(init=False)
+    results: PyTree = dataclasses.field(init=False)
+    needs_matrices: bool = dataclasses.field(init=False)
 
-    @cached_property
-    def _traced(self) -> tuple[ClosedJaxpr, PyTree]:
-        """The update as a program, and the shapes that it returns."""
+    def __post_init__(self) -> None:
+        update = self.optimizer.update
         trace = jax.make_jaxpr(
-            lambda grads, state, params, loss: self.optimizer.update(
-                grads, state, params, value=loss
-            ),
+            lambda grads, state, params, loss: update(grads, state, params, value=loss),
             return_shape=True,
         )
         loss = jax.ShapeDtypeStruct((), jnp.float32)
-        return trace(self.params, self.state, self.params, loss)
-
-    @property
-    def program(self) -> ClosedJaxpr:
-        """The update as a program of gradients, state, parameters and loss."""
-        return self._traced[0]
-
-    @cached_property
-    def needs_matrices(self) -> bool:
-        """Whether the optimizer needs matrices whole, which are then distributed."""
-        return has_matrices(self.program)
+        program, results = trace(self.params, self.state, self.params, loss)
+        object.__setattr__(self, "program", program)
+        object.__setattr__(self, "results", results)
+        object.__setattr__(self, "needs_matrices", has_matrices(program))
 
     @cached_property
     def _places(self) -> tuple[PartitionSpec, ...]:
@@ -288,10 +286,9 @@ class DistributedUpdate:
         """
         if not self.needs_matrices or self.mesh.size == 1:
             return self.optimizer.update(grads, state, params, value=value)
-        program, shapes = self._traced
         leaves = jax.tree.leaves((grads, state, params, value.astype(jnp.float32)))
-        results = run_with_calls(program, leaves, self._run)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        results = run_with_calls(self.program, leaves, self._run)
+        return jax.tree.unflatten(jax.tree.structure(self.results), results)
 
     def _run(self, calls: Sequence[RowCall]) -> list[Array]:
         results: dict[int, Array] = {}

@@ -281,11 +281,6 @@ class StepOptions:
         """Whether bits do not depend on how many ranks there are."""
         return self.deterministic == ELASTIC
 
-    @property
-    def holds(self) -> bool:
-        """Whether the state stays as it was from the first step that is not finite."""
-        return self.nonfinite is not None and self.nonfinite.holds
-
     def __post_init__(self) -> None:
         check_fields(self, "build_train_step")
 
@@ -310,16 +305,12 @@ class StepOptions:
                 f"ema is {self.ema}; it must be the decay of the average, at least 0 and below 1, "
                 "such as 0.999, or None not to average"
             )
-        self._check_deterministic()
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")
-
-    def _check_deterministic(self) -> None:
         shards = self.logical_shards
-        if shards is None and not self.is_elastic:
-            return
-        if not self.is_elastic or shards is None or shards < 1 or shards & (shards - 1):
+        is_power = shards is not None and shards > 0 and not shards & (shards - 1)
+        if not (is_power if self.is_elastic else shards is None):
             raise ConfigError(
                 f"logical_shards is {shards!r}, and deterministic is {self.deterministic!r}; "
                 f"deterministic={ELASTIC!r} needs logical_shards, a power of two such as 8, and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, TypeAlias, Union, cast
 
@@ -73,11 +73,14 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
             )
         pattern = re.compile(trainable)
         return lambda keys, variable: (
-            isinstance(variable, nnx.Param) and pattern.search(_path(keys)) is not None
+            isinstance(variable, nnx.Param) and pattern.search("/".join(map(str, keys))) is not None
         )
-    is_predicate = callable(trainable) and takes(trainable, "keys", "variable")
-    is_filter = is_predicate or trainable is ... or isinstance(trainable, bool)
-    if not (issubclass(trainable, nnx.Variable) if isinstance(trainable, type) else is_filter):
+    if isinstance(trainable, type):
+        is_filter = issubclass(trainable, nnx.Variable)
+    else:
+        is_predicate = callable(trainable) and takes(trainable, "keys", "variable")
+        is_filter = is_predicate or trainable is ... or isinstance(trainable, bool)
+    if not is_filter:
         raise ConfigError(
             f"trainable={trainable!r}; give a type of Variable such as nnx.LoRAParam, a regular "
             "expression of paths such as 'head', a predicate (keys, variable), or a tuple of these"
@@ -95,15 +98,13 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
     Raises:
         ConfigError: naming the choice and what there is, or the Variable.
     """
-    if trainable is nnx.Param:
-        return
     flat = nnx.to_flat_state(nnx.state(model))
     for one in trainable if isinstance(trainable, (tuple, list)) else (trainable,):
         is_trained = trainable_filter(one)
         found = [(keys, variable) for keys, variable in flat if is_trained(keys, variable)]
         if not found:
             kinds = sorted({type(variable).__name__ for _, variable in flat})
-            paths = [_path(k) for k, v in flat if isinstance(v, nnx.Param)]
+            paths = ["/".join(map(str, k)) for k, v in flat if isinstance(v, nnx.Param)]
             more = f", ... ({len(paths)} in all)" if len(paths) > 8 else ""
             raise ConfigError(
                 f"trainable={_words(one)} finds nothing in the model, which has Variables of the "
@@ -113,7 +114,7 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
         for keys, variable in found:
             if isinstance(variable, STATE):
                 raise ConfigError(
-                    f"trainable={_words(one)} takes in {_path(keys)!r}, an "
+                    f"trainable={_words(one)} takes in {'/'.join(map(str, keys))!r}, an "
                     f"nnx.{type(variable).__name__} that the forward pass changes itself; leave "
                     f"such state out: nnx.All({_words(one)}, nnx.Param)"
                 )
@@ -139,10 +140,6 @@ def frozen_as(dtype: DTypeLike, frozen: PyTree) -> Any:
     except (TypeError, ValueError):
         is_int8 = False
     return INT8 if is_int8 else floating_dtype(dtype, "frozen")
-
-
-def _path(keys: Iterable[Any]) -> Path:
-    return "/".join(map(str, keys))
 
 
 def _words(trainable: Any) -> str:
@@ -179,6 +176,15 @@ class ModelParts:
             are as large as their maker likes.
         int8: the frozen parameters that the state keeps in eight bits, by path; `frozen` and
             `weights` describe them as the model reads them.
+
+    Attributes:
+        weights: nested dict of `ShapeDtypeStruct`: trained and frozen parameters, as the model has
+            them. The forward pass reads these, and policies and units know no other.
+        shapes: their global shapes by path.
+        frozen_paths: the paths of the frozen parameters.
+
+    Raises:
+        ConfigError: when nothing is trained, or something without a gradient.
     """
 
     graphdef: nnx.GraphDef
@@ -189,6 +195,28 @@ class ModelParts:
     others: frozenset[Path] = frozenset()
     shared: PyTree = dataclasses.field(default_factory=dict)
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
+    weights: PyTree = dataclasses.field(init=False, repr=False)
+    shapes: Mapping[Path, Shape] = dataclasses.field(init=False, repr=False)
+    frozen_paths: frozenset[Path] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not jax.tree.leaves(self.params):
+            # A choice that finds nothing has spoken already.
+            raise ConfigError(
+                "the model has no nnx.Param, so there is nothing to train; a bridged Linen module "
+                "needs lazy_init(x) first"
+            )
+        for path, leaf in leaves_with_paths(self.params):
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise ConfigError(
+                    f"the parameter {path!r} has dtype {leaf.dtype}, of which there is no "
+                    "gradient; keep it in an nnx.Variable instead of an nnx.Param"
+                )
+        weights = joined(self.params, self.frozen) if self.frozen else self.params
+        object.__setattr__(self, "weights", weights)
+        shapes = {path: leaf.shape for path, leaf in leaves_with_paths(weights)}
+        object.__setattr__(self, "shapes", shapes)
+        object.__setattr__(self, "frozen_paths", paths_of(self.frozen))
 
     @property
     def arguments(self) -> tuple[PyTree, PyTree]:
@@ -211,19 +239,6 @@ class ModelParts:
         return {**buffers, **number, **({SHARED: shared} if shared else {})}
 
     @cached_property
-    def weights(self) -> PyTree:
-        """Nested dict of `ShapeDtypeStruct`: trained and frozen parameters, as the model has them.
-
-        The forward pass reads these, and policies and units know no other.
-        """
-        return joined(self.params, self.frozen)
-
-    @cached_property
-    def frozen_paths(self) -> frozenset[Path]:
-        """The paths of the frozen parameters."""
-        return paths_of(self.frozen)
-
-    @cached_property
     def kept(self) -> PyTree:
         """Nested dict of `ShapeDtypeStruct`: the frozen parameters as the state keeps them."""
         return jax.eval_shape(lambda frozen: narrowed(frozen, self.int8), self.frozen)
@@ -238,15 +253,7 @@ class ModelParts:
     def counts(self) -> frozenset[Path]:
         """The paths of the counts of random streams."""
         found = nnx.to_flat_state(nnx.state(self.abstract, nnx.RngCount))
-        return frozenset(_path(keys) for keys, _ in found)
-
-    def shape_of(self, path: Path) -> Shape:
-        """The global shape of a parameter."""
-        return self._shapes[path]
-
-    @cached_property
-    def _shapes(self) -> dict[Path, Shape]:
-        return {path: leaf.shape for path, leaf in leaves_with_paths(self.weights)}
+        return frozenset("/".join(map(str, keys)) for keys, _ in found)
 
     @cached_property
     def abstract(self) -> nnx.Module:
@@ -317,12 +324,22 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
     """
     chosen = trainable_filter(trainable)
     if isinstance(model, nnx.Module):
-        check_trainable(trainable, model)
+        if trainable is not nnx.Param:
+            check_trainable(trainable, model)
         (graphdef, others), trees = _split(model, chosen)
-        _check_alive(trees)
+        for path, leaf in leaves_with_paths(trees):
+            name = path.partition("/")[2]
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise ConfigError(
+                    f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; "
+                    "give the function that makes the model, of which a step makes every array in "
+                    "its place"
+                )
+            if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
+                raise ConfigError(f"{name!r} of the model {problem}")
         params, buffers, frozen = jax.tree.map(jnp.asarray, trees)
         parts = ModelParts(graphdef, *shapes_of((params, buffers, frozen)), others=others)
-        return _checked(parts), Source(arrays=(joined(params, frozen), buffers))
+        return parts, Source(arrays=(joined(params, frozen), buffers))
     if not callable(model) or isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
@@ -345,7 +362,8 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
                 f"the function that makes the model returned a {type(made).__name__}; let it "
                 "return an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))"
             )
-        check_trainable(trainable, made)
+        if trainable is not nnx.Param:
+            check_trainable(trainable, made)
         found[:], trees = _split(made, chosen)
         return trees
 
@@ -355,7 +373,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
 
     shapes = jax.eval_shape(new)
     graphdef, others = found
-    return _checked(ModelParts(graphdef, *shapes, others=others)), Source(make=values_of_new)
+    return ModelParts(graphdef, *shapes, others=others), Source(make=values_of_new)
 
 
 def own_and_given(buffers: PyTree) -> tuple[PyTree, PyTree]:
@@ -431,14 +449,17 @@ def _split(
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
         # Leaves of a tree within a Variable have no path of their own.
         if isinstance(value, (dict, list, tuple, nnx.State)):
+            path = "/".join(map(str, keys))
             raise ConfigError(
-                f"the {type(leaf).__name__} {_path(keys)!r} holds a {type(value).__name__} of "
+                f"the {type(leaf).__name__} {path!r} holds a {type(value).__name__} of "
                 f"{len(jax.tree.leaves(value))} arrays; a Variable of a trained model holds one "
                 f"array: keep each in a {type(leaf).__name__} of its own, in an nnx.Dict or "
                 "nnx.List"
             )
     kinds = nnx.to_flat_state(nnx.state(model))
-    others = frozenset(_path(keys) for keys, kind in kinds if not isinstance(kind, STATE))
+    others = frozenset(
+        "/".join(map(str, keys)) for keys, kind in kinds if not isinstance(kind, STATE)
+    )
     return (graphdef, others), tuple(map(nnx.to_pure_dict, states))
 
 
@@ -452,32 +473,3 @@ def _check_takes_nothing(make: Function) -> None:
             f"the function that makes the model cannot be called without arguments ({error}); give "
             "one that can, such as lambda: Model(rngs=nnx.Rngs(0))"
         ) from None
-
-
-def _check_alive(trees: PyTree) -> None:
-    """Raises for a module whose arrays are shapes, or are gone."""
-    for path, leaf in leaves_with_paths(trees):
-        name = path.partition("/")[2]
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ConfigError(
-                f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; give "
-                "the function that makes the model, of which a step makes every array in its place"
-            )
-        if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
-            raise ConfigError(f"{name!r} of the model {problem}")
-
-
-def _checked(parts: ModelParts) -> ModelParts:
-    if not jax.tree.leaves(parts.params):
-        # A choice that finds nothing has spoken already.
-        raise ConfigError(
-            "the model has no nnx.Param, so there is nothing to train; a bridged Linen module "
-            "needs lazy_init(x) first"
-        )
-    for path, leaf in leaves_with_paths(parts.params):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ConfigError(
-                f"the parameter {path!r} has dtype {leaf.dtype}, of which there is no gradient; "
-                "keep it in an nnx.Variable instead of an nnx.Param"
-            )
-    return parts

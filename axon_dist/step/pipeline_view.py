@@ -88,7 +88,7 @@ def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResu
     rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
     if not plan.is_whole_mesh:
         rows, rest = plan.reduced_outside(rows, rest)
-    reduced = jax.lax.with_sharding_constraint(plan.rows.assemble(rows, rest), spec.owners)
+    reduced = jax.lax.with_sharding_constraint(plan.rows.assemble(rows, rest), spec.stored.owners)
     total, weight, metrics = loss
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
@@ -129,17 +129,17 @@ class StagedPlan:
     @classmethod
     def of(cls, spec: StepSpec) -> StagedPlan:
         """The plan of a step whose strategy has a pipeline."""
-        strategy, rows = spec.strategy, spec.storage.rows
+        strategy, rows = spec.strategy, spec.stored.storage.rows
         assert strategy.pipeline is not None
         assert rows is not None
         axis, batch_axes = strategy.pipeline.axis, strategy.batch_axes
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
-        blocks, looped = unit_paths(called, spec.storage.stacks)
+        blocks, looped = unit_paths(called, spec.stored.storage.stacks)
         own, lies = dict(rows.flat_shapes), []
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
-            found = specs(spec.storage.strategy.params, stored, spec.mesh)
+            found = specs(spec.stored.storage.strategy.params, stored, spec.mesh)
             kept = (axis, *strategy.resident)
             found = jax.tree.map(lambda spec, kept=kept: only_axes(spec, kept), found)
             lies.append(part.rows_of(found))
@@ -191,7 +191,7 @@ class StagedPlan:
             pairs = map(zip, self.row_specs, self.added_over)
             rows = [[PartitionSpec(axis, by or None, *row[1:]) for row, by in of] for of in pairs]
             return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
-        kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
+        kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.stored.owners)
         rest = [
             None if spec is None else self.by_tokens(parted.get(i), spec)
             for i, spec in enumerate(self.rows.rest_of(kept))
@@ -215,7 +215,7 @@ class StagedPlan:
         """
         spec = self.spec
         drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
-        stacks = spec.storage.stacks
+        stacks = spec.stored.storage.stacks
         drawing = stacks.buffers_apart(drawing) if stacks.depths else drawing
         trace = self.trace(drawing, batch)
         lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted}) if parted else []
@@ -287,7 +287,7 @@ class StagedPlan:
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
         # Outside of the region the spelling would be for all of the mesh.
         spelling = functools.partial(spelled, strategy=strategy, mesh=spec.mesh)
-        stacks = spec.storage.stacks
+        stacks = spec.stored.storage.stacks
         return traced(run, spelling if in_region else None, stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
@@ -330,7 +330,7 @@ class StagedPlan:
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """The sums of addends that left the manual region side by side."""
-        found = jax.tree.map(lambda sharding: sharding.spec, self.spec.owners)
+        found = jax.tree.map(lambda sharding: sharding.spec, self.spec.stored.owners)
         own = self.rows.trained.rows_of(found), self.rows.rest_of(found)
 
         stages = self.pipeline.axis

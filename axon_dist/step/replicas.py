@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core.reduction import all_mean
 from ..core.tree import joined, leaves_with_paths, num_params, parted
 from ..core.typing import Array, Metrics, Path, PyTree
-from ..parallel import SlowPlan, Strategy
+from ..parallel import SlowPlan
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from .batch import Placed
 from .objective import GradientResult
@@ -118,7 +117,7 @@ class Outer:
     @property
     def fragments(self) -> tuple[frozenset[Path], ...]:
         """The paths of the parameters that synchronize together."""
-        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.spec.stored_shapes)}
+        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.spec.stored.params)}
         return self.plan.parts(sizes)
 
     def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
@@ -148,7 +147,7 @@ class Outer:
         Returns:
             The shardings of `outer` and `meeting`.
         """
-        strategy, mesh = self.spec.storage.strategy, self.spec.mesh
+        strategy, mesh = self.spec.stored.storage.strategy, self.spec.mesh
         states = tuple(
             optimizer_shardings(strategy.opt_state, self._part(state.outer, number), one, mesh)
             for number, one in enumerate(state.meeting["opt_state"])
@@ -192,10 +191,10 @@ class Outer:
 
     def wire_bytes(self) -> int:
         """Bytes that one device sends over the slow axis in H steps, by the formula."""
-        mesh, policy = self.spec.mesh, self.spec.storage.strategy.params
-        places = shardings(policy, self.spec.stored_shapes, mesh)
+        mesh, policy = self.spec.mesh, self.spec.stored.storage.strategy.params
+        places = shardings(policy, self.spec.stored.params, mesh)
         where = dict(leaves_with_paths(places))
-        shapes = leaves_with_paths(self.spec.stored_shapes)
+        shapes = leaves_with_paths(self.spec.stored.params)
         sizes = {path: math.prod(where[path].shard_shape(x.shape)) for path, x in shapes}
         return self.plan.wire_bytes(sizes, mesh.shape[self.plan.axis])
 
@@ -210,7 +209,7 @@ class Outer:
         """The mean of how far the replicas went, each device about its own shards alone."""
         mesh, axis = self.spec.world.mesh, self.plan.axis
         compression, ranks = self.plan.compression, mesh.shape[axis]
-        own = specs(self.spec.storage.strategy.params, outer, mesh)
+        own = specs(self.spec.stored.storage.strategy.params, outer, mesh)
         rows = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), own)
 
         def local(outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
@@ -230,53 +229,39 @@ class Outer:
         return mapped(outer, params, missing)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaForm(StateForm):
     """What the state of a step with several replicas looks like, and the model in it.
 
     The model of a state is the one with the outer parameters, those of the last outer step, and the
     mean of the replicas' statistics.
+
+    Args:
+        spec: what the step of all replicas is made of.
+        source: where the first values of its model come from.
+
+    Attributes:
+        outer: what the replicas have in common.
+        inner: the step of one replica, where the axis between them is manual.
     """
 
-    @cached_property
-    def outer(self) -> Outer:
-        """What the replicas have in common."""
-        return Outer(self.spec)
-
-    @cached_property
-    def inner(self) -> StepSpec:
-        """The step of one replica, where the axis between them is manual."""
-        return self.spec.replica()
-
-    @property
-    def state_strategy(self) -> Strategy:
-        """The strategy that lays the parameters and moments of all replicas out."""
-        strategy, axis = self.spec.storage.strategy, self.outer.plan.axis
-        params, moments = Copies(strategy.params, axis), Copies(strategy.opt_state, axis)
-        return dataclasses.replace(strategy, params=params, opt_state=moments)
-
-    @cached_property
-    def places(self) -> Any:
-        """A `TrainState` of shardings."""
-        one, state, row = super().places, self.shapes, self.reported
-        outer, meeting = self.outer.places(state, one.params)
-        return dataclasses.replace(
-            one,
-            buffers=jax.tree.map(lambda _: row, state.buffers),
-            scaler=jax.tree.map(lambda _: row, state.scaler),
+    def __init__(self, spec: StepSpec, source: Source):
+        self.outer, self.inner = Outer(spec), spec.replica()
+        plan, strategy = self.outer.plan, spec.stored.storage.strategy
+        params, moments = (Copies(x, plan.axis) for x in (strategy.params, strategy.opt_state))
+        super().__init__(
+            spec, source, dataclasses.replace(strategy, params=params, opt_state=moments)
+        )
+        row = NamedSharding(spec.mesh, PartitionSpec(plan.axis))
+        outer, meeting = self.outer.places(self.shapes, self.places.params)
+        self.reported = row
+        self.outer_steps = tuple(self.outer.program(number) for number in range(plan.fragments))
+        self.places = dataclasses.replace(
+            self.places,
+            buffers=jax.tree.map(lambda _: row, self.shapes.buffers),
+            scaler=jax.tree.map(lambda _: row, self.shapes.scaler),
             outer=outer,
             meeting=meeting,
         )
-
-    @property
-    def reported(self) -> NamedSharding:
-        """Where a step leaves its metrics: each replica's own in its row."""
-        return NamedSharding(self.spec.mesh, PartitionSpec(self.outer.plan.axis))
-
-    @property
-    def outer_steps(self) -> tuple[Callable[[TrainState], TrainState], ...]:
-        """What the replicas do in an outer step, a program for each fragment."""
-        return tuple(self.outer.program(number) for number in range(self.outer.plan.fragments))
 
     def due(self, step: int) -> tuple[int, ...]:
         """Which outer steps follow after so many steps."""
@@ -355,13 +340,3 @@ class ReplicaForm(StateForm):
         rows = _with_rows(one, lambda tree: jax.tree.map(lambda x: _repeated(x, count), tree))
         outer, meeting = self.outer.first(one.params)
         return dataclasses.replace(rows, outer=outer, meeting=meeting)
-
-
-def form_of(spec: StepSpec, source: Source) -> StateForm:
-    """The form of the states of a step, of one replica or of several.
-
-    Args:
-        spec: what the step is made of.
-        source: where the first values of its model come from.
-    """
-    return (StateForm if spec.strategy.slow is None else ReplicaForm)(spec, source)

@@ -14,6 +14,7 @@ from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, 
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
+from ..ops.fp8 import Fp8Layers
 from ..parallel import STRATEGY_RULES, check_sums, has_experts
 from ..sharding import Policy, spec_axes
 from .elastic import obstacle
@@ -22,25 +23,25 @@ from .global_view import check_eval_kwargs
 from .replicas import Outer
 from .separable import wants_ranks
 from .spec import StepSpec
-from .view import own_statistics
+from .view import own_statistics, warn_of_statistics
 
 Found = Mapping[str, Any] | None
 
 
 def _microbatches(spec: StepSpec) -> Found:
     accumulate, count = spec.options.accumulate, spec.num_microbatches
-    is_said = spec.strategy.pipeline is not None and accumulate not in (1, count)
-    return None if not is_said else {"accumulate": accumulate, "count": count}
+    return {"accumulate": accumulate, "count": count} if accumulate not in (1, count) else None
 
 
 def _layers(spec: StepSpec) -> None:
-    for layers in spec.strategy.layers:
-        layers.check(spec.parts.abstract, spec.layout)
+    strategy = spec.strategy
+    for layers in strategy.layers:
+        layers.check(spec.parts.abstract, strategy.layout(spec.world.mesh))
 
 
 def _residents(spec: StepSpec) -> Found:
     strategy, reduction = spec.strategy, spec.reduction
-    if not strategy.resident or strategy.pipeline is not None:
+    if strategy.pipeline is not None:
         return None
     alone = dataclasses.replace(strategy, resident=())
     is_local, asked = wants_ranks(dataclasses.replace(spec, strategy=alone))
@@ -51,9 +52,7 @@ def _residents(spec: StepSpec) -> Found:
 
 
 def _stage_experts(spec: StepSpec) -> Found:
-    strategy, storage = spec.strategy, spec.storage
-    if strategy.pipeline is None or not strategy.resident:
-        return None
+    strategy, storage = spec.strategy, spec.stored.storage
     assert storage.rows is not None
     axis = strategy.resident[0]
 
@@ -70,7 +69,7 @@ def _stage_experts(spec: StepSpec) -> Found:
         held, where = others, "in a module without the methods mix_experts and feed"
     elif not storage.is_by_vectors:
         rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
-        trees = spec.stored_shapes, spec.stored_frozen
+        trees = spec.stored.params, spec.stored.frozen
         paths = [path for tree in trees for path in along(storage.strategy.params, tree)]
         held = [path for path in paths if path not in rows]
         where = "outside its blocks"
@@ -78,7 +77,7 @@ def _stage_experts(spec: StepSpec) -> Found:
 
 
 def _statistics(spec: StepSpec) -> Found:
-    if not (spec.is_local and spec.reduction.sync_buffers):
+    if not spec.reduction.sync_buffers:
         return None
     _, asked = wants_ranks(spec)
     if spec.options.separable:
@@ -89,10 +88,11 @@ def _statistics(spec: StepSpec) -> Found:
 
 
 def _stage_classes(spec: StepSpec) -> Found:
-    remat, rows = spec.strategy.remat, spec.storage.rows
-    if rows is None or remat is None or not remat.classes:
+    remat, rows = spec.strategy.remat, spec.stored.storage.rows
+    if remat is None or not remat.classes:
         return None
-    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.called}
+    assert rows is not None
+    modules = {spec.stored.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.parts.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
     named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
@@ -102,25 +102,22 @@ def _stage_classes(spec: StepSpec) -> Found:
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
 
 
-def _rounded(spec: StepSpec) -> Found:
-    fp8 = spec.view.fp8
-    why = no_fp8_gather(spec, fp8) if fp8 is not None and fp8.gathers else ""
+def _rounded(spec: StepSpec, fp8: Fp8Layers) -> Found:
+    why = no_fp8_gather(spec, fp8) if fp8.gathers else ""
     return {"name": spec.strategy.name, "why": why} if why else None
 
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    distributed, few = spec.distributed, spec.mesh.size == 1
-    if not distributed.needs_matrices or few or spec.storage.is_by_vectors:
+    if spec.mesh.size == 1 or spec.stored.storage.is_by_vectors:
         return None
-    kind = distributed.hidden
+    kind = spec.stored.update.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
 def _loops(spec: StepSpec) -> Found:
     unroll, strategy = spec.options.unroll, spec.strategy
-    if unroll is None:
-        return None
+    assert unroll is not None
     found = {"unroll": unroll, "strategy": strategy.name}
     if strategy.pipeline is not None:
         return {**found, "why": "runs the blocks of its stages one after another as they are"}
@@ -145,23 +142,17 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     *STRATEGY_RULES,
     ELASTIC_BITS,
     Requirement.row(
-        "microbatches are the pipeline's",
-        StrategyConflictError,
-        "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
-        "its accumulation; leave accumulate out, or change num_microbatches",
-        _microbatches,
-    ),
-    Requirement.row(
         "there are loops to unroll",
         StrategyConflictError,
         "unroll={unroll} says how many blocks are written out rather than run by a loop, and "
         "strategy {strategy!r} {why}; leave unroll out",
-        _loops,
+        lambda spec: None if spec.options.unroll is None else _loops(spec),
     ),
     Requirement(
-        "there are sums to keep", lambda spec: check_sums(spec.strategy, spec.parts.abstract)
+        "there are sums to keep",
+        lambda spec: spec.strategy.remat and check_sums(spec.strategy, spec.parts.abstract),
     ),
-    Requirement("layers can be changed", _layers),
+    Requirement("layers can be changed", lambda spec: spec.strategy.layers and _layers(spec)),
     Requirement(
         "the model's call takes what evaluations give it",
         lambda spec: (
@@ -170,29 +161,12 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         ),
     ),
     Requirement.row(
-        "stages have experts in equal blocks",
-        UnsupportedError,
-        "the pipeline has {path!r} {where}, and experts that tokens travel to along {axis!r} must "
-        "be those of modules with these methods, as models.Experts, in blocks with parameters of "
-        "equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp beside the "
-        "pipeline; or leave the pipeline out",
-        _stage_experts,
-    ),
-    Requirement.row(
-        "stages recompute their blocks",
-        StrategyConflictError,
-        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
-        "checkpointing names the classes {classes}; leave the classes out, or say them to the "
-        "pipeline: classes=(...)",
-        _stage_classes,
-    ),
-    Requirement.row(
         "units gather what travels in fp8",
         UnsupportedError,
         "gather='fp8' is about weights that units gather where they use them, and under strategy "
         "{name!r} {why}; leave gather out, or split parameters by full_shard or hybrid_shard, and "
         "leave the reduction of their gradients as it is by default",
-        _rounded,
+        lambda spec: None if spec.view.fp8 is None else _rounded(spec, spec.view.fp8),
     ),
     Requirement.row(
         "parameters that samples travel to are the compiler's to reduce",
@@ -200,14 +174,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "parameters lie split along {axis!r} and the samples of all its ranks travel to them, so "
         "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
         "every microbatch is reduced, in the dtype of the compute",
-        _residents,
+        lambda spec: _residents(spec) if spec.strategy.resident else None,
     ),
     Requirement.row(
         "statistics are of the whole batch",
         UnsupportedError,
         "{path} holds batch statistics outside nnx.BatchNorm, which cannot be averaged over the "
         "ranks from outside, as {asked} would need. Use nnx.BatchNorm, or leave that out",
-        _statistics,
+        lambda spec: _statistics(spec) if spec.is_local else None,
     ),
     Requirement.row(
         "matrices can be distributed",
@@ -216,7 +190,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "over the {count} devices, each of which would do all of it. Take the branch or loop out "
         "of the optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a "
         "branch",
-        _matrices,
+        lambda spec: _matrices(spec) if spec.stored.update.needs_matrices else None,
     ),
 )
 """What a step must fulfil, whatever its batch; what depends on the batch is traced.
@@ -224,6 +198,35 @@ RULES: tuple[Requirement[StepSpec], ...] = (
 What cannot be made, as stages, an optimizer for them, or a layout, speaks where it is made: by the
 first rule that asks for it, or by the step.
 """
+
+
+PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
+    Requirement.row(
+        "microbatches are the pipeline's",
+        StrategyConflictError,
+        "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
+        "its accumulation; leave accumulate out, or change num_microbatches",
+        _microbatches,
+    ),
+    Requirement.row(
+        "stages have experts in equal blocks",
+        UnsupportedError,
+        "the pipeline has {path!r} {where}, and experts that tokens travel to along {axis!r} must "
+        "be those of modules with these methods, as models.Experts, in blocks with parameters of "
+        "equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp beside the "
+        "pipeline; or leave the pipeline out",
+        lambda spec: _stage_experts(spec) if spec.strategy.resident else None,
+    ),
+    Requirement.row(
+        "stages recompute their blocks",
+        StrategyConflictError,
+        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
+        "checkpointing names the classes {classes}; leave the classes out, or say them to the "
+        "pipeline: classes=(...)",
+        lambda spec: _stage_classes(spec) if spec.strategy.remat else None,
+    ),
+)
+"""What a step of a pipeline must fulfil besides."""
 
 
 def _held_alone(spec: StepSpec) -> Found:
@@ -240,7 +243,7 @@ def _averaged_alone(spec: StepSpec) -> Found:
 
 def _fragments(spec: StepSpec) -> Found:
     slow = spec.strategy.slow
-    count = len(jax.tree.leaves(spec.stored_shapes))
+    count = len(jax.tree.leaves(spec.stored.params))
     if slow is None or all(Outer(spec).fragments):
         return None
     return {"count": slow.fragments, "params": count, "name": spec.strategy.name}
@@ -248,7 +251,7 @@ def _fragments(spec: StepSpec) -> Found:
 
 def _compressed(spec: StepSpec) -> Found:
     slow = spec.strategy.slow
-    found = leaves_with_paths(spec.stored_shapes)
+    found = leaves_with_paths(spec.stored.params)
     complex_ = next((p for p, x in found if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
     if slow is None or slow.compression is None or complex_ is None:
         return None
@@ -293,7 +296,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
 
 
 def check_rules(spec: StepSpec) -> None:
-    """Raises what the first broken rule says, if there is one.
+    """Raises what the first broken rule says, if there is one; warns of statistics of a part.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -303,4 +306,9 @@ def check_rules(spec: StepSpec) -> None:
     """
     if spec.strategy.slow is not None:
         check_all(REPLICA_RULES, spec)
-    check_all(RULES, spec.replica(region=False))
+        spec = spec.replica(region=False)
+    check_all(RULES, spec)
+    if spec.strategy.pipeline is not None:
+        check_all(PIPELINE_RULES, spec)
+    if spec.num_microbatches > 1:
+        warn_of_statistics(spec.parts.abstract, spec.num_microbatches)

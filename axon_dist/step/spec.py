@@ -12,22 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
-from ..nn import Layout
-from ..parallel import Reduction, Strategy
+from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings
-from .objective import Prepare
 from .optimizer import DistributedUpdate, optimizer_for
 from .options import ELASTIC, StepOptions
 from .parts import ModelParts
 from .separable import Separator
 from .storage import Storage, storage_of
-from .view import ModelChanges, layers_of, view_of
+from .view import ModelChanges, view_of
 
 _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
     {
@@ -88,9 +87,7 @@ def compiler_options(
     world: World,
     given: Mapping[str, OptionValue | None] | None = None,
     deterministic: bool | str = False,
-    whole: bool = False,
-    only_sums: bool = False,
-    parallel: bool | None = None,
+    strategy: Strategy | None = None,
 ) -> dict[str, OptionValue]:
     """Puts together what every program of a step is compiled with.
 
@@ -102,9 +99,8 @@ def compiler_options(
         world: the devices, and the mesh they form.
         given: names and values for the compiler; None as a value takes an option of the chip away.
         deterministic: whether every run has to give the same bits, and on any number of devices.
-        whole: whether no loop of the step gathers weights.
-        only_sums: whether nothing travels in the step but sums of gradients.
-        parallel: whether several transfers are in flight at once; None where they cross nodes.
+        strategy: of the step, by which the table of chips tells apart what travels; None tells
+            nothing.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
@@ -130,10 +126,20 @@ def compiler_options(
             )
     if is_abstract(world):
         return {name: value for name, value in given.items() if value is not None}
-    own = {} if chip is None else chip.options_for(world.size, whole, only_sums, parallel)
+    own: Mapping[str, OptionValue] = {}
+    if chip is not None and strategy is None:
+        own = chip.options_for(world.size)
+    elif chip is not None and strategy is not None:
+        parallel = False if strategy.pipeline else None
+        if strategy.layers and parallel is None:
+            # The pieces that go round a ring are several arrays, sent together.
+            parallel = all(x.sends_around and x.splits_positions for x in strategy.layers)
+        whole, sums = strategy.keeps_weights_whole, strategy.sends_only_sums
+        own = chip.options_for(world.size, whole, sums, parallel)
     every = {**own, **fixed, **given}
     chosen = {name: value for name, value in every.items() if value is not None}
-    return _accepted(world, chosen, own.keys() - fixed.keys() - given.keys())
+    of_chip = own.keys() - fixed.keys() - given.keys()
+    return _accepted(world, chosen, of_chip) if chosen else {}
 
 
 def _check_values(given: Mapping[str, OptionValue | None]) -> None:
@@ -189,10 +195,29 @@ def _refusal(world: World, chosen: Mapping[str, OptionValue], error: Exception) 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """The parameters and the optimizer of a step as its state has them.
+
+    Args:
+        storage: how the state holds the parameters.
+        params: the shapes of the trained parameters.
+        frozen: the shapes of the frozen parameters.
+        owners: where the gradients of the trained parameters lie in the end: with their moments.
+        update: the optimizer, with the matrices that it needs whole distributed over devices.
+    """
+
+    storage: Storage
+    params: PyTree
+    frozen: PyTree
+    owners: PyTree
+    update: DistributedUpdate
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
     """A step as `build_train_step` was asked for it, with every option resolved.
 
-    What follows from it is derived when it is first asked for, and once.
+    What costs a trace or a look at the model follows when it is first asked for, and once.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
@@ -205,6 +230,16 @@ class StepSpec:
             region where the axis between them is manual; None outside of such a region.
         batch: a global batch that the step is built for, as the loss sees it, arrays or shapes;
             None where no batch is known.
+
+    Attributes:
+        mesh: the mesh, as it is in context where the step is traced.
+        num_microbatches: into how many microbatches a batch is cut; a pipeline has a number of its
+            own.
+        num_ranks: how many ranks split the samples of a microbatch; or how many logical shards do.
+        reduction: how gradients become one.
+        compute_dtype: the dtype that the model computes in.
+        is_local: whether each rank differentiates its own samples; else the compiler divides the
+            work.
     """
 
     parts: ModelParts
@@ -215,11 +250,36 @@ class StepSpec:
     options: StepOptions
     region: AbstractMesh | None = None
     batch: Batch | None = None
+    mesh: Any = dataclasses.field(init=False)
+    num_microbatches: int = dataclasses.field(init=False)
+    num_ranks: int = dataclasses.field(init=False)
+    reduction: Reduction = dataclasses.field(init=False)
+    compute_dtype: Any = dataclasses.field(init=False)
+    is_local: bool = dataclasses.field(init=False)
 
-    @property
-    def mesh(self) -> Any:
-        """The mesh, as it is in context where the step is traced."""
-        return self.world.mesh if self.region is None else self.region
+    def __post_init__(self) -> None:
+        strategy, options, is_elastic = self.strategy, self.options, self.options.is_elastic
+        pipeline, precision = strategy.pipeline, strategy.precision
+        mesh = self.world.mesh if self.region is None else self.region
+        count = options.accumulate if pipeline is None else pipeline.num_microbatches
+        count = 1 if is_elastic else count
+        # A rule refuses axes that the mesh lacks.
+        ranks = math.prod(mesh.shape.get(axis, 1) for axis in strategy.batch_axes)
+        reduction = strategy.reduction or Reduction()
+        compute = self.parts.dtype if precision is None else precision.compute
+        # Without batch axes no rank has gradients of its own to hold back; and parameters that are
+        # resident are for the samples of other ranks, too.
+        is_apart = pipeline is None and not strategy.resident and bool(strategy.batch_axes)
+        derived = {
+            "mesh": mesh,
+            "num_microbatches": count,
+            "num_ranks": ranks if options.logical_shards is None else options.logical_shards,
+            "reduction": reduction,
+            "compute_dtype": compute,
+            "is_local": is_apart and (is_elastic or reduction.is_local(count, compute)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def replica(self, region: bool = True) -> StepSpec:
         """The step of one replica, where the strategy has several that train on their own.
@@ -243,21 +303,6 @@ class StepSpec:
             return self
         return dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, slow=None))
 
-    @property
-    def num_microbatches(self) -> int:
-        """Into how many microbatches a batch is cut; a pipeline has a number of its own."""
-        pipeline = self.strategy.pipeline
-        if self.options.is_elastic:
-            return 1
-        return self.options.accumulate if pipeline is None else pipeline.num_microbatches
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks split the samples of a microbatch; or how many logical shards do."""
-        if self.options.logical_shards is not None:
-            return self.options.logical_shards
-        return math.prod(self.mesh.shape[axis] for axis in self.strategy.batch_axes)
-
     def microbatch(self, batch: Batch) -> tuple[int, Batch]:
         """How many samples a microbatch of all ranks has, and its shapes.
 
@@ -267,40 +312,11 @@ class StepSpec:
         shapes = shapes_of(batch, lead=int(self.num_microbatches > 1))
         return jax.tree.leaves(shapes)[0].shape[0], shapes
 
-    @property
-    def reduction(self) -> Reduction:
-        """How gradients become one."""
-        return self.strategy.reduction or Reduction()
-
     @cached_property
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
         given, deterministic = self.options.compiler_options, self.options.deterministic
-        whole, sums = self.strategy.keeps_weights_whole, self.strategy.sends_only_sums
-        parallel = False if self.strategy.pipeline else None
-        if self.strategy.layers and parallel is None:
-            # The pieces that go round a ring are several arrays, sent together.
-            rings = (x.sends_around and x.splits_positions for x in self.strategy.layers)
-            parallel = all(rings)
-        return compiler_options(self.world, given, deterministic, whole, sums, parallel)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether each rank differentiates its own samples; else the compiler divides the work."""
-        strategy = self.strategy
-        if strategy.pipeline is not None or strategy.resident or not strategy.batch_axes:
-            # Without batch axes no rank has gradients of its own to hold back; and parameters that
-            # are resident are for the samples of other ranks, too.
-            return False
-        if self.options.is_elastic:
-            return True
-        return self.reduction.is_local(self.num_microbatches, self.compute_dtype)
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The dtype that the model computes in."""
-        precision = self.strategy.precision
-        return self.parts.dtype if precision is None else precision.compute
+        return compiler_options(self.world, given, deterministic, self.strategy)
 
     @cached_property
     def separator(self) -> Separator:
@@ -310,13 +326,9 @@ class StepSpec:
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
         """The same step with another loss for the parts of a batch, such as a weighed one.
 
-        What is derived is kept, the separator too: what it knows is about the user's loss.
+        The separator is kept: what it knows is about the user's loss.
         """
-        other = dataclasses.replace(self, loss_fn=loss_fn)
-        fields = {field.name for field in dataclasses.fields(self)}
-        derived = {name: x for name, x in self.__dict__.items() if name not in fields}
-        other.__dict__.update(derived)
-        return other
+        return self._changed("stored", "view", "separator", loss_fn=loss_fn)
 
     def with_shared(self, shared: PyTree) -> StepSpec:
         """The same step for batches with something beside their samples.
@@ -329,54 +341,30 @@ class StepSpec:
         key = shape_key(shared)
         if key not in self._for_shared:
             parts = dataclasses.replace(self.parts, shared=shapes_of(shared))
-            self._for_shared[key] = dataclasses.replace(self, parts=parts)
+            self._for_shared[key] = self._changed("stored", parts=parts)
         return self._for_shared[key]
+
+    def _changed(self, *kept: str, **changes: Any) -> StepSpec:
+        """A step with other fields, and what was found out that does not depend on these."""
+        other = dataclasses.replace(self, **changes)
+        vars(other).update({name: x for name, x in vars(self).items() if name in kept})
+        return other
 
     @cached_property
     def _for_shared(self) -> dict[Any, StepSpec]:
         return {}
 
     @cached_property
-    def _stored(self) -> tuple[Any, Storage]:
+    def stored(self) -> Stored:
+        """The parameters and the optimizer as the state has them."""
         storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
-        return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
-
-    @property
-    def storage(self) -> Storage:
-        """How the state holds the parameters."""
-        return self._stored[1]
-
-    @property
-    def stored_optimizer(self) -> Any:
-        """The transformation as it runs on the parameters as the state holds them."""
-        return self._stored[0]
-
-    @cached_property
-    def stored_shapes(self) -> PyTree:
-        """The shapes of the trained parameters as the state holds them."""
-        return jax.eval_shape(self.storage.store, self.parts.weights)[0]
-
-    @cached_property
-    def stored_frozen(self) -> PyTree:
-        """The shapes of the frozen parameters as the state holds them."""
-        return jax.eval_shape(self.storage.store, self.parts.weights)[1]
-
-    @cached_property
-    def owners(self) -> PyTree:
-        """Where the gradients of the trained parameters lie in the end: with their moments."""
-        return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
-
-    @cached_property
-    def first_opt_state(self) -> PyTree:
-        """The shapes of the optimizer's state."""
-        return jax.eval_shape(self.stored_optimizer.init, self.stored_shapes)
-
-    @cached_property
-    def distributed(self) -> DistributedUpdate:
-        """The optimizer update, with the matrices that it needs whole distributed over devices."""
-        policies = self.storage.strategy.params, self.storage.strategy.opt_state
-        optimizer, params = self.stored_optimizer, self.stored_shapes
-        return DistributedUpdate(optimizer, params, self.first_opt_state, *policies, self.mesh)
+        optimizer, storage = optimizer_for(self.optimizer, self.parts, storage, self.mesh)
+        params, frozen = jax.eval_shape(storage.store, self.parts.weights)
+        opt_state = jax.eval_shape(optimizer.init, params)
+        policies = storage.strategy.params, storage.strategy.opt_state
+        update = DistributedUpdate(optimizer, params, opt_state, *policies, self.mesh)
+        owners = shardings(storage.strategy.opt_state, params, self.mesh)
+        return Stored(storage, params, frozen, owners, update)
 
     @cached_property
     def view(self) -> ModelChanges:
@@ -389,12 +377,13 @@ class StepSpec:
             strategy = dataclasses.replace(strategy, params=Replicate(), opt_state=Replicate())
         return view_of(strategy, self.parts, self.options.unroll)
 
-    @property
-    def layout(self) -> Layout:
-        """Where the activations of all layers lie."""
-        return self.strategy.layout(self.world.mesh)
-
-    @cached_property
-    def change_layers(self) -> Prepare:
-        """What the strategy changes about the calls of the model's layers."""
-        return layers_of(self.strategy, self.world.mesh)
+    def change_layers(self, model: nnx.Module) -> None:
+        """Makes the calls of a merged model's layers those of the strategy, in place."""
+        layout = self.strategy.layout(self.world.mesh)
+        # Kernels first: where a layer has mapped attention over all axes already, nothing is left
+        # for them to split.
+        map_kernels(model, layout)
+        if any(hasattr(module, MIX) for _, module in nnx.iter_modules(model)):
+            map_experts(model, layout)
+        for layers in self.strategy.layers:
+            layers(model, layout)

@@ -119,104 +119,82 @@ def weight_shapes(parts: ModelParts) -> dict[Path, jax.ShapeDtypeStruct]:
     return {path: leaf for path, leaf in both if path not in streams}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class StateForm:
     """What a `TrainState` looks like, is born, and goes from one step to the next; its model.
 
     Args:
         spec: what the step is made of.
         source: where the first values of its model come from.
+        strategy: lays trained parameters and their moments out; None is that of the stored form.
+
+    Attributes:
+        spec: what the step is made of.
+        source: where the first values of its model come from.
+        whole: the place of what every device holds.
+        reported: where a step leaves its metrics.
+        shapes: a `TrainState` of shapes.
+        places: a `TrainState` of shardings.
+        owners: where gradients lie in the end: with their moments.
+        claims: where the strategy says that arrays lie, and why.
+        outer_steps: what replicas that train on their own do in an outer step; none where there is
+            one.
     """
 
-    spec: StepSpec
-    source: Source
-
-    @cached_property
-    def shapes(self) -> TrainState:
-        """A `TrainState` of shapes."""
-        parts, store = self.spec.parts, self.spec.storage.store
-        return jax.eval_shape(
-            lambda weights, buffers: self.around(store(weights), buffers),
-            *(parts.weights, parts.buffers),
+    def __init__(self, spec: StepSpec, source: Source, strategy: Strategy | None = None):
+        self.spec, self.source = spec, source
+        parts, stored, mesh = spec.parts, spec.stored, spec.mesh
+        self.whole = self.reported = NamedSharding(mesh, PartitionSpec())
+        self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
+        store, one = stored.storage.store, stored.storage.strategy
+        state = jax.eval_shape(lambda w, b: self.around(store(w), b), parts.weights, parts.buffers)
+        # Where one replica's parameters lie, trained and frozen.
+        self._stored: tuple[Any, Any] = (
+            shardings(one.params, stored.params, mesh),
+            shardings(one.params, stored.frozen, mesh),
         )
-
-    @property
-    def state_strategy(self) -> Strategy:
-        """The strategy that lays trained parameters and their moments out."""
-        return self.spec.storage.strategy
-
-    @cached_property
-    def places(self) -> Any:
-        """A `TrainState` of shardings."""
-        spec, state, strategy = self.spec, self.shapes, self.state_strategy
-        mesh, offload, whole = spec.mesh, spec.strategy.offload, self.whole
-        moments = strategy.opt_state, state.params, state.opt_state, mesh, offload.opt_state
-        return TrainState(
-            step=whole,  # type: ignore[arg-type]
-            params=shardings(strategy.params, state.params, mesh, offload.params),
-            opt_state=optimizer_shardings(*moments),
-            buffers=jax.tree.map(lambda lies: NamedSharding(mesh, lies), self._buffer_specs),
-            scaler=jax.tree.map(lambda _: whole, state.scaler),
-            frozen=self._stored_places[1],
+        buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
+        if parts.others and spec.reduction.sync_buffers:
+            # What is no layer's statistics lies as parameters would. Rules about paths are about
+            # parameters; what divides any leaf divides these too.
+            policy = spec.strategy.params.flexible_part
+            buffers = map_with_path(
+                lambda path, x, lies: policy(path, x.shape, mesh) if path in parts.others else lies,
+                parts.buffers,
+                buffers,
+            )
+        self._divided = parts.others & {
+            path for path, lies in leaves_with_paths(buffers) if lies != PartitionSpec()
+        }
+        strategy = strategy or one
+        rows, moments = state.params, strategy.opt_state
+        self.shapes: TrainState = state
+        self.owners = shardings(moments, rows, mesh)
+        self.places: Any = TrainState(
+            step=self.whole,  # type: ignore[arg-type]
+            params=shardings(strategy.params, rows, mesh),
+            opt_state=optimizer_shardings(moments, rows, state.opt_state, mesh),
+            buffers=jax.tree.map(lambda lies: NamedSharding(mesh, lies), buffers),
+            scaler=jax.tree.map(lambda _: self.whole, state.scaler),
+            frozen=self._stored[1],
             # Made shard by shard where the moments are, which are never less divided than
             # parameters.
-            ema=None
-            if state.ema is None
-            else shardings(strategy.opt_state, state.ema, mesh, offload.opt_state),
+            ema=None if state.ema is None else shardings(moments, state.ema, mesh),
         )
-
-    @cached_property
-    def _buffer_specs(self) -> PyTree:
-        """Where buffers lie between steps: what is no layer's statistics as parameters would."""
-        parts, reduction, mesh = self.spec.parts, self.spec.reduction, self.spec.mesh
-        specs = buffer_partition(parts.buffers, reduction, self.spec.strategy.batch_axes)
-        if not reduction.sync_buffers:
-            return specs
-        # Rules about paths are about parameters; what divides any leaf divides these too.
-        policy = self.spec.strategy.params.flexible_part
-        return map_with_path(
-            lambda path, x, lies: policy(path, x.shape, mesh) if path in parts.others else lies,
-            parts.buffers,
-            specs,
+        if spec.strategy.offload is not CPUOffload.NONE:
+            # Of replicas that train on their own nothing is offloaded.
+            self.places = _offloaded(self.places, spec.strategy.offload)
+            self._stored = self.places.params, self.places.frozen
+        under, opt_state = f"under {strategy.name}", state.opt_state
+        self.claims = Claims(
+            explain(strategy.params, rows, mesh, f"parameters {under}"),
+            explain(moments, rows, mesh, f"gradients {under}"),
+            explain_optimizer(moments, rows, opt_state, mesh, f"optimizer state {under}"),
+            explain(one.params, state.frozen, mesh, f"frozen parameters {under}"),
         )
-
-    @cached_property
-    def claims(self) -> Claims:
-        """Where the strategy says that arrays lie, and why."""
-        state, strategy, mesh = self.shapes, self.state_strategy, self.spec.mesh
-        under, frozen = f"under {strategy.name}", self.spec.storage.strategy.params
-        params, policy = state.params, strategy.opt_state
-        what = f"optimizer state {under}"
-        return Claims(
-            explain(strategy.params, params, mesh, f"parameters {under}"),
-            explain(policy, params, mesh, f"gradients {under}"),
-            explain_optimizer(policy, params, state.opt_state, mesh, what),
-            explain(frozen, state.frozen, mesh, f"frozen parameters {under}"),
-        )
-
-    @property
-    def owners(self) -> Any:
-        """Where gradients lie in the end: with their moments."""
-        return shardings(self.state_strategy.opt_state, self.shapes.params, self.spec.mesh)
-
-    @property
-    def reported(self) -> NamedSharding:
-        """Where a step leaves its metrics."""
-        return self.whole
-
-    @property
-    def outer_steps(self) -> tuple[Callable[[TrainState], TrainState], ...]:
-        """What replicas that train on their own do in an outer step; none where there is one."""
-        return ()
 
     def due(self, step: int) -> tuple[int, ...]:
         """Which of the outer steps follow after so many steps."""
         return ()
-
-    @property
-    def whole(self) -> NamedSharding:
-        """The place of what every device holds."""
-        return NamedSharding(self.spec.mesh, PartitionSpec())
 
     @property
     def placed_shapes(self) -> TrainState:
@@ -228,13 +206,15 @@ class StateForm:
         if self.spec.strategy.offload is not CPUOffload.NONE:
             places = jax.tree.map(lambda place: place.with_memory_kind("device"), self.places)
             state = jax.device_put(state, places)
-        lies, others = dict(leaves_with_paths(self._buffer_specs)), self.spec.parts.others
-
-        def whole(path: Path, x: Array) -> Array:
-            is_divided = path in others and lies[path] != PartitionSpec()
-            return jax.lax.with_sharding_constraint(x, self.whole) if is_divided else x
-
-        return dataclasses.replace(state, buffers=map_with_path(whole, state.buffers))
+        if not self._divided:
+            return state
+        buffers = map_with_path(
+            lambda path, x: (
+                jax.lax.with_sharding_constraint(x, self.whole) if path in self._divided else x
+            ),
+            state.buffers,
+        )
+        return dataclasses.replace(state, buffers=buffers)
 
     def gradients(self, state: TrainState, placed: Placed) -> GradientResult:
         """The gradients of a state's parameters, whatever their losses are scaled by."""
@@ -253,12 +233,12 @@ class StateForm:
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model's own parameters, trained and frozen, and buffers, as a state holds them."""
         params, buffers = self.model_of(state)
-        return self.spec.storage.weights(params, state.frozen), buffers
+        return self.spec.stored.storage.weights(params, state.frozen), buffers
 
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """What a forward pass takes beside the samples, as a state and a batch hold it."""
         params, buffers = self.model_of(state)
-        weights = self.spec.storage.forward(params, state.frozen)
+        weights = self.spec.stored.storage.forward(params, state.frozen)
         return weights, self.spec.parts.with_given(buffers, state.step, shared)
 
     @cached_property
@@ -269,8 +249,8 @@ class StateForm:
         that are split over all axes of the mesh.
         """
         parts, mesh = self.spec.parts, self.spec.mesh
-        if self.spec.storage.rows is None:
-            places = joined(*self._stored_places)
+        if self.spec.stored.storage.rows is None:
+            places = joined(*self._stored)
         else:
             places = shardings(LargestDim(tuple(mesh.axis_names)), parts.weights, mesh)
         where: dict[Path, Any] = dict(leaves_with_paths(places))
@@ -282,7 +262,7 @@ class StateForm:
         """The arrays of `weight_targets` with the values of a state."""
         targets, values = self.weight_targets, self.values
         where = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
-        if self.spec.storage.rows is not None:
+        if self.spec.stored.storage.rows is not None:
             values = jax.jit(
                 lambda state: self.values(self.on_device(state)), out_shardings=(where, self.whole)
             )
@@ -303,16 +283,25 @@ class StateForm:
             LaunchError: when the processes of the run start from different parameters.
         """
         # Parameters first, moments second: what drawing the former took is free again by then.
-        is_placed = self.source.make is None and not weights
-        stored, buffers = self._placed() if is_placed else self._drawn(weights)
+        world, is_placed = self.spec.world, self.source.make is None and not weights
+        if is_placed:
+            given, buffers = self.source.arrays or ({}, {})
+            if world.num_processes > 1:
+                agree(world, "parameters of the model", checksums(given))
+            values = self.spec.stored.storage.store(given), buffers
+            stored, buffers = jax.device_put(values, (self._stored, self.whole))
+        else:
+            stored, buffers = self._drawn(weights)
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
         donated = () if is_placed else (0,)
         complete = jax.jit(self.around, out_shardings=self.places, donate_argnums=donated)
         state = complete(stored, buffers)
-        first = state.params, state.frozen
-        # Of the blocks of one row some may be trained and others frozen, at one place in each tree.
-        is_same = self.spec.storage.rows is None
-        self._agree("first parameters", joined(*first) if is_same else first)
+        if world.num_processes > 1:
+            first = state.params, state.frozen
+            # Of the blocks of one row some may be trained and others frozen, at one place in each
+            # tree.
+            is_same = self.spec.stored.storage.rows is None
+            agree(world, "first parameters", checksums(joined(*first) if is_same else first))
         self.claims.check(state)
         return state
 
@@ -340,11 +329,13 @@ class StateForm:
             opt_state: of the optimizer; None has it made.
         """
         (params, frozen), spec, scaler = stored, self.spec, self.spec.options.scaler
+        if not spec.reduction.sync_buffers:
+            buffers = stack_buffers(buffers, spec.reduction, spec.num_ranks)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=spec.stored_optimizer.init(params) if opt_state is None else opt_state,
-            buffers=stack_buffers(buffers, spec.reduction, spec.num_ranks),
+            opt_state=spec.stored.update.optimizer.init(params) if opt_state is None else opt_state,
+            buffers=buffers,
             scaler=None if scaler is None else scaler.init(),
             frozen=frozen,
             ema=None if spec.options.ema is None else wide_copy(params),
@@ -358,21 +349,13 @@ class StateForm:
             weights, buffers = map_with_path(
                 lambda path, x: replacing.get(path.partition("/")[2], x), make()
             )
-            return self.spec.storage.store(weights), buffers
+            return self.spec.stored.storage.store(weights), buffers
 
         # Rows of a pipeline and whole numbers are other arrays than what they are made from.
-        is_same = self.spec.storage.rows is None and not self.spec.parts.int8
+        is_same = self.spec.stored.storage.rows is None and not self.spec.parts.int8
         donated = 0 if is_same else ()
-        places = (self._stored_places, self.whole)
+        places = (self._stored, self.whole)
         return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
-
-    @cached_property
-    def _stored_places(self) -> tuple[Any, Any]:
-        """Where one replica's parameters lie, trained and frozen."""
-        spec, offload = self.spec, self.spec.strategy.offload.params
-        policy, both = spec.storage.strategy.params, (spec.stored_shapes, spec.stored_frozen)
-        params, frozen = (shardings(policy, shapes, spec.mesh, offload) for shapes in both)
-        return params, frozen
 
     def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
         targets = self.weight_targets
@@ -397,12 +380,14 @@ class StateForm:
             agree(self.spec.world, "factory of the model", program)
         return self._factory()(given)
 
-    def _placed(self) -> tuple[Any, PyTree]:
-        weights, buffers = self.source.arrays or ({}, {})
-        self._agree("parameters of the model", weights)
-        stored = self.spec.storage.store(weights)
-        return jax.device_put((stored, buffers), (self._stored_places, self.whole))
 
-    def _agree(self, what: str, weights: PyTree) -> None:
-        if self.spec.world.num_processes > 1:
-            agree(self.spec.world, what, checksums(weights))
+def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:
+    """The same places, those of what is offloaded in the memory of the host."""
+    kinds = {"params": offload.params, "opt_state": offload.opt_state}
+    kinds |= {"frozen": offload.params, "ema": offload.opt_state}
+    moved = {
+        name: jax.tree.map(lambda place, to=kind: place.with_memory_kind(to), getattr(places, name))
+        for name, kind in kinds.items()
+        if kind is not None
+    }
+    return dataclasses.replace(places, **moved)

@@ -60,8 +60,10 @@ class TrainStep:
         self.spec = spec
         self.parts, self.strategy = spec.parts, spec.strategy
         self.world, self.options = spec.world, spec.options
-        self.storage, self.compiler_options = spec.storage, spec.compiler_options
+        self.storage, self.compiler_options = spec.stored.storage, spec.compiler_options
         self.form, self._agreed = form, set[str]()
+        # Whether the state stays as it was from the first step that is not finite.
+        self._holds = bool(spec.options.nonfinite and spec.options.nonfinite.holds)
         self._last: weakref.ref[TrainState] | None = None
         self.layout: BatchLayout = BatchLayout.of(spec)
         self.abstract_state: TrainState = form.shapes
@@ -69,7 +71,8 @@ class TrainStep:
         self.claims: Claims = form.claims
         self.on_device: Callable[[TrainState], TrainState] = form.on_device
         self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
-        jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
+        guarded = jax.jit if spec.strategy.pipeline is None else jit_of(spec)
+        jit = functools.partial(guarded, compiler_options=spec.compiler_options)
         on_device = form.on_device
 
         # Profilers show a compiled program by the name of its function.
@@ -174,8 +177,8 @@ class TrainStep:
                 that the builder was given, that is said there.
         """
         self._check(state)
-        placed = batch if isinstance(batch, Placed) else self.place(batch)
-        held = self._held(held) if self.options.holds else None
+        placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
+        held = self._held(held) if self._holds else None
         if self.world.num_processes > 1:
             self._agree_on_program(state, placed, held)
         # How many steps it has taken is asked of the devices where it is not this step's.
@@ -254,7 +257,7 @@ class TrainStep:
             lie that it updates; and the metrics.
         """
         self._check(state)
-        placed = batch if isinstance(batch, Placed) else self.place(batch)
+        placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
         grads, metrics = self._differentiate(state, placed)
         return grads, self._report(metrics) if self._outer_steps else metrics
 
@@ -379,9 +382,7 @@ class TrainStep:
 
     def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
         """The arguments of the step as shapes."""
-        held = (
-            jax.ShapeDtypeStruct((), bool, sharding=self.form.whole) if self.options.holds else None
-        )
+        held = jax.ShapeDtypeStruct((), bool, sharding=self.form.whole) if self._holds else None
         return self.form.placed_shapes, self.layout.abstract(batch, num_processes), held
 
 
@@ -417,7 +418,8 @@ class PortableForm:
         self._is_same = step.storage.rows is None
         if self._is_same:
             return
-        storage, optimizer = step.storage, step.spec.stored_optimizer
+        storage = step.storage
+        optimizer: Any = step.spec.stored.update.optimizer
         paths = step.parts.frozen_paths
 
         to_model = functools.partial(

@@ -11,13 +11,12 @@ import optax
 
 from ..core.typing import Array, Metrics, PyTree
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
-from ..optim.wrappers import metrics_of
+from ..optim.wrappers import Watched
 from .batch import Placed
 from .elastic import elastic_gradients, elastic_update, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .objective import GradientArguments, GradientResult
-from .optimizer import updated
 from .options import LOSS_SCALE, StepOptions
 from .parts import SHARED, own_and_given
 from .pipeline_view import pipeline_gradients
@@ -131,7 +130,8 @@ def undo_nonfinite(
     if options.scaler is not None:
         lost &= old.scaler.scale <= options.scaler.min_scale
     lost |= ~jnp.isfinite(loss)
-    if not options.holds:
+    assert options.nonfinite is not None
+    if not options.nonfinite.holds:
         return _update_if(~lost, new, old), lost
     lost = lost if held is None else lost | held
     return keep_if(~lost, new, old), lost
@@ -222,10 +222,18 @@ def one_step(
     norm_of = functools.partial(whole_norm, spec) if options.is_elastic else optax.tree.norm
     clipped, measured = clip(grads, options, norm_of)
     with jax.named_scope("optimizer"):
-        alone = (elastic_update, spec) if options.is_elastic else (updated, spec.distributed)
-        update = functools.partial(*alone)
-        params, opt_state = update(clipped, state.opt_state, state.params, metrics["loss"])
-    measured |= metrics_of(opt_state)
+        if options.is_elastic:
+            params, opt_state = elastic_update(
+                spec, clipped, state.opt_state, state.params, metrics["loss"]
+            )
+        else:
+            updates, opt_state = spec.stored.update(
+                clipped, state.opt_state, state.params, value=metrics["loss"]
+            )
+            params = optax.apply_updates(state.params, updates)
+    # What a watched optimizer has to tell of its step.
+    for one in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
+        measured |= one.metrics if isinstance(one, Watched) else {}
     if "param_norm" in options.metrics:
         measured["param_norm"] = norm_of(params)
     new = dataclasses.replace(

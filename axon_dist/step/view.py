@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
@@ -13,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
-from ..core.tree import is_key, paths_of
-from ..core.typing import Array, Function, Path, PyTree
+from ..core.tree import is_key
+from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.linen import bridges_of
 from ..jaxpr.rewrite import ByRank, whole_slices
@@ -27,8 +26,6 @@ from ..parallel import (
     Reduction,
     Strategy,
     TransformerAutoWrapPolicy,
-    map_experts,
-    map_kernels,
     ring_products,
     sends_pieces,
     sum_over_ranks,
@@ -56,6 +53,13 @@ class ModelChanges:
         unroll: at most how many consecutive units are unrolled; None is the scan's default, or 1
             where units are recomputed.
         looped: the paths of units that stack the parameters of the layers that a loop calls.
+
+    Attributes:
+        dtype: of floating-point parameters in use; None is their own.
+        fp8: the layers that compute in fp8; None where there are none.
+
+    Raises:
+        UnsupportedError: when the precision asks for fp8, and the model has no such layer.
     """
 
     strategy: Strategy
@@ -63,35 +67,21 @@ class ModelChanges:
     units: frozenset[Path]
     unroll: int | None = None
     looped: frozenset[Path] = frozenset()
+    dtype: Any = dataclasses.field(init=False)
+    fp8: Fp8Layers | None = dataclasses.field(init=False)
 
-    @cached_property
-    def fp8(self) -> Fp8Layers | None:
-        """The layers that compute in fp8; None where there are none.
-
-        Raises:
-            UnsupportedError: when the precision asks for them, and the model has no such layer.
-        """
-        precision = self.strategy.precision
-        if precision is None or precision.products is None:
-            return None
-        paths = fp8_layers(self.parts.abstract, precision.skip)
-        dot = Fp8Dot(self.strategy.batch_axes)
-        return Fp8Layers(dot, paths, gathers=precision.gather is not None)
+    def __post_init__(self) -> None:
+        precision, fp8 = self.strategy.precision, None
+        if precision is not None and precision.products is not None:
+            paths = fp8_layers(self.parts.abstract, precision.skip)
+            dot = Fp8Dot(self.strategy.batch_axes)
+            fp8 = Fp8Layers(dot, paths, gathers=precision.gather is not None)
+        object.__setattr__(self, "fp8", fp8)
+        object.__setattr__(self, "dtype", None if precision is None else precision.compute)
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
         return params if self.dtype is None else cast_floating(params, self.dtype)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of floating-point parameters in use; None is their own."""
-        return None if self.strategy.precision is None else self.strategy.precision.compute
-
-    def read(self, path: Path, value: Any) -> Array:
-        """The value of a parameter in the compute dtype."""
-        if isinstance(value, Int8):
-            return self.parts.int8[path].widen(value.numbers, value.scale, self.dtype)
-        return self.cast(value)
 
     def prepare(
         self,
@@ -119,7 +109,7 @@ class ModelChanges:
         def adapt(model: nnx.Module) -> None:
             if also is not None:
                 also(model)
-            weights = paths_of(self.parts.weights)
+            weights = self.parts.shapes
             variables = {
                 "/".join(map(str, keys)): variable
                 for keys, variable in nnx.iter_graph(model)
@@ -132,10 +122,15 @@ class ModelChanges:
             for path, variable in ((p, v) for p, v in variables.items() if p in weights):
                 gather: Any = None if make_gather is None else make_gather(path)
                 is_linen = any(is_inside(path, bridge) for bridge in linen)
-                if isinstance(variable.get_value(), Int8) and not is_linen:
+                value = variable.get_value()
+                if isinstance(value, Int8) and not is_linen:
                     gather = Int8Gather(gather, self.parts.int8[path], self.dtype)
+                elif isinstance(value, Int8):
+                    form = self.parts.int8[path]
+                    wider = form.widen(value.numbers, value.scale, self.dtype)
+                    variable.set_value(bundle(path, wider))
                 else:
-                    variable.set_value(bundle(path, self.read(path, variable.get_value())))
+                    variable.set_value(bundle(path, self.cast(value)))
                 if gather is None:
                     continue
                 if id(variable) in by_products and self._travels_rounded(gather):
@@ -166,26 +161,22 @@ class ModelChanges:
         asked = self.fp8 is not None and self.fp8.gathers
         return asked and isinstance(gather, GlobalGather) and not gather.in_loop
 
-    @property
-    def _saved_without_remat(self) -> RematPolicy | None:
-        """The checkpoint policy of units where the strategy asks for no recomputation: gathered
-        weights are never among what is kept."""
-        if not self.strategy.layers:
-            return remake_in_backward
-        # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
-        gathers = self.strategy.params.split_axes and not self.strategy.gathers_once
-        return regather_in_backward if gathers or self.parts.int8 else None
-
     def with_layer_scan(self, forward: Forward) -> Forward:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
-        remat, group, unroll = self._saved_without_remat, 1, self.unroll
-        if self.strategy.remat is not None:
-            remat, group = self.strategy.remat.remat, self.strategy.remat.group_size
-            unroll = unroll or 1
+        strategy, unroll = self.strategy, self.unroll
+        # Of gathered weights a unit keeps none for its backward pass, recomputed or not.
+        remat: RematPolicy | None = remake_in_backward
+        if strategy.layers:
+            # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
+            gathers = strategy.params.split_axes and not strategy.gathers_once
+            remat = regather_in_backward if gathers or self.parts.int8 else None
+        group = 1
+        if strategy.remat is not None:
+            remat, group, unroll = strategy.remat.remat, strategy.remat.group_size, unroll or 1
         # Of pieces that go round a ring the compiler fetches none before its time.
-        prefetch = all(map(sends_pieces, self.strategy.layers))
+        prefetch = all(map(sends_pieces, strategy.layers))
         return scan_over_layers(forward, group, remat, prefetch=prefetch, unroll=unroll)
 
 
@@ -202,27 +193,12 @@ def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
         A function of the same arguments and results.
     """
     layout = strategy.layout(mesh)
-    for rings in ring_products(strategy, layout):
+    for rings in ring_products(strategy, layout) if strategy.layers else ():
         forward = rings.of(forward)
     losses = LossOverMesh.rewriting(layout)
     if losses is not None:
         forward = losses.beside(ByRank.rewriting(mesh, strategy.batch_axes)).of(forward)
     return forward if strategy.pipeline is None else whole_slices().of(forward)
-
-
-def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
-    """What a strategy changes about the calls of a model's layers."""
-    layout = strategy.layout(mesh)
-
-    def adapt(model: nnx.Module) -> None:
-        # Kernels first: where a layer has mapped attention over all axes already, nothing is left
-        # for them to split.
-        map_kernels(model, layout)
-        map_experts(model, layout)
-        for layers in strategy.layers:
-            layers(model, layout)
-
-    return adapt
 
 
 def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) -> ModelChanges:
@@ -243,28 +219,21 @@ def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) ->
     """
     units: frozenset[Path] = frozenset()
     if strategy.splits or strategy.remat is not None or parts.int8:
-        units = _units(strategy, parts)
-    view = ModelChanges(strategy, parts, units, unroll)
-    _ = view.fp8
-    return view
-
-
-def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:
-    model = parts.abstract
-    named = strategy.remat.classes if strategy.remat is not None else None
-    wrap = strategy.wrap or TransformerAutoWrapPolicy()
-    policy = TransformerAutoWrapPolicy(*named) if named else wrap
-    units = frozenset(policy.units(model))
-    if wrap not in (policy, TransformerAutoWrapPolicy()):
-        raise StrategyConflictError(
-            f"{wrap} says which modules are gathered as one, and activation checkpointing of "
-            f"{named} which are recomputed as one; they are the same modules, so say it once"
-        )
-    asked = getattr(policy, "classes", ()) or (strategy.remat is not None)
-    if asked and not units:
-        what = f"activation checkpointing of {named or 'repeated blocks'}"
-        check_some([], f"{policy}" if not strategy.remat else what, model)
-    return units
+        model = parts.abstract
+        named = strategy.remat.classes if strategy.remat is not None else None
+        wrap = strategy.wrap or TransformerAutoWrapPolicy()
+        policy = TransformerAutoWrapPolicy(*named) if named else wrap
+        units = frozenset(policy.units(model))
+        if wrap not in (policy, TransformerAutoWrapPolicy()):
+            raise StrategyConflictError(
+                f"{wrap} says which modules are gathered as one, and activation checkpointing of "
+                f"{named} which are recomputed as one; they are the same modules, so say it once"
+            )
+        asked = getattr(policy, "classes", ()) or (strategy.remat is not None)
+        if asked and not units:
+            what = f"activation checkpointing of {named or 'repeated blocks'}"
+            check_some([], f"{policy}" if not strategy.remat else what, model)
+    return ModelChanges(strategy, parts, units, unroll)
 
 
 def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
@@ -283,6 +252,8 @@ def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
     """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
     whole = PartitionSpec()
+    if reduction.sync_buffers:
+        return jax.tree.map(lambda _: whole, buffers)
     return _of_ranks(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: whole)
 
 

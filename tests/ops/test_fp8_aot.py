@@ -76,7 +76,7 @@ def test_bytes_are_four_in_place_of_six():
     step, module = compiled("fp8")
     narrow_step, narrow_module = compiled(MixedPrecision.fp8(gather="fp8"))
     layers = fp8_layers(step.parts.abstract)
-    count = sum(math.prod(step.parts.shape_of(f"{layer}/kernel")) for layer in layers)
+    count = sum(math.prod(step.parts.shapes[f"{layer}/kernel"]) for layer in layers)
     wide, narrow = sent(step, module, "all-gather"), sent(narrow_step, narrow_module, "all-gather")
     # What travels beside, tokens and vectors, is the same in both.
     rest = wide["bf16"] - 2 * 2 * count * RING

@@ -80,8 +80,8 @@ def dense(loss_fn):
 @pytest.mark.parametrize("scale", [None, 1024.0])
 def test_means_are_the_plain_gradient(loss_fn, scale):
     scale = None if scale is None else jnp.float32(scale)
-    means = gradient_means(forward_of(PARTS, loss_fn), scale)
-    grads, metrics, _ = means(PARAMS, BUFFERS, BATCH)
+    forward = forward_of(PARTS, loss_fn)
+    grads, metrics, _ = gradient_means(forward, PARAMS, BUFFERS, BATCH, scale)
     loss, expected = dense(loss_fn)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):

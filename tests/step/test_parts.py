@@ -35,7 +35,7 @@ def make():
 def test_parts_hold_shapes_and_the_source_the_values(model):
     parts, source = take_apart(model)
     assert parts.params["inner"]["kernel"] == jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    assert parts.shape_of("inner/bias") == (4,)
+    assert parts.shapes["inner/bias"] == (4,)
     assert {"norm", "drop"} <= parts.buffers.keys()
     params, buffers = source.arrays if source.make is None else source.make()
     expected = nnx.state(make(), nnx.Param)

@@ -34,7 +34,7 @@ from axon_dist.parallel import (
 from axon_dist.sharding import LargestDim
 from axon_dist.step import RULES
 from axon_dist.step.guards import DeadlockGuard
-from axon_dist.step.rules import REPLICA_RULES
+from axon_dist.step.rules import PIPELINE_RULES, REPLICA_RULES
 
 
 class Net(nnx.Module):
@@ -339,7 +339,7 @@ def test_what_cannot_be_unrolled(run, said):
         run()
 
 
-NAMES = list(dict.fromkeys(rule.name for rule in (*RULES, *REPLICA_RULES)))
+NAMES = list(dict.fromkeys(rule.name for rule in (*RULES, *PIPELINE_RULES, *REPLICA_RULES)))
 
 
 @pytest.mark.parametrize("rule", NAMES)
@@ -351,13 +351,14 @@ def test_every_rule_is_broken_by_its_example(rule):
 
 def test_names_are_those_of_the_rules():
     assert sorted(EXAMPLES) == sorted(NAMES)
-    for rules in (RULES, REPLICA_RULES):
+    for rules in (RULES, PIPELINE_RULES, REPLICA_RULES):
         assert len(rules) == len({rule.name for rule in rules})
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != OPTIONS])
 def test_nothing_else_says_what_a_rule_says(name, monkeypatch):
-    for table, rules in (("RULES", RULES), ("REPLICA_RULES", REPLICA_RULES)):
+    tables = {"RULES": RULES, "PIPELINE_RULES": PIPELINE_RULES, "REPLICA_RULES": REPLICA_RULES}
+    for table, rules in tables.items():
         kept = tuple(rule for rule in rules if rule.name != name)
         monkeypatch.setattr(f"axon_dist.step.rules.{table}", kept)
     run, said = EXAMPLES[name]
