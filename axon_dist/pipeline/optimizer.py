@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Function, Path, PyTree
 from ..jaxpr.owners import (
@@ -21,7 +22,6 @@ from ..jaxpr.owners import (
     OwnedProgram,
     as_array,
     owned,
-    value_of,
 )
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
@@ -291,15 +291,15 @@ class RankBranches:
         Returns:
             The stored leaves of all results.
         """
-        known: dict[Atom, Array] = {
-            v: stored[place.stored] for v, place in self._sources if place.cell is None
-        }
+        given = {v: stored[place.stored] for v, place in self._sources if place.cell is None}
+        known: dict[Atom, Array] = {**self._program.constants, **given}
         vectors = [stored[slot] for slot in _vectors_of(self._arguments)]
         found: dict[Slot, Array] = {}
         for level in range(self._program.num_levels):
-            for op in (op for op in self._program.of(None) if op.level == level):
-                results = op.run([value_of(a, known) for a in op.inputs])
-                known.update(zip(op.outputs, results, strict=True))
+            for op in self._program.by_owner.get(None, ()):
+                if op.level == level:
+                    results = eval_equation(op.equation, [known[a] for a in op.inputs])
+                    known.update(zip(op.outputs, results, strict=True))
             if any(self._handed[level]) or level == self._last:
                 made = self._on_ranks(level, vectors, known)
                 packing = self._packing(level)
@@ -311,8 +311,7 @@ class RankBranches:
                 found.update(zip(_vectors_of(self._results), made[len(handed) :], strict=False))
         for atom, place in self._targets:
             if place.cell is None:
-                value = value_of(atom, known)
-                found[place.stored] = as_array(value, self._program.aval_of(atom))
+                found[place.stored] = as_array(known[atom], self._program.avals[atom])
         return found
 
     def _on_ranks(
@@ -350,12 +349,13 @@ class RankBranches:
         """What a rank computes up to a level of its vectors and of what all know."""
         slots = list(_vectors_of(self._arguments))
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
-        values: dict[Atom, Array] = dict(zip(reads, operands[len(slots) :], strict=True))
+        given = dict(zip(reads, operands[len(slots) :], strict=True))
+        values: dict[Atom, Array] = {**self._program.constants, **given}
         for value, place in self._sources:
             if place.cell is not None and place.cell[0] == rank:
                 values[value] = leaves[place.tree, place.part, place.keys]
         for op in self._part(rank, level)[0]:
-            results = op.run([value_of(a, values) for a in op.inputs])
+            results = eval_equation(op.equation, [values[a] for a in op.inputs])
             values.update(zip(op.outputs, results, strict=True))
         handed = [values[v] for v in self._handed[level][rank]]
         packed = self._packed(rank, values) if level == self._last else []
@@ -379,7 +379,7 @@ class RankBranches:
         flat: dict[tuple[int, int], dict[Keys, Array]] = {}
         for atom, place in self._targets:
             if place.cell is not None and place.cell[0] == rank:
-                leaf = as_array(value_of(atom, values), self._program.aval_of(atom))
+                leaf = as_array(values[atom], self._program.avals[atom])
                 flat.setdefault((place.tree, place.part), {})[place.keys] = leaf
         vectors: list[Array] = []
         for tree, part, storage in _storages(self._results):
@@ -404,13 +404,13 @@ class RankBranches:
         """
         needed = {v for v in self._handed[level][rank]}
         if level == self._last:
-            ends = [atom for atom, p in self._targets if p.cell and p.cell[0] == rank]
-            needed |= {atom for atom in ends if isinstance(atom, int)}
+            needed |= {atom for atom, p in self._targets if p.cell and p.cell[0] == rank}
         operations = []
         for op in reversed(self._program.operations):
             if _rank(op.owner) == rank and op.level <= level and needed & {*op.outputs}:
                 operations.append(op)
-                needed |= {a for a in op.inputs if isinstance(a, int)}
+                needed.update(op.inputs)
+        needed -= self._program.constants.keys()
         reads = [v for v in needed if _rank(self._program.owners[v]) != rank]
         return operations[::-1], reads
 
@@ -423,8 +423,10 @@ class RankBranches:
         handed: list[list[list[int]]] = [
             [[] for _ in self._ranks] for _ in range(program.num_levels)
         ]
-        for value in _values(a for a, by in reads if _rank(program.owner_of(a)) not in (None, by)):
-            rank = _rank(program.owners[value])
+        owners = program.owners
+        others = (a for a, by in reads if _rank(owners[a]) not in (None, by))
+        for value in dict.fromkeys(others):
+            rank = _rank(owners[value])
             assert rank is not None
             handed[program.levels[value]][rank].append(value)
         return handed
@@ -432,10 +434,6 @@ class RankBranches:
     @property
     def _last(self) -> int:
         return self._program.num_levels - 1
-
-
-def _values(atoms: Iterable[Atom]) -> list[int]:
-    return [a for a in dict.fromkeys(atoms) if isinstance(a, int)]
 
 
 def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, FlatStorage]]:
