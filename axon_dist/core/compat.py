@@ -256,9 +256,12 @@ def in_place_of(equation: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def called_program(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that an equation calls once, as a `jit` or a `checkpoint` does, or None."""
-    if equation.primitive.name in REDUCERS:
+def called(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The program that an equation runs once, as `jit`, `checkpoint` and `custom_vjp` do, or None.
+
+    Its inputs are the last operands of the equation. Loops and branches are no calls.
+    """
+    if equation.primitive.name in REDUCERS | {"scan"}:
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = equation.params.get(key)
@@ -284,14 +287,20 @@ def inner_programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
 
 
-def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """Drops all equations that the used outputs do not need, inside calls and loops too.
+def needed_for(jaxpr: Jaxpr, positions: Iterable[int]) -> tuple[Jaxpr, list[int]]:
+    """The part of a jaxpr that some of its outputs need, inside calls and loops too.
+
+    Args:
+        jaxpr: an open jaxpr.
+        positions: of the outputs.
 
     Returns:
-        The smaller jaxpr, and which inputs it still has.
+        The smaller jaxpr, and the positions of the inputs that it still has.
     """
+    wanted = set(positions)
     with outside_meshes():
-        return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+        part, used = partial_eval.dce_jaxpr(jaxpr, [n in wanted for n in range(len(jaxpr.outvars))])
+    return part, [number for number, is_used in enumerate(used) if is_used]
 
 
 def outside_meshes() -> Any:

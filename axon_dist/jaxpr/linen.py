@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from ..core.compat import eval_equation, eval_jaxpr
 from ..core.typing import Array, Function, Path, PyTree
-from .walk import Known, inners, opened, same_program, struct_of, variables
+from .walk import inners, opened, same_program, struct_of, values_of, variables
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -237,13 +237,14 @@ def without_keys(
     jaxpr, values, count = closed.jaxpr, [*operands, *read], len(operands)
     pairs = enumerate(zip(jaxpr.invars, values, strict=True))
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known: Known[Array] = Known((v, x) for at, (v, x) in pairs if at in keys or at >= count)
+    known = {v: x for at, (v, x) in pairs if at in keys or at >= count}
     known.update(consts)
     kept = []
     for equation in jaxpr.eqns:
         is_known = variables(equation.invars) <= known.keys()
         if equation.primitive.name in MAKES_KEYS and is_known:
-            known.write(equation.outvars, eval_equation(equation, known.read(equation.invars)))
+            results = eval_equation(equation, values_of(known, equation.invars))
+            known.update(zip(equation.outvars, results, strict=True))
         else:
             kept.append(equation)
     wanted = variables([*(v for equation in kept for v in equation.invars), *jaxpr.outvars])

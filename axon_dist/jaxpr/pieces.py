@@ -21,7 +21,6 @@ from .layer_scan import has_units, is_unit
 from .walk import (
     LOOPS,
     Atom,
-    Known,
     called,
     dtype_of,
     inners,
@@ -29,6 +28,7 @@ from .walk import (
     opened,
     shape_of,
     struct_of,
+    values_of,
     variables,
 )
 from .walk import (
@@ -66,13 +66,12 @@ class Piece:
         Returns:
             The values of `outputs`.
         """
-        values = Known((variable, known[variable]) for variable in self.needs)
+        values = {variable: known[variable] for variable in self.needs}
         for equation in self.equations:
-            made = equation.outvars
-            results = eval_equation(equation, values.read(equation.invars))
-            pairs = zip(made, results, strict=True)
-            values.write(made, [whole(x) if v in self.pinned else x for v, x in pairs])
-        return values.read(self.outputs)
+            results = eval_equation(equation, values_of(values, equation.invars))
+            pairs = zip(equation.outvars, results, strict=True)
+            values.update({v: whole(x) if v in self.pinned else x for v, x in pairs})
+        return values_of(values, self.outputs)
 
 
 def cut(

@@ -27,7 +27,6 @@ from ..core.typing import Array, Function, PyTree
 from .factors import ELEMENTWISE, KEEPS, MOVES, Role, factors
 from .layer_scan import has_units, is_unit
 from .walk import (
-    Known,
     Params,
     called,
     equations,
@@ -36,6 +35,7 @@ from .walk import (
     opened,
     shape_of,
     struct_of,
+    values_of,
     variables,
 )
 
@@ -350,8 +350,8 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
     program = opened(closed, values)
     jaxpr = program.jaxpr
     origins = _origins(jaxpr)
-    known: Known[Array] = Known(zip(jaxpr.constvars, program.consts, strict=True))
-    known.write(jaxpr.invars, values)
+    known: dict[Var, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known.update(zip(jaxpr.invars, values, strict=True))
     waiting = list(jaxpr.eqns)
     while waiting:
         ready, later = [], []
@@ -361,13 +361,13 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
             elif is_matrixwise(equation):
                 ready.append(equation)
             else:
-                results = eval_equation(equation, known.read(equation.invars))
-                known.write(equation.outvars, results)
-        calls = [_call(equation, origins, known.read(equation.invars)) for equation in ready]
+                results = eval_equation(equation, values_of(known, equation.invars))
+                known.update(zip(equation.outvars, results, strict=True))
+        calls = [_call(equation, origins, values_of(known, equation.invars)) for equation in ready]
         for equation, result in zip(ready, run(calls) if calls else (), strict=True):
-            known.write(equation.outvars, [result])
+            known[equation.outvars[0]] = result
         waiting = later
-    return known.read(jaxpr.outvars)
+    return values_of(known, jaxpr.outvars)
 
 
 def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
