@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TypeAlias
 
-import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.typing import Shape
 from .factors import ELEMENTWISE, RESHAPES
@@ -37,8 +36,17 @@ Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
 """An equation of the part and the same of the whole; None where one of them has no such relay."""
 
 
-def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Iterator[Aligned] | None:
-    """The equations of two programs side by side, but for relays; None where others differ."""
+def aligned_equations(part: Jaxpr, whole: Jaxpr, is_single: bool) -> Iterable[Aligned] | None:
+    """The equations of two programs side by side; None where there is no other for one.
+
+    Args:
+        part: the program of a part.
+        whole: that of the whole.
+        is_single: whether the part has one sample, so that either program may have relays alone.
+    """
+    if not is_single:
+        is_same = len(part.eqns) == len(whole.eqns)
+        return zip(part.eqns, whole.eqns, strict=True) if is_same else None
     found: list[Aligned] = []
     mine, theirs = list(part.eqns), list(whole.eqns)
     while mine or theirs:
@@ -51,7 +59,7 @@ def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Iterator[Aligned] | None:
             found.append((mine.pop(0), None))
         else:
             return None
-    return iter(found)
+    return found
 
 
 def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
@@ -69,20 +77,21 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
     if part is not None:
         source, result = part.invars[0], part.outvars[0]
         sizes = {math.prod(shape_of(atom)) for atom in (source, result)}
-        known.relay(source, result)
+        if isinstance(source, Literal) or source not in known.numbers:
+            return False
+        known.numbers[result] = known.numbers[source]
         if part.primitive.name == "reshape" and part.params["dimensions"]:
             return False
-        return len(part.invars) == 1 == len(sizes) and isinstance(source, Var)
+        return len(part.invars) == 1 == len(sizes)
     assert whole is not None
     given, made = whole.invars[0], whole.outvars[0]
-    source = known.mate(given) if isinstance(given, Var) else None
+    source = known.mates.get(given) if isinstance(given, Var) else None
     if source is None or len(whole.invars) > 1:
         return False
     value, small = known.read(source, given), shape_of(source)
     inputs, outputs = ((small, shape_of(given)),), ((small, shape_of(made)),)
-    float32 = np.dtype("float32")
-    dtypes = float32, float32
-    op = Operation(whole.primitive.name, whole.params, whole.params, inputs, outputs, dtypes)
+    params = whole.params
+    op = Operation(whole.primitive.name, params, params, inputs, outputs, ("f", "f"))
     found = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
     if found is not None:
         known.write(source, made, dataclasses.replace(found, number=value.number))

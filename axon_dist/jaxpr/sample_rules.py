@@ -58,7 +58,7 @@ def _add(op: Operation, values: list[Value]) -> Value:
 
 
 def _convert(op: Operation, values: list[Value]) -> Value:
-    old, new = (dtype.kind for dtype in op.dtypes)
+    old, new = op.kinds
     narrows = new == "b" or (new in "iu" and old not in "iub")
     if narrows and not values[0].numbers:
         return nonlinear(op.name, values)

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..core.compat import source_line
 from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from .factors import RESHAPES
-from .one_sample import Aligned, aligned_equations, is_loose, loosely, relay, relayed
+from .one_sample import aligned_equations, is_loose, loosely, relay, relayed
 from .sample_pairs import (
+    CALLS,
     RESIZED,
     WITHIN,
     Constant,
@@ -35,19 +36,17 @@ from .sample_pairs import (
     all_constant,
     are_alike,
     are_equal_keys,
-    both,
     constant,
     counts,
+    differing,
     draws,
     folded,
     grown,
     grown_scalar,
     have_one_form,
-    inner,
     is_float,
     is_of_jax,
     operation,
-    parting,
     promised,
     pullback,
 )
@@ -67,7 +66,7 @@ from .sample_values import (
     told,
     total,
 )
-from .walk import Inner, inners
+from .walk import Inner, called, inners
 
 RANKS = "samples_of_all_ranks"
 """The mesh axis over which an analysed program may add up what all ranks know then."""
@@ -134,52 +133,36 @@ class Walk:
         Returns:
             The values of their outputs.
         """
-        jaxprs = programs[0].jaxpr, programs[1].jaxpr
-        found = self._results(programs, values, where)
-        if found is None:
-            found = [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
-        return found
-
-    def _results(
-        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], where: str
-    ) -> list[Value] | None:
-        """The values of the outputs; None where the programs differ."""
-        jaxprs = programs[0].jaxpr, programs[1].jaxpr
-        pairs = self._pairs(jaxprs)
-        if pairs is None or not have_one_form(*jaxprs, "constvars", "invars", "outvars"):
-            return None
+        part, whole = programs[0].jaxpr, programs[1].jaxpr
+        pairs = aligned_equations(part, whole, self._is_single)
+        if pairs is None or not have_one_form(part, whole, "constvars", "invars", "outvars"):
+            return differing(part, whole, where)
         known = PairValues(self._constant)
-        consts = zip(programs[0].consts, programs[1].consts, strict=True)
-        for variables, (first, second) in zip(both(jaxprs, "constvars"), consts, strict=True):
-            known.write(*variables, self._constant(first, second))
-        for variables, value in zip(both(jaxprs, "invars"), values, strict=True):
-            known.write(*variables, value if value.number else self._named(value, object()))
-        for part, whole in pairs:
-            if part is None or whole is None:
-                if not relay(known, (part, whole), self._ratio):
-                    return None
+        consts = map(self._constant, programs[0].consts, programs[1].consts)
+        for one, two, value in zip(part.constvars, whole.constvars, consts, strict=True):
+            known.write(one, two, value)
+        for one, two, value in zip(part.invars, whole.invars, values, strict=True):
+            known.write(one, two, value if value.number else self._named(value, object()))
+        for one, two in pairs:
+            if one is None or two is None:
+                if not relay(known, (one, two), self._ratio):
+                    return differing(part, whole, where)
                 continue
-            pair = part, whole
-            if not have_one_form(*pair, "invars", "outvars"):
-                return None
-            operands = [known.read(*atoms) for atoms in both(pair, "invars")]
-            results = self._equation(pair, operands, where)
-            for variables, value in zip(both(pair, "outvars"), results, strict=True):
-                known.write(*variables, value)
-        return [known.read(*atoms) for atoms in both(jaxprs, "outvars")]
-
-    def _pairs(self, jaxprs: tuple[Jaxpr, Jaxpr]) -> Iterable[Aligned] | None:
-        if self._is_single:
-            return aligned_equations(*jaxprs)
-        is_same = len(jaxprs[0].eqns) == len(jaxprs[1].eqns)
-        return zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=True) if is_same else None
+            if not have_one_form(one, two, "invars", "outvars"):
+                return differing(part, whole, where)
+            operands = [known.read(*atoms) for atoms in zip(one.invars, two.invars, strict=True)]
+            results = self._equation((one, two), operands, where)
+            for mine, theirs, value in zip(one.outvars, two.outvars, results, strict=True):
+                known.write(mine, theirs, value if value.number else self._named(value, object()))
+        return [known.read(*atoms) for atoms in zip(part.outvars, whole.outvars, strict=True)]
 
     def _constant(self, first: Constant, second: Constant) -> Value:
         """A constant of the program, which may depend on the number of samples."""
         if first is second and np.ndim(first):
             return self._named(CONSTANT, ("constant", id(first)))
         if is_key(first) or is_key(second):
-            return CONSTANT if are_equal_keys(first, second) else coupled(Why.DIFFERS, "")
+            is_one = are_equal_keys(first, second)
+            return self._named(CONSTANT if is_one else coupled(Why.DIFFERS, ""), object())
         a, b = np.asarray(first), np.asarray(second)
         key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
         return self._named(constant(a, b, self._ratio), key)
@@ -195,20 +178,19 @@ class Walk:
         at = where or source_line(one)
         if name != two.primitive.name:
             return [coupled(Why.DIFFERS, at)] * count
-        special = _SPECIAL.get(name)
-        if special is not None:
-            found = special(self, pair, operands, at)
-            named = [self._named(value, object()) for value in found]
-            return self._checked(operation(pair).outputs, named, at)
-        if (called := inner(pair)) is not None:
-            results = self._call(pair, called, operands, where)
+        op = operation(pair)
+        if (special := _SPECIAL.get(name)) is not None:
+            found = [self._named(value, object()) for value in special(self, pair, operands, at)]
+            return self._checked(op.outputs, found, at)
+        mine, theirs = (called(one), called(two)) if name in CALLS else (None, None)
+        if mine is not None and theirs is not None:
+            results = self._call(op, (mine, theirs), operands, where, one)
             own = name.startswith("custom_") and not self._in_backward
             return self._backward(pair, operands, results, at) if own else results
-        return self._primitive(pair, operands, at)
+        return self._primitive(op, operands, at)
 
-    def _primitive(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
-        one, count = pair[0], len(pair[0].outvars)
-        name, op = one.primitive.name, operation(pair)
+    def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
+        name, count = op.name, len(op.outputs)
         if (number := folded(op, operands)) is not None:
             key = (name, str(op.params), *(value.known for value in operands))
             return [self._named(grown_scalar(*number, self._ratio), key)]
@@ -218,8 +200,12 @@ class Walk:
             return [told(min(spoiled, key=lambda v: Why.SIZES in v.why), at)] * count
         rule = SAMPLE_RULES.get(name, unknown)
         try:
-            if (loose := self._loose(op, operands)) is not None:
-                return self._numbered(pair, operands, [told(loose, at)] * count)
+            result = self._loose(op, operands) if self._is_single else None
+            is_known = name in SAMPLE_RULES or all_constant(operands)
+            if result is None and is_known and not are_alike(op):
+                result = coupled(f"takes `{name}` {RESIZED}", "")
+            if result is not None:
+                return self._numbered(op, operands, [told(result, at)] * count)
             result = rule(op, operands)
         except (AttributeError, LookupError, TypeError, ValueError):
             # Versions of JAX differ in the parameters of operations.
@@ -231,7 +217,7 @@ class Walk:
             return [coupled(str(problem), mixed.where if mixed else at)] * count
         results = result if isinstance(result, list) else [result] * count
         results = [told(value, at) for value in results]
-        return self._checked(op.outputs, self._numbered(pair, operands, results), at)
+        return self._checked(op.outputs, self._numbered(op, operands, results), at)
 
     def _checked(self, outputs: Sequence[Shapes], values: list[Value], at: str) -> list[Value]:
         """Values whose dims that count samples are those that grow."""
@@ -252,42 +238,43 @@ class Walk:
 
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
         """What is made where the part has one sample without its dim; None where it is no such."""
-        if self._is_single:
-            if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
-                found = relayed(op, operands[0], self._ratio)
-                if found is not None:
-                    return found
-            shapes = zip(operands, op.inputs, strict=True)
-            if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
-                found = loosely(op, operands, self._ratio)
-                return coupled(Why.DIFFERS, "") if found is None else found
-        is_known = op.name in SAMPLE_RULES or all_constant(operands)
-        why = f"takes `{op.name}` {RESIZED}"
-        return None if not is_known or are_alike(op) else coupled(why, "")
+        if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
+            found = relayed(op, operands[0], self._ratio)
+            if found is not None:
+                return found
+        shapes = zip(operands, op.inputs, strict=True)
+        if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
+            found = loosely(op, operands, self._ratio)
+            return coupled(Why.DIFFERS, "") if found is None else found
+        return None
 
-    def _numbered(self, pair: Pair, operands: list[Value], results: list[Value]) -> list[Value]:
+    def _numbered(self, op: Operation, operands: list[Value], results: list[Value]) -> list[Value]:
         """Results with the numbers of their computations: equal ones for equal ones."""
-        name = pair[0].primitive.name
-        if name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
+        if op.name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
             return [dataclasses.replace(results[0], number=operands[0].number)]
-        params = str([sorted(equation.params.items(), key=str) for equation in pair])
-        key = (name, params, *(value.number for value in operands))
+        params = str([sorted(params.items(), key=str) for params in (op.params, op.others)])
+        key = (op.name, params, *(value.number for value in operands))
         return [self._named(value, (*key, i)) for i, value in enumerate(results)]
 
     def _call(
-        self, pair: Pair, called: tuple[ClosedJaxpr, ClosedJaxpr], operands: list[Value], where: str
+        self,
+        op: Operation,
+        programs: tuple[ClosedJaxpr, ClosedJaxpr],
+        operands: list[Value],
+        where: str,
+        equation: JaxprEqn,
     ) -> list[Value]:
-        name = str(pair[0].params.get("name", ""))
+        name = str(op.params.get("name", ""))
         if name == PER_SAMPLE:
-            if drawing := draws(called[0]):
+            if drawing := draws(programs[0]):
                 why = f"draws random numbers (`{drawing}`) {WITHIN}"
-                return [coupled(why, source_line(pair[0]))] * len(pair[0].outvars)
-            shapes = operation(pair).outputs
-            return self._checked(shapes, promised(shapes, operands), source_line(pair[0]))
+                return [coupled(why, source_line(equation))] * len(op.outputs)
+            results = promised(op.outputs, operands)
+            return self._checked(op.outputs, results, source_line(equation))
         # JAX traces its own functions once: lines within them are those of the first who called.
-        at = where or (source_line(pair[0]) if is_of_jax(name) else "")
-        own = operands[len(operands) - len(called[0].jaxpr.invars) :]
-        return self.program(called, own, at)[: len(pair[0].outvars)]
+        at = where or (source_line(equation) if is_of_jax(name) else "")
+        own = operands[len(operands) - len(programs[0].jaxpr.invars) :]
+        return self.program(programs, own, at)[: len(op.outputs)]
 
     def _backward(
         self, pair: Pair, operands: list[Value], results: list[Value], at: str
