@@ -28,7 +28,6 @@ from .sample_values import (
     Coupling,
     Kind,
     Value,
-    total,
 )
 from .walk import shape_of
 
@@ -160,7 +159,7 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
         if isinstance(found, Value) and (found.kind, found.dim) == (Kind.ROWS, dim):
             return found
     if op.name == "reduce_sum" and math.prod(small) == 1 == math.prod(result):
-        return total(value.scale * math.prod(large)) if not value.numbers else None
+        return Value(Kind.TOTAL, value.scale * math.prod(large)) if not value.numbers else None
     return None
 
 
@@ -194,7 +193,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
         value = values[0]
         is_own = value.is_rows and not value.numbers and shapes[0] is not None
         is_all = ends == {1} and math.prod(op.inputs[0][0]) * ratio == math.prod(op.inputs[0][1])
-        return total(value.scale * ratio) if is_own and is_all else None
+        return Value(Kind.TOTAL, value.scale * ratio) if is_own and is_all else None
     whole, fits = op.outputs[0][1], op.name in ELEMENTWISE
     if not fits or len(op.outputs) != 1:
         return None

@@ -26,7 +26,6 @@ from .sample_values import (
     Value,
     Why,
     coupled,
-    rows,
 )
 from .walk import OPENED, Atom, Aval, Params, dtype_of, equations, shape_of, struct_of
 
@@ -107,7 +106,7 @@ def as_rows(value: Value, shapes: Shapes) -> Value:
     """A constant that is repeated for every sample, as rows."""
     dims = grown(shapes)
     if value.is_constant and len(dims) == 1:
-        return rows(dims[0], 1, value.scale)
+        return Value(Kind.ROWS, value.scale, dims[0])
     return value
 
 
@@ -191,9 +190,16 @@ def are_alike(op: Operation) -> bool:
         >>> are_alike(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
         False
     """
-    return all(
-        name in _SIZED or _is_same(mine, op.others.get(name)) for name, mine in op.params.items()
-    )
+    for name, mine in op.params.items():
+        other = op.others.get(name)
+        if name in _SIZED or mine is other or (callable(mine) and callable(other)):
+            continue
+        is_array = isinstance(mine, np.ndarray) or isinstance(other, np.ndarray)
+        if not (
+            np.array_equal(mine, other) if is_array else mine == other or str(mine) == str(other)
+        ):
+            return False
+    return True
 
 
 def are_equal_keys(one: Any, other: Any) -> bool:
@@ -203,14 +209,6 @@ def are_equal_keys(one: Any, other: Any) -> bool:
     with jax.ensure_compile_time_eval():
         a, b = (np.asarray(jax.random.key_data(key)) for key in (one, other))
     return np.array_equal(a, b)
-
-
-def _is_same(one: object, other: object) -> bool:
-    if one is other or (callable(one) and callable(other)):
-        return True
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
-    return bool(one == other) or str(one) == str(other)
 
 
 _FOLDED: MappingProxyType[str, Callable[..., Constant]] = MappingProxyType(
@@ -366,7 +364,7 @@ def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
 
     def of(dims: list[int]) -> Value:
         if dims in ([], [0]):
-            return rows(0) if dims else CONSTANT
+            return Value(Kind.ROWS, dim=0) if dims else CONSTANT
         return coupled("has no samples first", "")
 
     return [found or of(grown(shapes)) for shapes in outputs]

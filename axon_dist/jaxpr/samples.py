@@ -61,10 +61,8 @@ from .sample_values import (
     coupled,
     either,
     plus,
-    rows,
     same_scale,
     told,
-    total,
 )
 from .walk import Inner, called, inners
 
@@ -102,7 +100,7 @@ def follow_samples(
     first, second = (trace(size) for size in sizes)
     others = range(len(first.jaxpr.invars) - num_batch)
     values = [Value(known=(0, 0)) if n in zeros else CONSTANT for n in others]
-    values += [rows(0)] * num_batch
+    values += [Value(Kind.ROWS, dim=0)] * num_batch
     walk = Walk(sizes[1] / sizes[0], is_single=sizes[0] == 1)
     return walk.program((first, second), values, "")
 
@@ -353,7 +351,7 @@ class Walk:
         count, bad, own = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
-        each = [v.at(None) if v.is_rows else rows(None, 1, v.scale) for v in stacked]
+        each = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
         each = [bad if v.numbers else v for v in each]
         start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
         # What is handed through does not have to be a sum.
@@ -363,6 +361,7 @@ class Walk:
         ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
         lengths: Any = loops[0].times, loops[1].times
+        more = Value(Kind.TOTAL, lengths[1] / lengths[0])
         counters = [
             first.is_zero and all(counts(body.jaxpr, own + i, i) for body in bodies)
             for i, first in enumerate(carry)
@@ -377,7 +376,7 @@ class Walk:
             elif counters[slot]:
                 results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
             elif value == start[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(_joined(plus, first, total(lengths[1] / lengths[0]), at))
+                results.append(_joined(plus, first, more, at))
             else:
                 results.append(value if value.kind is Kind.COUPLED else bad)
         for value in found[len(carry) :]:
@@ -415,7 +414,7 @@ class Walk:
         if which.is_rows:
             carried = [value.kind is Kind.CARRY for value in results]
             pairs = zip(results, carried, strict=True)
-            results = [v if own else _joined(either, rows(None), v, at) for v, own in pairs]
+            results = [v if own else _joined(either, Value(Kind.ROWS), v, at) for v, own in pairs]
         return results
 
     def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:

@@ -77,6 +77,10 @@ class Traces:
         loss_fn: the user's loss.
         adapt: changes the merged model first.
         over_all: whether statistics are averaged over all parts; else each part has its own.
+
+    Attributes:
+        adapt: as it is given.
+        traced: the losses so far, by the shapes of their batches.
     """
 
     def __init__(
@@ -86,9 +90,9 @@ class Traces:
         adapt: Prepare | None = None,
         over_all: bool = True,
     ):
-        self._parts, self._loss_fn, self._adapt = parts, loss_fn, adapt
+        self._parts, self._loss_fn, self.adapt = parts, loss_fn, adapt
         self._over_all = over_all and has_statistics(parts.abstract)
-        self._found: dict[Any, Traced] = {}
+        self.traced: dict[Any, Traced] = {}
 
     def of(self, batch: Batch, samples: int) -> Traced:
         """The loss of so many samples.
@@ -97,25 +101,22 @@ class Traces:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             samples: how many.
         """
-        shapes = _resized(batch, samples)
+        shapes = resized(batch, samples)
         key = shape_key(shapes)
-        if key not in self._found:
-            self._found[key] = self._traced(shapes)
-        return self._found[key]
+        if key not in self.traced:
+            self.traced[key] = self._trace(shapes)
+        return self.traced[key]
 
-    def has(self, batch: Batch, samples: int) -> bool:
-        """Whether the loss of so many samples is traced."""
-        return shape_key(_resized(batch, samples)) in self._found
+    def _over_ranks(self, model: nnx.Module) -> None:
+        """Adapts a model whose statistics are averaged over all parts."""
+        if self.adapt is not None:
+            self.adapt(model)
+        synchronise_statistics(model, (RANKS,))
 
-    def _traced(self, batch: Batch) -> Traced:
+    def _trace(self, batch: Batch) -> Traced:
         """(params, buffers, batch) -> total, weight, those of each metric, buffers."""
         learned: dict[str, Any] = {}
-
-        def prepare(model: nnx.Module) -> None:
-            if self._adapt is not None:
-                self._adapt(model)
-            if self._over_all:
-                synchronise_statistics(model, (RANKS,))
+        prepare = self._over_ranks if self._over_all else self.adapt
 
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
             given, loss_fn, ending = (params, buffers, batch), self._loss_fn, None
@@ -176,7 +177,8 @@ def scalars(numbers: Iterable[Any], weight: float = 1.0) -> list[Array]:
     return [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
 
 
-def _resized(batch: Batch, samples: int) -> Batch:
+def resized(batch: Batch, samples: int) -> Batch:
+    """The shapes of a batch of so many samples."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype), batch)
 
 
