@@ -32,7 +32,6 @@ from .walk import (
     CALLS,
     LOOPS,
     REMATS,
-    Atom,
     Aval,
     called,
     depends_on,
@@ -188,7 +187,8 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
         return None
     roles: list[str | int] = []
     for old, new in zip(before.invars, after.invars, strict=True):
-        if _same(old, new):
+        literals = isinstance(old, Literal) and isinstance(new, Literal)
+        if old is new or (literals and bool(old.val == new.val)):
             roles.append(SHARED)
         elif new in before.outvars:
             roles.append(before.outvars.index(new))
@@ -206,12 +206,6 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
 def _kind(aval: Aval) -> Hashable:
     """What a carried value has to keep."""
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
-
-
-def _same(old: Atom, new: Atom) -> bool:
-    if isinstance(old, Literal) or isinstance(new, Literal):
-        return isinstance(old, Literal) and isinstance(new, Literal) and bool(old.val == new.val)
-    return old is new
 
 
 def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | None) -> list[Array]:

@@ -23,7 +23,7 @@ from flax import nnx
 from flax.core import lift
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_equation, eval_jaxpr
 from ..core.typing import Array, Function, Path, PyTree
@@ -211,13 +211,9 @@ def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
     pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
     kept = {v: x for v, x in pairs if not isinstance(x, Tracer)}
-    return _given(closed.jaxpr, kept, [v for v, _ in read]), [x for _, x in read]
-
-
-def _given(jaxpr: Jaxpr, consts: Mapping[Var, Array], more: Sequence[Var]) -> ClosedJaxpr:
-    """The program with other constants, and given more."""
-    jaxpr = jaxpr.replace(constvars=[*consts], invars=[*jaxpr.invars, *more])
-    return ClosedJaxpr(jaxpr, [*consts.values()])
+    invars = [*closed.jaxpr.invars, *(v for v, _ in read)]
+    jaxpr = closed.jaxpr.replace(constvars=[*kept], invars=invars)
+    return ClosedJaxpr(jaxpr, [*kept.values()]), [x for _, x in read]
 
 
 def without_keys(
@@ -250,7 +246,9 @@ def without_keys(
     wanted = variables([*(v for equation in kept for v in equation.invars), *jaxpr.outvars])
     made = [v for v in known if v in wanted and v not in {*jaxpr.invars, *consts}]
     constants = {v: x for v, x in consts.items() if v in wanted}
-    program = _given(jaxpr.replace(eqns=kept), constants, made)
+    invars = [*jaxpr.invars, *made]
+    jaxpr = jaxpr.replace(constvars=[*constants], invars=invars, eqns=kept)
+    program = ClosedJaxpr(jaxpr, [*constants.values()])
     return program, [*values, *(known[v] for v in made)]
 
 

@@ -356,16 +356,13 @@ def _readers(
     """What reads inputs with names, None for the program's own outputs; some pass a name on."""
     known = {v: name for v, name in zip(jaxpr.invars, names, strict=False) if name}
 
-    def read(atoms: Iterable[Atom]) -> Names:
-        return [None if isinstance(v, Literal) else known.get(v) for v in atoms]
-
     for equation in jaxpr.eqns:
-        given = read(equation.invars)
+        given = [None if isinstance(v, Literal) else known.get(v) for v in equation.invars]
         if any(given) and equation.primitive.name in passed:
             known[equation.outvars[0]] = given[0] or ""
         elif any(given):
             yield equation, given
-    yield None, read(jaxpr.outvars)
+    yield None, [None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars]
 
 
 def read_outside_units(jaxpr: Jaxpr, names: Names) -> Iterator[str]:

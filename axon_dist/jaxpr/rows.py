@@ -306,14 +306,9 @@ def matrixwise(function: Callable[..., Array], x: Array, *more: Array, lead: int
     return _operation().bind(x, *more, function=function, lead=lead)[0]
 
 
-def is_matrixwise(equation: JaxprEqn) -> bool:
-    """Whether an equation is such an operation."""
-    return equation.primitive.name == NAME
-
-
 def has_matrices(closed: ClosedJaxpr) -> bool:
     """Whether a program has such operations, in branches and loops too."""
-    return any(is_matrixwise(equation) for equation in equations(closed.jaxpr))
+    return any(equation.primitive.name == NAME for equation in equations(closed.jaxpr))
 
 
 def hidden_in(closed: ClosedJaxpr) -> str | None:
@@ -321,8 +316,8 @@ def hidden_in(closed: ClosedJaxpr) -> str | None:
     shapes = [struct_of(v) for v in closed.jaxpr.invars]
     for equation in opened(closed, shapes).jaxpr.eqns:
         programs = inner_programs(equation)
-        inside = any(is_matrixwise(inner) for program in programs for inner in equations(program))
-        if inside and not is_matrixwise(equation):
+        inside = {inner.primitive.name for program in programs for inner in equations(program)}
+        if NAME in inside and equation.primitive.name != NAME:
             return equation.primitive.name
     return None
 
@@ -358,7 +353,7 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
         for equation in waiting:
             if not variables(equation.invars) <= known.keys():
                 later.append(equation)
-            elif is_matrixwise(equation):
+            elif equation.primitive.name == NAME:
                 ready.append(equation)
             else:
                 results = eval_equation(equation, values_of(known, equation.invars))

@@ -81,7 +81,7 @@ def units_of(model: nnx.Module, is_unit: IsUnit) -> Iterator[tuple[Path, nnx.Mod
     """The outermost modules that are units, with their paths; nothing inside a unit is one."""
     found: set[str] = set()
     paths = sorted(
-        ((_path(keys), module) for keys, module in nnx.iter_modules(model)),
+        ((path_str(keys), module) for keys, module in nnx.iter_modules(model)),
         key=lambda item: item[0].count("/") if item[0] else -1,
     )
     for path, module in paths:
@@ -141,13 +141,13 @@ def mark_units(
     outer = [path for path, _ in units]
     inner: list[Path] = []
     for keys, _ in sorted(linen_modules(model), key=lambda item: len(item[0])):
-        path = _path(keys)
+        path = path_str(keys)
         if not is_in_any(path, {*outer, *inner}) and is_unit(path, None):
             inner.append(path)
     for keys, bridge in list(bridges_of(model)):
-        below = [path for path in inner if is_inside(path, _path(keys))]
+        below = [path for path in inner if is_inside(path, path_str(keys))]
         if below:
-            own = {path.removeprefix(_path(keys)).lstrip("/"): path for path in below}
+            own = {path.removeprefix(path_str(keys)).lstrip("/"): path for path in below}
             stacked = frozenset(name for name, path in own.items() if path in looped)
             linen = LinenUnits(frozenset(own), _running(remat), GATHER, UnitPrograms(), stacked)
             wrap_calls(bridge, {"__call__": linen})
@@ -189,7 +189,8 @@ class AsUnit:
         Raises:
             UnsupportedError: when the module holds many layers and is called as a whole.
         """
-        _check_one_layer(module)
+        if (count := num_stacked(module)) is not None:
+            raise _not_one_layer(module, count)
         kind, attributes = type(module), dict[tuple[Keys, str], object]()
         arrays_set: list[tuple[Keys, str]] = []
         graphdef, params, rest = nnx.split(module, _is_weight, ...)
@@ -262,7 +263,7 @@ def _check_nothing_new(module_type: type, before: Mapping[Keys, Array], module: 
     ]
     if added:
         raise UnsupportedError(
-            f"a call of {module_type.__name__} adds an array at {_path(added[0])!r}, where the "
+            f"a call of {module_type.__name__} adds an array at {path_str(added[0])!r}, where the "
             "module has none before the call: make it in __init__ with the shape that it will "
             f"have, such as self.{added[0][0]} = nnx.data(jnp.zeros(())), and set it in the call"
         )
@@ -301,21 +302,16 @@ def _changes(module_type: type, before: Attributes, after: Attributes) -> Attrib
     return changes
 
 
-def _check_one_layer(module: nnx.Module) -> None:
-    """Raises for a stack of layers that is called as a whole, which is no unit.
-
-    Raises:
-        UnsupportedError: saying how to call it layer by layer.
-    """
-    if (count := num_stacked(module)) is not None:
-        name = type(module).__name__
-        raise UnsupportedError(
-            f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
-            "within its own call: gathered or recomputed as one, it would take the memory of all "
-            f"layers at once. Let {name} be one layer, and loop where it is held: "
-            "nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, "
-            "self.blocks); or keep the layers in an nnx.List"
-        )
+def _not_one_layer(module: nnx.Module, count: int) -> UnsupportedError:
+    """Of a stack of layers that is called as a whole, which is no unit: how to call it."""
+    name = type(module).__name__
+    return UnsupportedError(
+        f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
+        "within its own call: gathered or recomputed as one, it would take the memory of all "
+        f"layers at once. Let {name} be one layer, and loop where it is held: "
+        "nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, "
+        "self.blocks); or keep the layers in an nnx.List"
+    )
 
 
 def _is_weight(_: Keys, variable: object) -> bool:
@@ -371,7 +367,3 @@ def names_of(model: nnx.Module) -> list[str]:
 
 def _is_node(leaf: object) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
-
-
-def _path(keys: Keys) -> Path:
-    return path_str(tuple(keys))

@@ -28,7 +28,6 @@ from ..jaxpr.rewrite import Rewriting
 from ..nn.attention import attended
 from ..nn.layout import Axes, Layout, manual_axes
 from ..ops.linear_loss import (
-    LINEAR_CROSS_ENTROPY,
     Found,
     HeadLoss,
     Operands,
@@ -160,16 +159,6 @@ class LossOverMesh:
 
     layout: Layout
 
-    @classmethod
-    def rewriting(cls, layout: Layout) -> Rewriting | None:
-        """The rewriting of a program on a mesh, or None on one device.
-
-        Within a function whose derivative is its own the loss stays as it is: right, and slower.
-        """
-        if layout.mesh.size == 1:
-            return None
-        return Rewriting({LINEAR_CROSS_ENTROPY: cls(layout)}, lambda equation: None)
-
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Computes one loss; None where nothing is left to divide."""
         manual = manual_axes()
@@ -294,7 +283,7 @@ class RingProducts:
             marked = _Marked(self.layout, self.axis, {}, {}, set())
             replace = {"name": marked.name, "dot_general": marked.product}
             replace |= dict.fromkeys(SAME, marked.same)
-            results = Rewriting(replace, lambda equation: None).of(function)(*args)
+            results = Rewriting(replace).of(function)(*args)
             marked.check()
             return results
 

@@ -17,10 +17,11 @@ from ..core.tree import is_key, paths_of
 from ..core.typing import Array, Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.linen import bridges_of
-from ..jaxpr.rewrite import ByRank, whole_slices
+from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
+from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
 from ..ops.precision import autocast, cast_floating, wide
 from ..parallel import (
     LossOverMesh,
@@ -204,10 +205,15 @@ def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
     layout = strategy.layout(mesh)
     for rings in ring_products(strategy, layout):
         forward = rings.of(forward)
-    losses = LossOverMesh.rewriting(layout)
-    if losses is not None:
-        forward = losses.beside(ByRank.rewriting(mesh, strategy.batch_axes)).of(forward)
-    return forward if strategy.pipeline is None else whole_slices().of(forward)
+    # Within a function whose derivative is its own a loss stays as it is: right, and slower.
+    rewriting = Rewriting({LINEAR_CROSS_ENTROPY: LossOverMesh(layout)})
+    if sum(size > 1 for size in mesh.shape.values()) > 1:
+        convolutions = {CONVOLUTION: ByRank(mesh, strategy.batch_axes)}
+        rewriting = Rewriting({**rewriting.replace, **convolutions}, {CONVOLUTION: refuse})
+    if mesh.size > 1:
+        forward = rewriting.of(forward)
+    slices = Rewriting(dict.fromkeys(SHIFTS, keep_whole))
+    return forward if strategy.pipeline is None else slices.of(forward)
 
 
 def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
