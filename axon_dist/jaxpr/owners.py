@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Path
 from .rows import select_case
-from .walk import OPENED, Aval, called, interpret, same, struct_of
+from .walk import OPENED, Aval, called, interpret, struct_of
 
 Owner: TypeAlias = Hashable
 """Whoever has values of its own; None stands for all."""
@@ -64,11 +64,6 @@ class OwnedOperation:
         except TypeError:
             return None
         return key
-
-    def computes_as(self, other: OwnedOperation) -> bool:
-        """Whether another operation computes the same of its inputs."""
-        mine, theirs = self.equation, other.equation
-        return mine.primitive is theirs.primitive and same(mine.params, theirs.params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -262,17 +257,26 @@ class _Flat:
         levels, operations = [0] * len(self.avals), list[OwnedOperation]()
         by_owner: dict[Owner, list[OwnedOperation]] = {}
         for op in self.operations:
-            self._check(op.inputs, op.owner, f"the operation {op.equation.primitive.name!r}")
             at = [levels[a] + (self.owners[a] not in (None, op.owner)) for a in op.inputs]
             op = dataclasses.replace(op, level=max(at, default=0))
             operations.append(op)
             by_owner.setdefault(op.owner, []).append(op)
             for atom in op.outputs:
                 levels[atom] = op.level
-        last = max((op.level for op in operations), default=0)
-        for atom, home, result in zip(outputs, homes, results, strict=True):
-            self._check([atom], home, repr(result))
-            last = max(last, levels[atom] + (self.owners[atom] not in (None, home)))
+        names = ((op, f"the operation {op.equation.primitive.name!r}") for op in operations)
+        read = [(atom, op.owner, reader) for op, reader in names for atom in op.inputs]
+        read += zip(outputs, homes, map(repr, results), strict=True)
+        handed = [(atom, by) for atom, owner, by in read if self.owners[atom] not in (None, owner)]
+        for atom, reader in handed:
+            if self.avals[atom].size > SMALL:
+                raise UnsupportedError(
+                    f"the optimizer makes {self.avals[atom].str_short()} of {self.names[atom]!r}, "
+                    f"and {reader} needs it together with what belongs to other blocks. A pipeline "
+                    "keeps every block on the ranks of its stage, and hands no more than "
+                    f"{SMALL} elements of each value around, such as norms. Use an optimizer that "
+                    "works leaf by leaf, or by numbers over all leaves"
+                )
+        last = [*(op.level for op in operations), *(levels[atom] + 1 for atom, _ in handed)]
         return OwnedProgram(
             tuple(operations),
             by_owner,
@@ -283,20 +287,9 @@ class _Flat:
             tuple(self.owners),
             tuple(self.avals),
             tuple(levels),
-            last + 1,
+            1 + max(last, default=0),
             self._spellings(by_owner.get(None, ())),
         )
-
-    def _check(self, atoms: Sequence[Atom], by: Owner, reader: str) -> None:
-        for atom in atoms:
-            if self.owners[atom] not in (None, by) and self.avals[atom].size > SMALL:
-                raise UnsupportedError(
-                    f"the optimizer makes {self.avals[atom].str_short()} of {self.names[atom]!r}, "
-                    f"and {reader} needs it together with what belongs to other blocks. A pipeline "
-                    "keeps every block on the ranks of its stage, and hands no more than "
-                    f"{SMALL} elements of each value around, such as norms. Use an optimizer that "
-                    "works leaf by leaf, or by numbers over all leaves"
-                )
 
     def _spellings(self, operations: Sequence[OwnedOperation]) -> tuple[Hashable, ...]:
         """See `OwnedProgram`; `operations` are everybody's."""

@@ -27,6 +27,7 @@ from ..jaxpr.owners import (
     as_array,
     sums_of,
 )
+from ..jaxpr.walk import same
 from .storage import Cell
 from .stored_form import LeafPlace, Slot
 
@@ -60,7 +61,8 @@ class Share:
             return [share.names.get(atom, (aval.shape, aval.dtype)) for atom, aval in avals]
 
         return len(self.operations) == len(other.operations) and all(
-            mine.computes_as(theirs)
+            mine.equation.primitive is theirs.equation.primitive
+            and same(mine.equation.params, theirs.equation.params)
             and mine.level == theirs.level
             and reads(self, mine) == reads(other, theirs)
             for mine, theirs in zip(self.operations, other.operations, strict=True)

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from ..core.compat import outside_meshes
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, shape_key
-from ..core.typing import Array, Batch, LossFn, Path, PyTree
+from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted, is_one
 from ..jaxpr.pieces import Ending
 from ..jaxpr.sample_values import OutputUse, SampleUse, Use, Why, use_of
@@ -148,10 +148,21 @@ class Traces:
 
         Returns:
             What it is.
+
+        Raises:
+            UnsupportedError: when the weight of the loss moves with a parameter.
         """
         parts, whole = self._parts, self.of(batch, sizes[1])
         paths = [path for path, _ in leaves_with_paths(parts.weights)]
-        _check_weight(whole.program, paths, parts.frozen_paths)
+        moving = (paths[number] for number in moves_with(whole.program, 1, len(paths)))
+        if found := [path for path in moving if path not in parts.frozen_paths]:
+            # Weights of parts are added up before anything is divided, so they are held when the
+            # loss is differentiated. What no gradient goes through may read parameters.
+            raise UnsupportedError(
+                f"the weight of the loss depends on the parameter {found[0]!r}; in "
+                "Weighted(total, weight) the weight must follow from the batch alone, such as the "
+                "number of its tokens, or go through jax.lax.stop_gradient"
+            )
         try:
             part = self.of(batch, sizes[0])
         except AxonDistError:
@@ -180,27 +191,6 @@ def scalars(numbers: Iterable[Any], weight: float = 1.0) -> list[Array]:
 def resized(batch: Batch, samples: int) -> Batch:
     """The shapes of a batch of so many samples."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype), batch)
-
-
-def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
-    """Raises `UnsupportedError` if the second output, the weight, moves with a parameter.
-
-    Weights of parts are added up before anything is divided, so they are held when the loss is
-    differentiated. What no gradient goes through, as a count or `stop_gradient`, may read them.
-
-    Args:
-        program: the traced loss; its first inputs are the parameters.
-        params: their paths.
-        frozen: those of them that are not trained.
-    """
-    moving = moves_with(program, 1, len(params))
-    found = [number for number in moving if params[number] not in frozen]
-    if found:
-        raise UnsupportedError(
-            f"the weight of the loss depends on the parameter {params[found[0]]!r}; in "
-            "Weighted(total, weight) the weight must follow from the batch alone, such as the "
-            "number of its tokens, or go through jax.lax.stop_gradient"
-        )
 
 
 ALONE = "cannot be computed of"
