@@ -287,20 +287,14 @@ def inner_programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
 
 
-def needed_for(jaxpr: Jaxpr, positions: Iterable[int]) -> tuple[Jaxpr, list[int]]:
-    """The part of a jaxpr that some of its outputs need, inside calls and loops too.
-
-    Args:
-        jaxpr: an open jaxpr.
-        positions: of the outputs.
+def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """Drops all equations that the used outputs do not need, inside calls and loops too.
 
     Returns:
-        The smaller jaxpr, and the positions of the inputs that it still has.
+        The smaller jaxpr, and which inputs it still has.
     """
-    wanted = set(positions)
     with outside_meshes():
-        part, used = partial_eval.dce_jaxpr(jaxpr, [n in wanted for n in range(len(jaxpr.outvars))])
-    return part, [number for number, is_used in enumerate(used) if is_used]
+        return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
 
 def outside_meshes() -> Any:

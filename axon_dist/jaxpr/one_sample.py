@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -35,17 +35,8 @@ Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
 """An equation of the part and the same of the whole; None where one of them has no such relay."""
 
 
-def aligned_equations(part: Jaxpr, whole: Jaxpr, is_single: bool) -> Iterable[Aligned] | None:
-    """The equations of two programs side by side; None where there is no other for one.
-
-    Args:
-        part: the program of a part.
-        whole: that of the whole.
-        is_single: whether the part has one sample, so that either program may have relays alone.
-    """
-    if not is_single:
-        is_same = len(part.eqns) == len(whole.eqns)
-        return zip(part.eqns, whole.eqns, strict=True) if is_same else None
+def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Sequence[Aligned] | None:
+    """The equations of two programs side by side, but for relays; None where others differ."""
     found: list[Aligned] = []
     mine, theirs = list(part.eqns), list(whole.eqns)
     while mine or theirs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..core.compat import source_line
 from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from .factors import RESHAPES
-from .one_sample import aligned_equations, is_loose, loosely, relay, relayed
+from .one_sample import Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_pairs import (
     CALLS,
     RESIZED,
@@ -132,8 +132,13 @@ class Walk:
             The values of their outputs.
         """
         part, whole = programs[0].jaxpr, programs[1].jaxpr
-        pairs = aligned_equations(part, whole, self._is_single)
-        if pairs is None or not have_one_form(part, whole, "constvars", "invars", "outvars"):
+        is_same = have_one_form(part, whole, "constvars", "invars", "outvars")
+        pairs: Iterable[Aligned] | None = None
+        if self._is_single:
+            pairs = aligned_equations(part, whole)
+        elif have_one_form(part, whole, "eqns"):
+            pairs = zip(part.eqns, whole.eqns, strict=True)
+        if pairs is None or not is_same:
             return differing(part, whole, where)
         known = PairValues(self._constant)
         consts = map(self._constant, programs[0].consts, programs[1].consts)

@@ -26,10 +26,10 @@ from ..core.compat import (
     CALLS,
     REMATS,
     called,
+    dce_jaxpr,
     eval_equation,
     eval_jaxpr,
     inner_programs,
-    needed_for,
     scan_counts,
 )
 from ..core.typing import Array, Leaf, Shape
@@ -296,6 +296,21 @@ def depends_on(
         if not tainted.isdisjoint(variables(equation.invars)):
             tainted.update(equation.outvars)
     return tainted
+
+
+def needed_for(jaxpr: Jaxpr, positions: Iterable[int]) -> tuple[Jaxpr, list[int]]:
+    """The part of a jaxpr that some of its outputs need, inside calls and loops too.
+
+    Args:
+        jaxpr: an open jaxpr.
+        positions: of the outputs.
+
+    Returns:
+        The smaller jaxpr, and the positions of the inputs that it still has.
+    """
+    wanted = set(positions)
+    part, used = dce_jaxpr(jaxpr, [number in wanted for number in range(len(jaxpr.outvars))])
+    return part, [number for number, is_used in enumerate(used) if is_used]
 
 
 def sources_of(jaxpr: Jaxpr) -> list[set[int]]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -28,6 +28,7 @@ from ..jaxpr.rewrite import Rewriting
 from ..nn.attention import attended
 from ..nn.layout import Axes, Layout, manual_axes
 from ..ops.linear_loss import (
+    LINEAR_CROSS_ENTROPY,
     Found,
     HeadLoss,
     Operands,
@@ -155,8 +156,12 @@ class LossOverMesh:
 
     Args:
         layout: where activations lie; its `vocabulary` splits the tokens where they divide.
+
+    Attributes:
+        replaces: the name of the primitive that such losses are.
     """
 
+    replaces: ClassVar[str] = LINEAR_CROSS_ENTROPY
     layout: Layout
 
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:

@@ -21,7 +21,6 @@ from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Rewriting, keep_whole, 
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
-from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
 from ..ops.precision import autocast, cast_floating, wide
 from ..parallel import (
     LossOverMesh,
@@ -206,7 +205,7 @@ def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
     for rings in ring_products(strategy, layout):
         forward = rings.of(forward)
     # Within a function whose derivative is its own a loss stays as it is: right, and slower.
-    rewriting = Rewriting({LINEAR_CROSS_ENTROPY: LossOverMesh(layout)})
+    rewriting = Rewriting({LossOverMesh.replaces: LossOverMesh(layout)})
     if sum(size > 1 for size in mesh.shape.values()) > 1:
         convolutions = {CONVOLUTION: ByRank(mesh, strategy.batch_axes)}
         rewriting = Rewriting({**rewriting.replace, **convolutions}, {CONVOLUTION: refuse})
