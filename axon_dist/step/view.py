@@ -125,7 +125,10 @@ class ModelChanges:
                 for keys, variable in nnx.iter_graph(model)
                 if isinstance(variable, nnx.Variable)
             }
-            found = {*mark_units(model, lambda path, _: path in self.units, remat, self.looped)}
+            found: set[Path] = set()
+            if self.units:
+                marked = mark_units(model, lambda path, _: path in self.units, remat, self.looped)
+                found.update(marked)
             linen = ["/".join(map(str, keys)) for keys, _ in bridges_of(model)]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
