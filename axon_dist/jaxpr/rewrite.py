@@ -45,10 +45,10 @@ class Rewriting:
     """Which equations are computed in another way.
 
     Args:
-        replace: by the name of a primitive.
-        hidden: likewise, called with an equation that runs such a primitive where it cannot be
-            reached, as functions with derivatives of their own do; raises. It stays as it is where
-            there is none.
+        replace: what is computed in place of a primitive, by its name.
+        hidden: what is called for some of these with an equation that runs one where it cannot be
+            reached, as functions with derivatives of their own do, and raises; for the others such
+            an equation stays as it is.
     """
 
     replace: Mapping[str, Replace]
@@ -166,7 +166,7 @@ class _Run:
         return interpret(jaxpr, consts, values, self.equation)
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
-        name = equation.primitive.name
+        name, hidden = equation.primitive.name, self.rewriting.hidden
         if name in self.rewriting.replace:
             with in_place_of(equation):
                 results = self.rewriting.replace[name](equation, operands)
@@ -177,8 +177,8 @@ class _Run:
                 equation = equation.replace(params=self._opened(equation.params))
         else:
             inside = (e.primitive.name for one in inner_programs(equation) for e in equations(one))
-            for hidden in {*inside} & self.rewriting.hidden.keys():
-                self.rewriting.hidden[hidden](equation)
+            for primitive in {*inside} & self.rewriting.replace.keys() & hidden.keys():
+                hidden[primitive](equation)
         return eval_equation(equation, operands)
 
     def _opened(self, params: Params) -> Params:

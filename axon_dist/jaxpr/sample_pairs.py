@@ -225,28 +225,24 @@ _FOLDED: MappingProxyType[str, Callable[..., Constant]] = MappingProxyType(
 """What is computed of numbers that differ between a part and the whole."""
 
 
-def folded(op: Operation, values: list[Value]) -> tuple[Number, Number] | None:
+def folded(op: Operation, known: list[tuple[Number, Number]]) -> tuple[Number, Number] | None:
     """The results for a part and the whole of an operation on numbers that depend on the size.
 
     Args:
         op: the operation.
-        values: of its operands.
+        known: its operands, in both.
 
     Returns:
-        Two numbers; None where its operands are not known or do not differ.
+        Two numbers; None where its operands do not differ, or it is not known how to compute it.
     """
-    known = [value.known for value in values]
-    if not known or any(pair is None for pair in known):
-        return None
-    pairs = [pair for pair in known if pair is not None]
-    if all(a == b or (a != a and b != b) for a, b in pairs):
+    if all(a == b or (a != a and b != b) for a, b in known):
         return None
     run = _run_of(op)
     if run is None:
         return None
     kind = op.kinds[1]
     with np.errstate(all="ignore"):
-        a, b = (np.asarray(run(*numbers)) for numbers in zip(*pairs, strict=True))
+        a, b = (np.asarray(run(*numbers)) for numbers in zip(*known, strict=True))
         if kind == "f":
             a, b = a.astype(np.float64), b.astype(np.float64)
         elif kind in "iu":

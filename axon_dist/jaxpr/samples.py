@@ -194,8 +194,9 @@ class Walk:
 
     def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
         name, count = op.name, len(op.outputs)
-        if (number := folded(op, operands)) is not None:
-            key = (name, str(op.params), *(value.known for value in operands))
+        known = [value.known for value in operands if value.known is not None]
+        if len(known) == len(operands) and (number := folded(op, known)) is not None:
+            key = (name, str(op.params), *known)
             return [self._named(grown_scalar(*number, self._ratio), key)]
         decided = name == "select_n" and operands[0].chosen is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]

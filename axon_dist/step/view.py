@@ -17,7 +17,7 @@ from ..core.tree import is_key, paths_of
 from ..core.typing import Array, Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.linen import bridges_of
-from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Rewriting, keep_whole, refuse
+from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
@@ -208,12 +208,11 @@ def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
     for rings in ring_products(strategy, layout):
         forward = rings.of(forward)
     # Within a function whose derivative is its own a loss stays as it is: right, and slower.
-    rewriting = Rewriting({LossOverMesh.replaces: LossOverMesh(layout)})
+    replace: dict[str, Replace] = {LossOverMesh.replaces: LossOverMesh(layout)}
     if sum(size > 1 for size in mesh.shape.values()) > 1:
-        convolutions = {CONVOLUTION: ByRank(mesh, strategy.batch_axes)}
-        rewriting = Rewriting({**rewriting.replace, **convolutions}, {CONVOLUTION: refuse})
+        replace[CONVOLUTION] = ByRank(mesh, strategy.batch_axes)
     if mesh.size > 1:
-        forward = rewriting.of(forward)
+        forward = Rewriting(replace, {CONVOLUTION: refuse}).of(forward)
     slices = Rewriting(dict.fromkeys(SHIFTS, keep_whole))
     return forward if strategy.pipeline is None else slices.of(forward)
 
