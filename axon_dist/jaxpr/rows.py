@@ -370,11 +370,6 @@ def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
     return [struct_of(variable) for variable in program.jaxpr.invars]
 
 
-def output_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of what a program gives."""
-    return [struct_of(atom) for atom in program.jaxpr.outvars]
-
-
 def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> RowCall:
     function, lead = equation.params["function"], equation.params["lead"]
     operand = equation.invars[0]

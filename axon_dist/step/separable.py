@@ -323,7 +323,8 @@ class Separator:
         if self._promise is False:
             return
         count = self._microbatches
-        means = [path for path in use.buffers if self._is_mean(path, use)]
+        separable = ((path, found) for path, found in use.buffers.items() if found.is_separable)
+        means = [path for path, found in separable if self._is_statistic(path, found)]
         if means and use.loss.why == Why.EACH:
             # What a normalisation by the statistics of a batch does, and no comparison of samples.
             warn_of_parts(means[0], count, use.loss.place)
@@ -348,9 +349,6 @@ class Separator:
                     "of such numbers; or use one microbatch; or build_train_step(separable=True) "
                     "for the mean over the parts"
                 )
-
-    def _is_mean(self, path: Path, use: SampleUse) -> bool:
-        return self._is_statistic(path, use.buffers[path]) and use.buffers[path].is_separable
 
     def _is_statistic(self, path: Path, found: OutputUse) -> bool:
         return found.why != "" and jnp.issubdtype(dict(self._buffers)[path].dtype, jnp.floating)
