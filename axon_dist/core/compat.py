@@ -256,9 +256,12 @@ def in_place_of(equation: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def called_program(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that an equation calls once, as a `jit` or a `checkpoint` does, or None."""
-    if equation.primitive.name in REDUCERS:
+def called(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The program that an equation runs once, as `jit`, `checkpoint` and `custom_vjp` do, or None.
+
+    Its inputs are the last operands of the equation. Loops and branches are no calls.
+    """
+    if equation.primitive.name in REDUCERS | {"scan"}:
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = equation.params.get(key)

@@ -155,7 +155,13 @@ def num_stacked(module: nnx.Module) -> int | None:
     sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
         return None
-    extra = {more for _, layer in nnx.iter_modules(module) for more in _extra_dims(layer)}
+    # By how many dims the parameters of layers of Flax exceed those of one such layer.
+    extra: set[int] = set()
+    for _, layer in nnx.iter_modules(module):
+        dims = next((find(layer) for kind, find in DIMS.items() if isinstance(layer, kind)), {})
+        held = {name: getattr(layer, name, None) for name in dims}
+        params = {name: value for name, value in held.items() if isinstance(value, nnx.Param)}
+        extra |= {len(x.get_value().shape) - dims[name] for name, x in params.items()}
     return sizes.pop() if extra == {1} else None
 
 
@@ -167,14 +173,3 @@ def stacks_of(model: nnx.Module) -> dict[Path, int]:
         if not inside and (count := num_stacked(module)) is not None:
             found[keys] = count
     return {"/".join(map(str, keys)): count for keys, count in found.items()}
-
-
-def _extra_dims(layer: nnx.Module) -> list[int]:
-    """By how many dims the parameters of a layer of Flax exceed those of one such layer."""
-    dims = next((find(layer) for kind, find in DIMS.items() if isinstance(layer, kind)), {})
-    held = {name: getattr(layer, name, None) for name in dims}
-    return [
-        len(value.get_value().shape) - dims[name]
-        for name, value in held.items()
-        if isinstance(value, nnx.Param)
-    ]

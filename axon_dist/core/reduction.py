@@ -75,28 +75,22 @@ def on_wire(x: Array, dtype: DTypeLike | None) -> Array:
     return x if dtype is None or is_complex else x.astype(dtype)
 
 
-def aborts(dtype: object) -> bool:
-    """Whether the compiler would abort over a reduction of this dtype, where it is asked.
-
-    The mesh in context knows for which platform it is compiled, also for devices that are not
-    there.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    on_cpu = jax.default_backend() == "cpu" if device is None else device.platform == "cpu"
-    return dtype == NARROW and on_cpu and 0 < len(mesh.manual_axes) < len(mesh.axis_names)
-
-
 def _each(
     reduction: Callable[[Array, tuple[str, ...]], Array],
     tree: PyTree,
     axes: str | tuple[str, ...],
 ) -> PyTree:
     names = (axes,) if isinstance(axes, str) else tuple(axes)
+    # The mesh in context knows for which platform it is compiled, also for devices that are not
+    # there.
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    on_cpu = jax.default_backend() == "cpu" if device is None else device.platform == "cpu"
+    aborts = on_cpu and 0 < len(mesh.manual_axes) < len(mesh.axis_names)
 
     def reduced(x: Array) -> Array:
         x = jnp.asarray(x)
-        if aborts(x.dtype):
+        if aborts and x.dtype == NARROW:
             # The cast comes before the change of type, whose transpose is a reduction too.
             return reduction(varying(x.astype(jnp.float32), names), names).astype(x.dtype)
         return reduction(varying(x, names), names)

@@ -92,11 +92,15 @@ class Role(enum.Enum):
     NEW = "new"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Factors:
-    """The factors of an equation.
+    """The factors of an equation, which its rule says one by one.
 
     Args:
+        name: of its primitive.
+        params: of the equation.
+        inputs: the shapes of its operands.
+        outputs: the shapes of its results.
         roles: of each factor, by its number.
         operands: for each operand and each of its dims the factors, the major one first. None for
             a dim that is repeated or dropped, of size 1.
@@ -107,14 +111,18 @@ class Factors:
         >>> program = jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 4)))
         >>> found = factors(program.jaxpr.eqns[0])
         >>> found.operands, found.results
-        ((((1,), (0,)), ((0,), (2,))), (((1,), (2,)),))
+        ([[(1,), (0,)], [(0,), (2,)]], [[(1,), (2,)]])
         >>> [role.value for role in found.roles]
         ['summed', 'passes', 'passes']
     """
 
-    roles: tuple[Role, ...]
-    operands: tuple[tuple[tuple[int, ...], ...], ...]
-    results: tuple[tuple[tuple[int, ...], ...], ...]
+    name: str
+    params: Mapping[str, Any]
+    inputs: Sequence[Shape]
+    outputs: Sequence[Shape]
+    roles: list[Role]
+    operands: list[list[tuple[int, ...]]]
+    results: list[list[tuple[int, ...]]]
 
     def role(self, operand: int, dim: int) -> Role | None:
         """What happens along the major factor of a dim of an operand; None where it has none."""
@@ -140,22 +148,6 @@ class Factors:
         places = self.dims(numbers[0], self.results) if numbers else []
         return next((at for number, at in places if number == 0), None)
 
-
-class _Draft:
-    """The factors of an equation, while its rule adds them one by one."""
-
-    def __init__(
-        self,
-        name: str,
-        params: Mapping[str, Any],
-        inputs: Sequence[Shape],
-        outputs: Sequence[Shape],
-    ):
-        self.name, self.params, self.inputs, self.outputs = name, params, inputs, outputs
-        self.roles: list[Role] = []
-        self.operands: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in inputs]
-        self.results: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in outputs]
-
     def add(
         self, role: Role, ins: Iterable[OperandDim] = (), outs: Iterable[OperandDim] = ()
     ) -> None:
@@ -178,16 +170,6 @@ class _Draft:
         """Dims of the operand become those of the results, from the first on."""
         self.move((dim, dim) for dim in range(min(len(self.inputs[0]), len(self.outputs[0]))))
 
-    def finished(self) -> Factors:
-        """The value; what has no factor in a result is new, unless its size is 1."""
-        for number, shape in enumerate(self.outputs):
-            for dim, size in enumerate(shape):
-                if not self.results[number][dim] and size != 1:
-                    self.add(Role.NEW, (), [(number, dim)])
-
-        operands, results = (tuple(map(tuple, side)) for side in (self.operands, self.results))
-        return Factors(tuple(self.roles), operands, results)
-
 
 def factors(equation: JaxprEqn) -> Factors | None:
     """The factors of an equation that runs no inner program; None where they are unknown."""
@@ -196,7 +178,11 @@ def factors(equation: JaxprEqn) -> Factors | None:
 
 
 def factors_of(
-    name: str, params: Mapping[str, Any], inputs: Sequence[Shape], outputs: Sequence[Shape]
+    name: str,
+    params: Mapping[str, Any],
+    inputs: Sequence[Shape],
+    outputs: Sequence[Shape],
+    rule: Callable[[Factors], None] | None = None,
 ) -> Factors | None:
     """The factors of an operation.
 
@@ -205,24 +191,31 @@ def factors_of(
         params: of the equation.
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
+        rule: says them; None takes that of the primitive.
     """
-    rule = FACTORS.get(name)
+    rule = rule or FACTORS.get(name)
     if rule is None or (rule is _along and len(_DIM & params.keys()) != 1):
         return None
-    draft = _Draft(name, params, inputs, outputs)
-    rule(draft)
-    return draft.finished()
+    operands, results = ([[()] * len(shape) for shape in side] for side in (inputs, outputs))
+    found = Factors(name, params, inputs, outputs, [], operands, results)
+    rule(found)
+    for number, shape in enumerate(outputs):
+        for dim, size in enumerate(shape):
+            # What has no factor in a result is new.
+            if not results[number][dim] and size != 1:
+                found.add(Role.NEW, (), [(number, dim)])
+    return found
 
 
 def guessed(equation: JaxprEqn) -> Factors:
     """Factors by shapes alone: dims of one size, at one place in arrays of one rank, are one."""
-    shapes = ([*map(shape_of, side)] for side in (equation.invars, equation.outvars))
-    draft = _Draft(equation.primitive.name, equation.params, *shapes)
-    _each(draft)
-    return draft.finished()
+    inputs, outputs = ([*map(shape_of, side)] for side in (equation.invars, equation.outvars))
+    found = factors_of(equation.primitive.name, equation.params, inputs, outputs, _each)
+    assert found is not None, "a rule is given"
+    return found
 
 
-def _each(draft: _Draft) -> None:
+def _each(draft: Factors) -> None:
     places: dict[tuple[int, int, int], tuple[list[OperandDim], list[OperandDim]]] = {}
     for side, shapes in enumerate((draft.inputs, draft.outputs)):
         for number, shape in enumerate(shapes):
@@ -234,12 +227,12 @@ def _each(draft: _Draft) -> None:
             draft.add(Role.PASSES, ins, outs)
 
 
-def _broadcast(draft: _Draft) -> None:
+def _broadcast(draft: Factors) -> None:
     pairs = enumerate(draft.params["broadcast_dimensions"])
     draft.move((s, t) for s, t in pairs if draft.inputs[0][s] == draft.outputs[0][t])
 
 
-def _reshape(draft: _Draft) -> None:
+def _reshape(draft: Factors) -> None:
     """Groups of dims of one product; of these, the dims of one side are the factors."""
     (before, *_), (after,) = draft.inputs, draft.outputs
     order = draft.params.get("dimensions") or range(len(before))
@@ -268,7 +261,7 @@ def _reshape(draft: _Draft) -> None:
                 draft.add(Role.PASSES, ins, [place])
 
 
-def _drop(draft: _Draft, gone: Iterable[int], role: Role | None) -> None:
+def _drop(draft: Factors, gone: Iterable[int], role: Role | None) -> None:
     """Some dims of all operands are gone, and the others stay in order."""
     gone = {*gone}
     for rank in sorted({len(shape) for shape in draft.inputs}):
@@ -284,18 +277,18 @@ def _drop(draft: _Draft, gone: Iterable[int], role: Role | None) -> None:
                 draft.add(role, ins)
 
 
-def _reduce(draft: _Draft) -> None:
+def _reduce(draft: Factors) -> None:
     _drop(draft, draft.params.get("axes", draft.params.get("dimensions")), Role.REDUCED)
 
 
-def _stack(draft: _Draft) -> None:
+def _stack(draft: Factors) -> None:
     axis = draft.params["axis"]
     for dim in range(len(draft.inputs[0])):
         ins = [(number, dim) for number in range(len(draft.inputs))]
         draft.add(Role.PASSES, ins, [(0, dim + (dim >= axis))])
 
 
-def _need_all(draft: _Draft, dims: Iterable[int]) -> None:
+def _need_all(draft: Factors, dims: Iterable[int]) -> None:
     """Some dims, counted from the front, are needed in full; the others pass, in all arrays."""
     spanned = {*dims}
     rank = max(map(len, (*draft.inputs, *draft.outputs)))
@@ -317,18 +310,18 @@ def _need_all(draft: _Draft, dims: Iterable[int]) -> None:
 _DIM = frozenset({"axis", "dimension", "operand_axis", "reduction_dimension"})
 
 
-def _along(draft: _Draft) -> None:
+def _along(draft: Factors) -> None:
     (name,) = _DIM & draft.params.keys()
     _need_all(draft, [draft.params[name] % len(draft.inputs[0])])
 
 
-def _trailing(draft: _Draft) -> None:
+def _trailing(draft: Factors) -> None:
     rank = len(draft.inputs[0])
     count = len(draft.params["fft_lengths"]) if draft.name == "fft" else TRAILING[draft.name]
     _need_all(draft, range(rank - count, max(map(len, (*draft.inputs, *draft.outputs)))))
 
 
-def _stay(draft: _Draft, role: Role, has_role: Sequence[bool], count: int = 1) -> None:
+def _stay(draft: Factors, role: Role, has_role: Sequence[bool], count: int = 1) -> None:
     """All dims stay; along some, elements of the first operands do not keep their place."""
     for dim, here in enumerate(has_role):
         ins = [(n, dim) for n, shape in enumerate(draft.inputs[:count]) if dim < len(shape)]
@@ -336,27 +329,27 @@ def _stay(draft: _Draft, role: Role, has_role: Sequence[bool], count: int = 1) -
         draft.add(role if here else Role.PASSES, ins, outs)
 
 
-def _pad(draft: _Draft) -> None:
+def _pad(draft: Factors) -> None:
     _stay(draft, Role.PART, [tuple(how) != (0, 0, 0) for how in draft.params["padding_config"]])
 
 
-def _update(draft: _Draft) -> None:
+def _update(draft: Factors) -> None:
     _stay(draft, Role.JOINED, [a != b for a, b in zip(*draft.inputs[:2], strict=True)], 2)
 
 
-def _concatenate(draft: _Draft) -> None:
+def _concatenate(draft: Factors) -> None:
     dims, at = range(len(draft.outputs[0])), draft.params["dimension"]
     _stay(draft, Role.JOINED, [dim == at for dim in dims], len(draft.inputs))
 
 
-def _windows(draft: _Draft) -> None:
+def _windows(draft: Factors) -> None:
     names = ("window_dimensions", "window_strides", "padding")
     windows = zip(*(draft.params[name] for name in names), strict=True)
     is_wide = [(size, stride, tuple(pads)) != (1, 1, (0, 0)) for size, stride, pads in windows]
     _stay(draft, Role.WINDOW, is_wide, len(draft.inputs))
 
 
-def _dot(draft: _Draft) -> None:
+def _dot(draft: Factors) -> None:
     (left, right), (left_batch, right_batch) = draft.params["dimension_numbers"]
     out = itertools.count()
     for mine, theirs in zip(left_batch, right_batch, strict=True):
@@ -369,7 +362,7 @@ def _dot(draft: _Draft) -> None:
                 draft.add(Role.PASSES, [(operand, dim)], [(0, next(out))])
 
 
-def _convolution(draft: _Draft) -> None:
+def _convolution(draft: Factors) -> None:
     left, right, out = draft.params["dimension_numbers"]
     is_grouped = draft.params["batch_group_count"] > 1
     draft.add(Role.WINDOW if is_grouped else Role.PASSES, [(0, left[0])], [(0, out[0])])
@@ -385,7 +378,7 @@ def _windows_of(rank: int, *hidden: Sequence[int]) -> list[int]:
     return [dim for dim in range(rank) if not any(dim in dims for dims in hidden)]
 
 
-def _take(draft: _Draft) -> None:
+def _take(draft: Factors) -> None:
     numbers, sizes = draft.params["dimension_numbers"], draft.params["slice_sizes"]
     table, indices, shape = draft.inputs[0], draft.inputs[1], draft.outputs[0]
     batching = dict(
@@ -407,7 +400,7 @@ def _take(draft: _Draft) -> None:
             draft.add(Role.INDEXED, [(0, dim)])
 
 
-def _scatter(draft: _Draft) -> None:
+def _scatter(draft: Factors) -> None:
     numbers = draft.params["dimension_numbers"]
     table, indices, updates = draft.inputs[:3]
     batching = dict(
@@ -463,7 +456,7 @@ SCATTERS = SCATTER_ADDS | frozenset(
     {"scatter"} | {f"scatter{dash}{kind}" for kind in ("mul", "min", "max") for dash in "-_"}
 )
 
-FACTORS: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
+FACTORS: MappingProxyType[str, Callable[[Factors], None]] = MappingProxyType(
     {
         **dict.fromkeys((*ELEMENTWISE, *KEEPS), _each),
         **dict.fromkeys(TRAILING, _trailing),
@@ -479,7 +472,7 @@ FACTORS: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
             (old, new) for new, old in enumerate(d.params["permutation"])
         ),
         "rev": lambda d: _need_all(d, d.params["dimensions"]),
-        **dict.fromkeys(("slice", "split", "dynamic_slice"), _Draft.keep),
+        **dict.fromkeys(("slice", "split", "dynamic_slice"), Factors.keep),
         "pad": _pad,
         "dynamic_update_slice": _update,
         "concatenate": _concatenate,
@@ -489,7 +482,7 @@ FACTORS: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
         "conv_general_dilated": _convolution,
         "gather": _take,
         **dict.fromkeys(
-            ("random_bits", "random_split", "random_wrap", "random_unwrap"), _Draft.keep
+            ("random_bits", "random_split", "random_wrap", "random_unwrap"), Factors.keep
         ),
         **dict.fromkeys(("iota", "random_seed"), lambda _: None),
         "matrixwise": lambda d: _stay(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -32,15 +32,14 @@ from .walk import (
     CALLS,
     LOOPS,
     REMATS,
-    Atom,
     Aval,
-    Known,
     called,
     depends_on,
     equations,
     inners,
     interpret,
     made_by,
+    values_of,
     variables,
 )
 
@@ -188,7 +187,8 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
         return None
     roles: list[str | int] = []
     for old, new in zip(before.invars, after.invars, strict=True):
-        if _same(old, new):
+        literals = isinstance(old, Literal) and isinstance(new, Literal)
+        if old is new or (literals and bool(old.val == new.val)):
             roles.append(SHARED)
         elif new in before.outvars:
             roles.append(before.outvars.index(new))
@@ -208,12 +208,6 @@ def _kind(aval: Aval) -> Hashable:
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
 
 
-def _same(old: Atom, new: Atom) -> bool:
-    if isinstance(old, Literal) or isinstance(new, Literal):
-        return isinstance(old, Literal) and isinstance(new, Literal) and bool(old.val == new.val)
-    return old is new
-
-
 def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | None) -> list[Array]:
     """Runs a program; with no `how` its units as they are, without checkpoints around them."""
     jaxpr = closed.jaxpr
@@ -221,13 +215,14 @@ def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | Non
         return interpret(jaxpr, closed.consts, values, eval_equation, enters=_calls_units)
     chains = {chain.calls[0]: chain for chain in find_chains(jaxpr) if how.loops(jaxpr, chain)}
     inside = {call for chain in chains.values() for call in chain.calls}
-    env: Known[Array] = Known(zip(jaxpr.constvars, closed.consts, strict=True))
-    env.write(jaxpr.invars, values)
+    env: dict[Var, Array] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, values, strict=True))
     done: set[int] = set()
 
     def run(index: int) -> None:
         equation = jaxpr.eqns[index]
-        env.write(equation.outvars, _run(equation, env.read(equation.invars), how))
+        results = _run(equation, values_of(env, equation.invars), how)
+        env.update(zip(equation.outvars, results, strict=True))
         done.add(index)
 
     for index in range(len(jaxpr.eqns)):
@@ -243,7 +238,7 @@ def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | Non
             env.update(_scan(jaxpr, chain, env, how))
         elif index not in inside and index not in done:
             run(index)
-    return env.read(jaxpr.outvars)
+    return values_of(env, jaxpr.outvars)
 
 
 def _run(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> Sequence[Array]:
@@ -352,13 +347,13 @@ def _as_array(value: Array, aval: Aval) -> Array:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
 
 
-def _scan(jaxpr: Jaxpr, chain: Chain, env: Known[Array], how: LayerScan) -> dict[Var, Array]:
+def _scan(jaxpr: Jaxpr, chain: Chain, env: Mapping[Var, Array], how: LayerScan) -> dict[Var, Array]:
     """Runs a chain and returns the values of all results that something else reads."""
     calls = [jaxpr.eqns[index] for index in chain.calls]
     inner = calls[0].params["jaxpr"]
-    first = env.read(calls[0].invars)
+    first = values_of(env, calls[0].invars)
     own = [index for index, role in enumerate(chain.roles) if role is STACKED]
-    rows = [env.read([call.invars[i] for call in calls]) for i in own]
+    rows = [values_of(env, [call.invars[i] for call in calls]) for i in own]
     stacked = [jnp.stack([jnp.asarray(row) for row in each]) for each in rows]
     kept = _read_elsewhere(jaxpr, chain)
 

@@ -23,11 +23,11 @@ from flax import nnx
 from flax.core import lift
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_equation, eval_jaxpr
 from ..core.typing import Array, Function, Path, PyTree
-from .walk import Known, inners, opened, same_program, struct_of, variables
+from .walk import inners, opened, same_program, struct_of, values_of, variables
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -211,13 +211,9 @@ def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
     pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
     kept = {v: x for v, x in pairs if not isinstance(x, Tracer)}
-    return _given(closed.jaxpr, kept, [v for v, _ in read]), [x for _, x in read]
-
-
-def _given(jaxpr: Jaxpr, consts: Mapping[Var, Array], more: Sequence[Var]) -> ClosedJaxpr:
-    """The program with other constants, and given more."""
-    jaxpr = jaxpr.replace(constvars=[*consts], invars=[*jaxpr.invars, *more])
-    return ClosedJaxpr(jaxpr, [*consts.values()])
+    invars = [*closed.jaxpr.invars, *(v for v, _ in read)]
+    jaxpr = closed.jaxpr.replace(constvars=[*kept], invars=invars)
+    return ClosedJaxpr(jaxpr, [*kept.values()]), [x for _, x in read]
 
 
 def without_keys(
@@ -237,19 +233,22 @@ def without_keys(
     jaxpr, values, count = closed.jaxpr, [*operands, *read], len(operands)
     pairs = enumerate(zip(jaxpr.invars, values, strict=True))
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known: Known[Array] = Known((v, x) for at, (v, x) in pairs if at in keys or at >= count)
+    known = {v: x for at, (v, x) in pairs if at in keys or at >= count}
     known.update(consts)
     kept = []
     for equation in jaxpr.eqns:
         is_known = variables(equation.invars) <= known.keys()
         if equation.primitive.name in MAKES_KEYS and is_known:
-            known.write(equation.outvars, eval_equation(equation, known.read(equation.invars)))
+            results = eval_equation(equation, values_of(known, equation.invars))
+            known.update(zip(equation.outvars, results, strict=True))
         else:
             kept.append(equation)
     wanted = variables([*(v for equation in kept for v in equation.invars), *jaxpr.outvars])
     made = [v for v in known if v in wanted and v not in {*jaxpr.invars, *consts}]
     constants = {v: x for v, x in consts.items() if v in wanted}
-    program = _given(jaxpr.replace(eqns=kept), constants, made)
+    invars = [*jaxpr.invars, *made]
+    jaxpr = jaxpr.replace(constvars=[*constants], invars=invars, eqns=kept)
+    program = ClosedJaxpr(jaxpr, [*constants.values()])
     return program, [*values, *(known[v] for v in made)]
 
 

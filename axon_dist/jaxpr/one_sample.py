@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TypeAlias
 
-import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.typing import Shape
 from .factors import ELEMENTWISE, RESHAPES
@@ -29,7 +28,6 @@ from .sample_values import (
     Coupling,
     Kind,
     Value,
-    total,
 )
 from .walk import shape_of
 
@@ -37,7 +35,7 @@ Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
 """An equation of the part and the same of the whole; None where one of them has no such relay."""
 
 
-def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Iterator[Aligned] | None:
+def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Sequence[Aligned] | None:
     """The equations of two programs side by side, but for relays; None where others differ."""
     found: list[Aligned] = []
     mine, theirs = list(part.eqns), list(whole.eqns)
@@ -51,7 +49,7 @@ def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Iterator[Aligned] | None:
             found.append((mine.pop(0), None))
         else:
             return None
-    return iter(found)
+    return found
 
 
 def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
@@ -69,20 +67,21 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
     if part is not None:
         source, result = part.invars[0], part.outvars[0]
         sizes = {math.prod(shape_of(atom)) for atom in (source, result)}
-        known.relay(source, result)
+        if isinstance(source, Literal) or source not in known.numbers:
+            return False
+        known.numbers[result] = known.numbers[source]
         if part.primitive.name == "reshape" and part.params["dimensions"]:
             return False
-        return len(part.invars) == 1 == len(sizes) and isinstance(source, Var)
+        return len(part.invars) == 1 == len(sizes)
     assert whole is not None
     given, made = whole.invars[0], whole.outvars[0]
-    source = known.mate(given) if isinstance(given, Var) else None
+    source = known.mates.get(given) if isinstance(given, Var) else None
     if source is None or len(whole.invars) > 1:
         return False
     value, small = known.read(source, given), shape_of(source)
     inputs, outputs = ((small, shape_of(given)),), ((small, shape_of(made)),)
-    float32 = np.dtype("float32")
-    dtypes = float32, float32
-    op = Operation(whole.primitive.name, whole.params, whole.params, inputs, outputs, dtypes)
+    params = whole.params
+    op = Operation(whole.primitive.name, params, params, inputs, outputs, ("f", "f"))
     found = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
     if found is not None:
         known.write(source, made, dataclasses.replace(found, number=value.number))
@@ -151,7 +150,7 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
         if isinstance(found, Value) and (found.kind, found.dim) == (Kind.ROWS, dim):
             return found
     if op.name == "reduce_sum" and math.prod(small) == 1 == math.prod(result):
-        return total(value.scale * math.prod(large)) if not value.numbers else None
+        return Value(Kind.TOTAL, value.scale * math.prod(large)) if not value.numbers else None
     return None
 
 
@@ -185,7 +184,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
         value = values[0]
         is_own = value.is_rows and not value.numbers and shapes[0] is not None
         is_all = ends == {1} and math.prod(op.inputs[0][0]) * ratio == math.prod(op.inputs[0][1])
-        return total(value.scale * ratio) if is_own and is_all else None
+        return Value(Kind.TOTAL, value.scale * ratio) if is_own and is_all else None
     whole, fits = op.outputs[0][1], op.name in ELEMENTWISE
     if not fits or len(op.outputs) != 1:
         return None

@@ -21,7 +21,6 @@ from .layer_scan import has_units, is_unit
 from .walk import (
     LOOPS,
     Atom,
-    Known,
     called,
     dtype_of,
     inners,
@@ -29,6 +28,7 @@ from .walk import (
     opened,
     shape_of,
     struct_of,
+    values_of,
     variables,
 )
 from .walk import (
@@ -66,13 +66,12 @@ class Piece:
         Returns:
             The values of `outputs`.
         """
-        values = Known((variable, known[variable]) for variable in self.needs)
+        values = {variable: known[variable] for variable in self.needs}
         for equation in self.equations:
-            made = equation.outvars
-            results = eval_equation(equation, values.read(equation.invars))
-            pairs = zip(made, results, strict=True)
-            values.write(made, [whole(x) if v in self.pinned else x for v, x in pairs])
-        return values.read(self.outputs)
+            results = eval_equation(equation, values_of(values, equation.invars))
+            pairs = zip(equation.outvars, results, strict=True)
+            values.update({v: whole(x) if v in self.pinned else x for v, x in pairs})
+        return values_of(values, self.outputs)
 
 
 def cut(
@@ -357,16 +356,13 @@ def _readers(
     """What reads inputs with names, None for the program's own outputs; some pass a name on."""
     known = {v: name for v, name in zip(jaxpr.invars, names, strict=False) if name}
 
-    def read(atoms: Iterable[Atom]) -> Names:
-        return [None if isinstance(v, Literal) else known.get(v) for v in atoms]
-
     for equation in jaxpr.eqns:
-        given = read(equation.invars)
+        given = [None if isinstance(v, Literal) else known.get(v) for v in equation.invars]
         if any(given) and equation.primitive.name in passed:
             known[equation.outvars[0]] = given[0] or ""
         elif any(given):
             yield equation, given
-    yield None, read(jaxpr.outvars)
+    yield None, [None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars]
 
 
 def read_outside_units(jaxpr: Jaxpr, names: Names) -> Iterator[str]:

@@ -45,13 +45,14 @@ class Rewriting:
     """Which equations are computed in another way.
 
     Args:
-        replace: by the name of a primitive.
-        hidden: called with an equation that runs such a primitive where it cannot be reached, as
-            functions with derivatives of their own do; raises, or lets it be.
+        replace: what is computed in place of a primitive, by its name.
+        hidden: what is called for some of these with an equation that runs one where it cannot be
+            reached, as functions with derivatives of their own do, and raises; for the others such
+            an equation stays as it is.
     """
 
     replace: Mapping[str, Replace]
-    hidden: Callable[[JaxprEqn], None]
+    hidden: Mapping[str, Callable[[JaxprEqn], None]] = dataclasses.field(default_factory=dict)
 
     def of(self, function: Function) -> Function:
         """Makes a function whose program is rewritten; traced once more here.
@@ -68,52 +69,34 @@ class Rewriting:
         def rewritten(*args: object) -> PyTree:
             leaves, structure = jax.tree.flatten(args)
             key = structure, *map(jax.typeof, leaves), jax.sharding.get_abstract_mesh()
-            closed, shapes, numbers = found.get(key) or _recorded(function, args)
+            recorded = found.get(key)
+            if recorded is None:
+                kept: list[float | None] = []
+
+                def traced(*args: object) -> PyTree:
+                    results = function(*args)
+                    leaves = jax.tree.leaves(results)
+                    kept[:] = [x if isinstance(x, (bool, int, float)) else None for x in leaves]
+                    return results
+
+                recorded = *jax.make_jaxpr(traced, return_shape=True)(*args), kept
+            closed, shapes, numbers = recorded
             if not any(isinstance(const, Tracer) for const in closed.consts):
                 # What it closes over is of no trace that will have ended by the next call.
-                found[key] = closed, shapes, numbers
+                found[key] = recorded
             if self.concerns(closed.jaxpr):
                 results = _Run(self, {}).program(closed.jaxpr, closed.consts, leaves)
             else:
                 results = eval_jaxpr(closed, leaves)
-            kept = [r if n is None else n for r, n in zip(results, numbers, strict=True)]
-            return jax.tree.unflatten(jax.tree.structure(shapes), kept)
+            pairs = zip(results, numbers, strict=True)
+            leaves = [result if number is None else number for result, number in pairs]
+            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
         return rewritten
-
-    def beside(self, other: Rewriting | None) -> Rewriting:
-        """Both at once, so that the program is traced once more only once."""
-        if other is None:
-            return self
-
-        def hidden(equation: JaxprEqn) -> None:
-            for one in (self, other):
-                if one.hides(equation):
-                    one.hidden(equation)
-
-        return Rewriting({**self.replace, **other.replace}, hidden)
 
     def concerns(self, jaxpr: Jaxpr) -> bool:
         """Whether a program holds an equation that may be replaced, at any depth."""
         return any(equation.primitive.name in self.replace for equation in equations(jaxpr))
-
-    def hides(self, equation: JaxprEqn) -> bool:
-        """Whether a program that an equation runs holds such a one."""
-        return any(map(self.concerns, inner_programs(equation)))
-
-
-def _recorded(function: Function, args: Sequence[object]) -> tuple[ClosedJaxpr, PyTree, list]:
-    """The program of a function, the shapes of its results, and those that are Python numbers."""
-    numbers: list[float | None] = []
-
-    def traced(*args: object) -> PyTree:
-        results = function(*args)
-        leaves = jax.tree.leaves(results)
-        numbers[:] = [x if isinstance(x, (bool, int, float)) else None for x in leaves]
-        return results
-
-    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*args)
-    return closed, shapes, numbers
 
 
 def for_platform(jaxpr: Jaxpr, branch_of: Callable[[Any], int]) -> Jaxpr:
@@ -183,17 +166,19 @@ class _Run:
         return interpret(jaxpr, consts, values, self.equation)
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
-        name = equation.primitive.name
+        name, hidden = equation.primitive.name, self.rewriting.hidden
         if name in self.rewriting.replace:
             with in_place_of(equation):
                 results = self.rewriting.replace[name](equation, operands)
             if results is not None:
                 return results
-        elif self.rewriting.hides(equation):
-            if name in OPENED:
+        elif name in OPENED:
+            if any(map(self.rewriting.concerns, inner_programs(equation))):
                 equation = equation.replace(params=self._opened(equation.params))
-            else:
-                self.rewriting.hidden(equation)
+        else:
+            inside = (e.primitive.name for one in inner_programs(equation) for e in equations(one))
+            for primitive in {*inside} & self.rewriting.replace.keys() & hidden.keys():
+                hidden[primitive](equation)
         return eval_equation(equation, operands)
 
     def _opened(self, params: Params) -> Params:
@@ -238,13 +223,6 @@ class ByRank:
 
     mesh: Mesh
     batch: tuple[str, ...]
-
-    @classmethod
-    def rewriting(cls, mesh: Mesh, batch: tuple[str, ...]) -> Rewriting | None:
-        """The rewriting of a program on a mesh, or None where the compiler is right."""
-        if sum(size > 1 for size in mesh.shape.values()) < 2:
-            return None
-        return Rewriting({CONVOLUTION: cls(mesh, batch)}, refuse)
 
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Computes one convolution; None where nothing is left to the compiler."""
@@ -321,12 +299,8 @@ SHIFTS = frozenset(
 """The primitives that move elements along a dim."""
 
 
-def whole_slices() -> Rewriting:
-    """The rewriting that keeps dims whole where they are cut, padded or joined."""
-    return Rewriting(dict.fromkeys(SHIFTS, _shift), lambda equation: None)
-
-
-def _shift(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
+def keep_whole(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
+    """Computes one of `SHIFTS` with the dims whole that are cut, padded or joined."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return None

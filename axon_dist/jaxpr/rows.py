@@ -27,7 +27,6 @@ from ..core.typing import Array, Function, PyTree
 from .factors import ELEMENTWISE, KEEPS, MOVES, Role, factors
 from .layer_scan import has_units, is_unit
 from .walk import (
-    Known,
     Params,
     called,
     equations,
@@ -36,6 +35,7 @@ from .walk import (
     opened,
     shape_of,
     struct_of,
+    values_of,
     variables,
 )
 
@@ -306,14 +306,9 @@ def matrixwise(function: Callable[..., Array], x: Array, *more: Array, lead: int
     return _operation().bind(x, *more, function=function, lead=lead)[0]
 
 
-def is_matrixwise(equation: JaxprEqn) -> bool:
-    """Whether an equation is such an operation."""
-    return equation.primitive.name == NAME
-
-
 def has_matrices(closed: ClosedJaxpr) -> bool:
     """Whether a program has such operations, in branches and loops too."""
-    return any(is_matrixwise(equation) for equation in equations(closed.jaxpr))
+    return any(equation.primitive.name == NAME for equation in equations(closed.jaxpr))
 
 
 def hidden_in(closed: ClosedJaxpr) -> str | None:
@@ -321,8 +316,8 @@ def hidden_in(closed: ClosedJaxpr) -> str | None:
     shapes = [struct_of(v) for v in closed.jaxpr.invars]
     for equation in opened(closed, shapes).jaxpr.eqns:
         programs = inner_programs(equation)
-        inside = any(is_matrixwise(inner) for program in programs for inner in equations(program))
-        if inside and not is_matrixwise(equation):
+        inside = {inner.primitive.name for program in programs for inner in equations(program)}
+        if NAME in inside and equation.primitive.name != NAME:
             return equation.primitive.name
     return None
 
@@ -350,34 +345,29 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
     program = opened(closed, values)
     jaxpr = program.jaxpr
     origins = _origins(jaxpr)
-    known: Known[Array] = Known(zip(jaxpr.constvars, program.consts, strict=True))
-    known.write(jaxpr.invars, values)
+    known: dict[Var, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known.update(zip(jaxpr.invars, values, strict=True))
     waiting = list(jaxpr.eqns)
     while waiting:
         ready, later = [], []
         for equation in waiting:
             if not variables(equation.invars) <= known.keys():
                 later.append(equation)
-            elif is_matrixwise(equation):
+            elif equation.primitive.name == NAME:
                 ready.append(equation)
             else:
-                results = eval_equation(equation, known.read(equation.invars))
-                known.write(equation.outvars, results)
-        calls = [_call(equation, origins, known.read(equation.invars)) for equation in ready]
+                results = eval_equation(equation, values_of(known, equation.invars))
+                known.update(zip(equation.outvars, results, strict=True))
+        calls = [_call(equation, origins, values_of(known, equation.invars)) for equation in ready]
         for equation, result in zip(ready, run(calls) if calls else (), strict=True):
-            known.write(equation.outvars, [result])
+            known[equation.outvars[0]] = result
         waiting = later
-    return known.read(jaxpr.outvars)
+    return values_of(known, jaxpr.outvars)
 
 
 def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of what a program is given."""
     return [struct_of(variable) for variable in program.jaxpr.invars]
-
-
-def output_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of what a program gives."""
-    return [struct_of(atom) for atom in program.jaxpr.outvars]
 
 
 def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> RowCall:

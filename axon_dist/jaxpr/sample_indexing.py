@@ -26,8 +26,6 @@ from .sample_values import (
     either,
     nonlinear,
     plus,
-    rows,
-    total,
 )
 
 
@@ -42,7 +40,7 @@ def _take(op: Operation, values: list[Value]) -> Value:
             if not table.is_constant:
                 raise Coupling("looks up a total over the samples for each of them")
             found = op.moved(indices, _INDICES)
-            return rows(found.dim, found.outer, table.scale)
+            return Value(Kind.ROWS, table.scale, found.dim, found.outer)
         if not indices.is_constant and not indices.is_rows:
             raise Coupling("is an index that depends on several samples")
         return aligned([indices], table.scale) if indices.is_rows else table
@@ -150,7 +148,7 @@ def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) 
     if ok and known and len(at) == 1 and None not in at:
         operand, value = next((o, v) for v, o in pairs if v.is_rows)
         small, large = (shape[value.dim or 0] for shape in op.inputs[operand])
-        return plus(table, total(updates.scale * large / small))
+        return plus(table, Value(Kind.TOTAL, updates.scale * large / small))
     if ok and indices.is_constant and updates.kind in (Kind.TOTAL, Kind.CONSTANT):
         return plus(table, updates)
     raise Coupling(Why.WRITTEN)

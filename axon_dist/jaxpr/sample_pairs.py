@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -26,9 +26,8 @@ from .sample_values import (
     Value,
     Why,
     coupled,
-    rows,
 )
-from .walk import OPENED, Atom, Aval, Params, called, dtype_of, equations, shape_of, struct_of
+from .walk import OPENED, Atom, Aval, Params, dtype_of, equations, shape_of, struct_of
 
 Constant: TypeAlias = Array | np.ndarray | Number
 """A literal or a constant of a program."""
@@ -47,7 +46,7 @@ class Operation:
         others: those for the whole.
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
-        dtypes: those of the first operand and the first result.
+        kinds: those of the numbers of the first operand and the first result, such as "f" or "i".
         generator: of a random key as the first operand, what draws with it.
     """
 
@@ -56,7 +55,7 @@ class Operation:
     others: Params
     inputs: tuple[Shapes, ...]
     outputs: tuple[Shapes, ...]
-    dtypes: tuple[np.dtype, np.dtype]
+    kinds: tuple[str, str]
     generator: str = ""
 
     @cached_property
@@ -107,7 +106,7 @@ def as_rows(value: Value, shapes: Shapes) -> Value:
     """A constant that is repeated for every sample, as rows."""
     dims = grown(shapes)
     if value.is_constant and len(dims) == 1:
-        return rows(dims[0], 1, value.scale)
+        return Value(Kind.ROWS, value.scale, dims[0])
     return value
 
 
@@ -139,51 +138,34 @@ Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
 """An equation of the program of a part, and the same of that of the whole."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PairValues:
     """What is known of the variables of two programs, which have to stand at the same places.
 
     Args:
         constant: what is known of a literal, by its values in both.
+        values: what each variable of the whole is; all have a number.
+        numbers: that of the value that each variable of the part is.
+        mates: for each variable of the whole, that of the part that is the same.
     """
 
-    def __init__(self, constant: Callable[[Constant, Constant], Value]):
-        self._constant = constant
-        self._values: dict[Atom, Value] = {}
-        self._mates: dict[Atom, Atom] = {}
-        self._numbers: dict[Atom, int] = {}
-        self._origins: dict[Atom, Atom] = {}
+    constant: Callable[[Constant, Constant], Value]
+    values: dict[Atom, Value] = dataclasses.field(default_factory=dict)
+    numbers: dict[Atom, int] = dataclasses.field(default_factory=dict)
+    mates: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
 
     def write(self, part: Atom, whole: Atom, value: Value) -> None:
         """Notes what a variable of the whole is, and which of the part's is the same."""
-        self._values[whole], self._mates[whole] = value, self._origin(part)
-        self._numbers[self._origin(part)] = value.number
-
-    def relay(self, source: Atom, result: Atom) -> None:
-        """Notes that a variable of the part is another one in another shape."""
-        self._origins[result] = self._origin(source)
-
-    def mate(self, whole: Atom) -> Atom | None:
-        """The variable of the part that is the same as one of the whole."""
-        return self._mates.get(whole)
+        self.values[whole], self.mates[whole], self.numbers[part] = value, part, value.number
 
     def read(self, part: Atom, whole: Atom) -> Value:
         """What is known of two atoms; they are coupled where they are not the same."""
         if isinstance(part, Literal) or isinstance(whole, Literal):
             if isinstance(part, Literal) and isinstance(whole, Literal):
-                return self._constant(part.val, whole.val)
+                return self.constant(part.val, whole.val)
             return coupled(Why.DIFFERS, "")
-        found, origin = self._values[whole], self._origin(part)
-        is_equal = found.number != 0 and self._numbers.get(origin) == found.number
-        is_same = self._mates[whole] is origin or is_equal
-        return found if is_same else coupled(Why.DIFFERS, "")
-
-    def _origin(self, part: Atom) -> Atom:
-        return self._origins.get(part, part)
-
-
-def both(pair: Pair | tuple[Jaxpr, Jaxpr], name: str) -> Iterator[tuple[Any, Any]]:
-    """What stands at the same places of two programs or equations, by the name of a list."""
-    return zip(*(getattr(one, name) for one in pair), strict=True)
+        found = self.values[whole]
+        return found if self.numbers.get(part) == found.number else coupled(Why.DIFFERS, "")
 
 
 def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -> bool:
@@ -205,12 +187,19 @@ def are_alike(op: Operation) -> bool:
 
     Example:
         >>> square = {"y": 2}
-        >>> are_alike(Operation("integer_pow", square, {"y": 3}, (), (), (np.dtype(float),) * 2))
+        >>> are_alike(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
         False
     """
-    return all(
-        name in _SIZED or _is_same(mine, op.others.get(name)) for name, mine in op.params.items()
-    )
+    for name, mine in op.params.items():
+        other = op.others.get(name)
+        if name in _SIZED or mine is other or (callable(mine) and callable(other)):
+            continue
+        is_array = isinstance(mine, np.ndarray) or isinstance(other, np.ndarray)
+        if not (
+            np.array_equal(mine, other) if is_array else mine == other or str(mine) == str(other)
+        ):
+            return False
+    return True
 
 
 def are_equal_keys(one: Any, other: Any) -> bool:
@@ -220,14 +209,6 @@ def are_equal_keys(one: Any, other: Any) -> bool:
     with jax.ensure_compile_time_eval():
         a, b = (np.asarray(jax.random.key_data(key)) for key in (one, other))
     return np.array_equal(a, b)
-
-
-def _is_same(one: object, other: object) -> bool:
-    if one is other or (callable(one) and callable(other)):
-        return True
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
-    return bool(one == other) or str(one) == str(other)
 
 
 _FOLDED: MappingProxyType[str, Callable[..., Constant]] = MappingProxyType(
@@ -244,28 +225,24 @@ _FOLDED: MappingProxyType[str, Callable[..., Constant]] = MappingProxyType(
 """What is computed of numbers that differ between a part and the whole."""
 
 
-def folded(op: Operation, values: list[Value]) -> tuple[Number, Number] | None:
+def folded(op: Operation, known: list[tuple[Number, Number]]) -> tuple[Number, Number] | None:
     """The results for a part and the whole of an operation on numbers that depend on the size.
 
     Args:
         op: the operation.
-        values: of its operands.
+        known: its operands, in both.
 
     Returns:
-        Two numbers; None where its operands are not known or do not differ.
+        Two numbers; None where its operands do not differ, or it is not known how to compute it.
     """
-    known = [value.known for value in values]
-    if not known or any(pair is None for pair in known):
-        return None
-    pairs = [pair for pair in known if pair is not None]
-    if all(a == b or (a != a and b != b) for a, b in pairs):
+    if all(a == b or (a != a and b != b) for a, b in known):
         return None
     run = _run_of(op)
     if run is None:
         return None
-    kind = op.dtypes[1].kind
+    kind = op.kinds[1]
     with np.errstate(all="ignore"):
-        a, b = (np.asarray(run(*numbers)) for numbers in zip(*pairs, strict=True))
+        a, b = (np.asarray(run(*numbers)) for numbers in zip(*known, strict=True))
         if kind == "f":
             a, b = a.astype(np.float64), b.astype(np.float64)
         elif kind in "iu":
@@ -279,48 +256,34 @@ def _run_of(op: Operation) -> Callable[..., Constant] | None:
     if op.name == "integer_pow":
         return lambda x: float(x) ** op.params["y"]
     if op.name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"):
-        return float if op.dtypes[1].kind == "f" else np.asarray
+        return float if op.kinds[1] == "f" else np.asarray
     return _FOLDED.get(op.name)
 
 
 def operation(pair: Pair) -> Operation:
     """What a rule gets to see of an equation."""
     one, two = pair
-
-    def shapes(left, right):
-        return tuple((shape_of(a), shape_of(b)) for a, b in zip(left, right, strict=True))
-
-    def dtype(atoms):
-        return _dtype(atoms[0]) if atoms else np.dtype("float32")
-
+    sides = (one.invars, two.invars), (one.outvars, two.outvars)
+    inputs, outputs = (
+        tuple((shape_of(a), shape_of(b)) for a, b in zip(*side, strict=True)) for side in sides
+    )
+    keys = [str(dtype_of(v)) for v in one.invars[:1] if is_key(v.aval)]
+    kinds = _kind(one.invars), _kind(one.outvars)
     return Operation(
-        one.primitive.name,
-        one.params,
-        two.params,
-        shapes(one.invars, two.invars),
-        shapes(one.outvars, two.outvars),
-        (dtype(one.invars), dtype(one.outvars)),
-        next((str(dtype_of(v)) for v in one.invars[:1] if is_key(v.aval)), ""),
+        one.primitive.name, one.params, two.params, inputs, outputs, kinds, "".join(keys)
     )
 
 
-def _dtype(atom: Atom) -> np.dtype:
-    found = dtype_of(atom) or np.float32
+def _kind(atoms: Sequence[Atom]) -> str:
+    """The kind of numbers that the first is, as NumPy calls it; all floats are "f", and keys."""
+    found = (dtype_of(atoms[0]) if atoms else None) or np.float32
     # Extended floats are of kind V for NumPy.
-    floats = not is_key(atom.aval) and jnp.issubdtype(found, jnp.floating)
-    return np.dtype("float32") if floats or is_key(atom.aval) else np.dtype(found)
+    is_float = (atoms and is_key(atoms[0].aval)) or jnp.issubdtype(found, jnp.floating)
+    return "f" if is_float else np.dtype(found).kind
 
 
 CALLS = OPENED | {"shard_map", "composite"}
 """What runs an inner program once, on its operands in order."""
-
-
-def inner(pair: Pair) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
-    """The programs that an equation calls once."""
-    if pair[0].primitive.name not in CALLS:
-        return None
-    one, two = map(called, pair)
-    return None if one is None or two is None else (one, two)
 
 
 def is_of_jax(name: str) -> bool:
@@ -353,13 +316,17 @@ def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
     return jax.make_jaxpr(pull)(*map(struct_of, [*equation.invars, *seeds]))
 
 
-def parting(jaxprs: tuple[Jaxpr, Jaxpr]) -> str:
-    """The line where two programs part, of the longer one: it has what the other lacks."""
-    at = max((0, 1), key=lambda number: len(jaxprs[number].eqns))
-    for pair in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=False):
-        if pair[0].primitive.name != pair[1].primitive.name or not have_one_form(*pair, "invars"):
-            return source_line(pair[at])
-    return source_line(jaxprs[at].eqns[-1])
+def differing(part: Jaxpr, whole: Jaxpr, where: str) -> list[Value]:
+    """The results of programs that are not the same; the longer one has what the other lacks."""
+    if not where:
+        at = max((0, 1), key=lambda number: len((part, whole)[number].eqns))
+        where = source_line((part, whole)[at].eqns[-1])
+        for pair in zip(part.eqns, whole.eqns, strict=False):
+            is_other = pair[0].primitive.name != pair[1].primitive.name
+            if is_other or not have_one_form(*pair, "invars"):
+                where = source_line(pair[at])
+                break
+    return [coupled(Why.DIFFERS, where)] * len(part.outvars)
 
 
 RESIZED = "with sizes that follow from the number of samples"
@@ -393,7 +360,7 @@ def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
 
     def of(dims: list[int]) -> Value:
         if dims in ([], [0]):
-            return rows(0) if dims else CONSTANT
+            return Value(Kind.ROWS, dim=0) if dims else CONSTANT
         return coupled("has no samples first", "")
 
     return [found or of(grown(shapes)) for shapes in outputs]
@@ -418,16 +385,16 @@ def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
     kind = first.dtype.kind
     if first.shape != second.shape:
         flat = first.reshape(-1)
-        if flat.size and (flat == flat[0]).all() and (second == flat[0]).all():
-            return _scalar(flat[0])
-        return coupled(Why.ONE_EACH, "")
+        if not (flat.size and (flat == flat[0]).all() and (second == flat[0]).all()):
+            return coupled(Why.ONE_EACH, "")
+        first = second = np.asarray(flat[0])
+    one, other = (None if x.ndim else _number(x) for x in (first, second))
     if np.array_equal(first, second, equal_nan=kind in "fc"):
-        return CONSTANT if first.ndim else _scalar(first)
+        return CONSTANT if one is None else Value(known=(one, one))
     if kind not in "biufV" or first.dtype != second.dtype or not first.size:
         return coupled(Why.DIFFERS, "")
     eps = 0.0 if kind in "biu" else float(jnp.finfo(first.dtype).eps)
     if not first.ndim:
-        one, other = _number(first), _number(second)
         if one is None or other is None:
             return coupled(Why.DIFFERS, "")
         return grown_scalar(one, other, ratio, eps)
@@ -438,12 +405,6 @@ def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
     if not fits or not np.allclose(scales, scales[0], rtol=2 * eps, atol=0):
         return coupled("is an array that " + Why.SIZES, "")
     return Value(Kind.CONSTANT, _rounded(float(scales[0]), ratio, eps))
-
-
-def _scalar(value: Constant) -> Value:
-    """A constant that is the same for a part and the whole, its value known."""
-    number = _number(np.asarray(value))
-    return CONSTANT if number is None else Value(known=(number, number))
 
 
 def grown_scalar(first: Number, second: Number, ratio: float, eps: float = 2**-23) -> Value:

@@ -35,9 +35,7 @@ from .sample_values import (
     nonlinear,
     over,
     plus,
-    rows,
     times,
-    total,
 )
 
 
@@ -58,7 +56,7 @@ def _add(op: Operation, values: list[Value]) -> Value:
 
 
 def _convert(op: Operation, values: list[Value]) -> Value:
-    old, new = (dtype.kind for dtype in op.dtypes)
+    old, new = op.kinds
     narrows = new == "b" or (new in "iu" and old not in "iub")
     if narrows and not values[0].numbers:
         return nonlinear(op.name, values)
@@ -145,7 +143,7 @@ def _reduce_sum(op: Operation, values: list[Value]) -> Value:
     if value.is_rows and value.numbers:
         raise Coupling(Why.NUMBERS)
     is_summed = value.dim is not None and Role.SUMMED in op.roles
-    return total(value.scale * _times_more(op)) if is_summed else op.moved(value)
+    return Value(Kind.TOTAL, value.scale * _times_more(op)) if is_summed else op.moved(value)
 
 
 def _reduce(op: Operation, values: list[Value]) -> list[Value]:
@@ -191,7 +189,7 @@ def _dot(op: Operation, values: list[Value]) -> Value:
     if factor is None:
         return result
     if op.factors.roles[factor] is Role.SUMMED:
-        return total(result.scale * _times_more(op))
+        return Value(Kind.TOTAL, result.scale * _times_more(op))
     return op.moved(result.at(counting.dim, result.outer), number)
 
 
@@ -253,7 +251,7 @@ def _select(op: Operation, values: list[Value]) -> Value:
 
 def _iota(op: Operation, values: list[Value]) -> Value:
     if op.params["dimension"] in grown(op.outputs[0]):
-        return dataclasses.replace(rows(op.params["dimension"]), numbers=(True,))
+        return Value(Kind.ROWS, dim=op.params["dimension"], numbers=(True,))
     return CONSTANT
 
 
@@ -276,7 +274,7 @@ def _of_one_key(op: Operation, key: Value, own: int = 0) -> Value:
         raise Coupling(PAIRS)
     if key.made:
         raise Coupling(MADE)
-    return rows(dims[0])
+    return Value(Kind.ROWS, dim=dims[0])
 
 
 def _gamma(op: Operation, values: list[Value]) -> Value:
@@ -322,7 +320,8 @@ def _attention(op: Operation, values: list[Value]) -> list[Value]:
         raise Coupling(f"goes through `{op.name}` in a dim that is not the first")
     # What has no samples is the gradient of a bias that all of them share.
     more = returned.scale * op.inputs[0][1][0] / op.inputs[0][0][0]
-    return [result if grown(shapes) else total(more) for shapes in op.outputs]
+    of_all = Value(Kind.TOTAL, more)
+    return [result if grown(shapes) else of_all for shapes in op.outputs]
 
 
 def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
@@ -337,7 +336,7 @@ def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
     result = times(losses, as_rows(weights, op.inputs[3]))
     if result.dim is not None:
         small, large = (shape[result.dim] for shape in op.inputs[0])
-        result = total(result.scale * large / small)
+        result = Value(Kind.TOTAL, result.scale * large / small)
     return [result] * len(op.outputs)
 
 
@@ -395,7 +394,7 @@ def unknown(op: Operation, values: list[Value]) -> Value:
     if not values and op.name in ("platform_index", "empty", "create_token"):
         return CONSTANT
     if values and all(v.is_constant or (v.is_rows and v.dim is None) for v in values) and fixed:
-        return rows(None)
+        return Value(Kind.ROWS)
     raise Coupling(unread(op.name))
 
 

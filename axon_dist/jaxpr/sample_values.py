@@ -184,16 +184,6 @@ def told(value: Value, at: str) -> Value:
     return value
 
 
-def total(scale: float) -> Value:
-    """A sum over the samples."""
-    return Value(Kind.TOTAL, scale)
-
-
-def rows(dim: int | None, outer: int = 1, scale: float = 1.0) -> Value:
-    """Something for every sample."""
-    return Value(Kind.ROWS, scale, dim, outer)
-
-
 def plus(left: Value, right: Value) -> Value:
     """A sum of two values.
 
@@ -210,11 +200,13 @@ def plus(left: Value, right: Value) -> Value:
             raise Mixing(Why.SIZES)
         return Value(Kind.CONSTANT, left.scale, made=left.made or right.made)
     if kinds <= {Kind.ROWS, Kind.CONSTANT}:
-        return aligned([left, right], _one_scale(left, right))
+        if not is_alike:
+            raise Coupling(Why.SIZES)
+        return aligned([left, right], left.scale)
     if kinds <= {Kind.TOTAL, Kind.CONSTANT}:
         if not is_alike:
             raise Mixing(Why.TERMS)
-        return total(left.scale)
+        return Value(Kind.TOTAL, left.scale)
     return _plus_special(left, right, kinds, is_alike)
 
 
@@ -295,13 +287,6 @@ def _product(left: Value, right: Value) -> str:
     return Why.EACH if left.is_rows or right.is_rows else Why.PRODUCT
 
 
-def _one_scale(*values: Value) -> float:
-    scales = [value.scale for value in values if not value.is_zero] or [1.0]
-    if not all(same_scale(scale, scales[0]) for scale in scales):
-        raise Coupling(Why.SIZES)
-    return scales[0]
-
-
 def aligned(values: list[Value], scale: float) -> Value:
     """Rows made of rows and constants, sample by sample.
 
@@ -314,7 +299,7 @@ def aligned(values: list[Value], scale: float) -> Value:
     if len(places) != 1:
         raise Coupling("puts samples together with other samples")
     ((dim, outer),) = places
-    return rows(dim, outer, scale)
+    return Value(Kind.ROWS, scale, dim, outer)
 
 
 def nonlinear(name: str, values: list[Value]) -> Value:
@@ -414,6 +399,11 @@ class SampleUse:
     buffers: Mapping[Path, OutputUse]
     is_plain: bool = True
     failure: str = ""
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether the parts of a batch give the loss and all metrics, each on its own."""
+        return all(found.is_separable for found in (self.loss, *self.metrics.values()))
 
     def outputs(self) -> dict[str, OutputUse]:
         """Everything, by what to call it."""

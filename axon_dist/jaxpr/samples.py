@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..core.compat import source_line
 from ..core.tree import is_key
@@ -25,6 +25,7 @@ from ..core.weighted import PER_SAMPLE
 from .factors import RESHAPES
 from .one_sample import Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_pairs import (
+    CALLS,
     RESIZED,
     WITHIN,
     Constant,
@@ -35,19 +36,17 @@ from .sample_pairs import (
     all_constant,
     are_alike,
     are_equal_keys,
-    both,
     constant,
     counts,
+    differing,
     draws,
     folded,
     grown,
     grown_scalar,
     have_one_form,
-    inner,
     is_float,
     is_of_jax,
     operation,
-    parting,
     promised,
     pullback,
 )
@@ -62,12 +61,10 @@ from .sample_values import (
     coupled,
     either,
     plus,
-    rows,
     same_scale,
     told,
-    total,
 )
-from .walk import Inner, inners
+from .walk import Inner, called, inners
 
 RANKS = "samples_of_all_ranks"
 """The mesh axis over which an analysed program may add up what all ranks know then."""
@@ -103,7 +100,7 @@ def follow_samples(
     first, second = (trace(size) for size in sizes)
     others = range(len(first.jaxpr.invars) - num_batch)
     values = [Value(known=(0, 0)) if n in zeros else CONSTANT for n in others]
-    values += [rows(0)] * num_batch
+    values += [Value(Kind.ROWS, dim=0)] * num_batch
     walk = Walk(sizes[1] / sizes[0], is_single=sizes[0] == 1)
     return walk.program((first, second), values, "")
 
@@ -134,52 +131,41 @@ class Walk:
         Returns:
             The values of their outputs.
         """
-        jaxprs = programs[0].jaxpr, programs[1].jaxpr
-        found = self._results(programs, values, where)
-        if found is None:
-            found = [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
-        return found
-
-    def _results(
-        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], where: str
-    ) -> list[Value] | None:
-        """The values of the outputs; None where the programs differ."""
-        jaxprs = programs[0].jaxpr, programs[1].jaxpr
-        pairs = self._pairs(jaxprs)
-        if pairs is None or not have_one_form(*jaxprs, "constvars", "invars", "outvars"):
-            return None
-        known = PairValues(self._constant)
-        consts = zip(programs[0].consts, programs[1].consts, strict=True)
-        for variables, (first, second) in zip(both(jaxprs, "constvars"), consts, strict=True):
-            known.write(*variables, self._constant(first, second))
-        for variables, value in zip(both(jaxprs, "invars"), values, strict=True):
-            known.write(*variables, value if value.number else self._named(value, object()))
-        for part, whole in pairs:
-            if part is None or whole is None:
-                if not relay(known, (part, whole), self._ratio):
-                    return None
-                continue
-            pair = part, whole
-            if not have_one_form(*pair, "invars", "outvars"):
-                return None
-            operands = [known.read(*atoms) for atoms in both(pair, "invars")]
-            results = self._equation(pair, operands, where)
-            for variables, value in zip(both(pair, "outvars"), results, strict=True):
-                known.write(*variables, value)
-        return [known.read(*atoms) for atoms in both(jaxprs, "outvars")]
-
-    def _pairs(self, jaxprs: tuple[Jaxpr, Jaxpr]) -> Iterable[Aligned] | None:
+        part, whole = programs[0].jaxpr, programs[1].jaxpr
+        is_same = have_one_form(part, whole, "constvars", "invars", "outvars")
+        pairs: Iterable[Aligned] | None = None
         if self._is_single:
-            return aligned_equations(*jaxprs)
-        is_same = len(jaxprs[0].eqns) == len(jaxprs[1].eqns)
-        return zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=True) if is_same else None
+            pairs = aligned_equations(part, whole)
+        elif have_one_form(part, whole, "eqns"):
+            pairs = zip(part.eqns, whole.eqns, strict=True)
+        if pairs is None or not is_same:
+            return differing(part, whole, where)
+        known = PairValues(self._constant)
+        consts = map(self._constant, programs[0].consts, programs[1].consts)
+        for one, two, value in zip(part.constvars, whole.constvars, consts, strict=True):
+            known.write(one, two, value)
+        for one, two, value in zip(part.invars, whole.invars, values, strict=True):
+            known.write(one, two, value if value.number else self._named(value, object()))
+        for one, two in pairs:
+            if one is None or two is None:
+                if not relay(known, (one, two), self._ratio):
+                    return differing(part, whole, where)
+                continue
+            if not have_one_form(one, two, "invars", "outvars"):
+                return differing(part, whole, where)
+            operands = [known.read(*atoms) for atoms in zip(one.invars, two.invars, strict=True)]
+            results = self._equation((one, two), operands, where)
+            for mine, theirs, value in zip(one.outvars, two.outvars, results, strict=True):
+                known.write(mine, theirs, value if value.number else self._named(value, object()))
+        return [known.read(*atoms) for atoms in zip(part.outvars, whole.outvars, strict=True)]
 
     def _constant(self, first: Constant, second: Constant) -> Value:
         """A constant of the program, which may depend on the number of samples."""
         if first is second and np.ndim(first):
             return self._named(CONSTANT, ("constant", id(first)))
         if is_key(first) or is_key(second):
-            return CONSTANT if are_equal_keys(first, second) else coupled(Why.DIFFERS, "")
+            is_one = are_equal_keys(first, second)
+            return self._named(CONSTANT if is_one else coupled(Why.DIFFERS, ""), object())
         a, b = np.asarray(first), np.asarray(second)
         key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
         return self._named(constant(a, b, self._ratio), key)
@@ -195,22 +181,22 @@ class Walk:
         at = where or source_line(one)
         if name != two.primitive.name:
             return [coupled(Why.DIFFERS, at)] * count
-        special = _SPECIAL.get(name)
-        if special is not None:
-            found = special(self, pair, operands, at)
-            named = [self._named(value, object()) for value in found]
-            return self._checked(operation(pair).outputs, named, at)
-        if (called := inner(pair)) is not None:
-            results = self._call(pair, called, operands, where)
+        op = operation(pair)
+        if (special := _SPECIAL.get(name)) is not None:
+            found = [self._named(value, object()) for value in special(self, pair, operands, at)]
+            return self._checked(op.outputs, found, at)
+        mine, theirs = (called(one), called(two)) if name in CALLS else (None, None)
+        if mine is not None and theirs is not None:
+            results = self._call(op, (mine, theirs), operands, where, one)
             own = name.startswith("custom_") and not self._in_backward
             return self._backward(pair, operands, results, at) if own else results
-        return self._primitive(pair, operands, at)
+        return self._primitive(op, operands, at)
 
-    def _primitive(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
-        one, count = pair[0], len(pair[0].outvars)
-        name, op = one.primitive.name, operation(pair)
-        if (number := folded(op, operands)) is not None:
-            key = (name, str(op.params), *(value.known for value in operands))
+    def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
+        name, count = op.name, len(op.outputs)
+        known = [value.known for value in operands if value.known is not None]
+        if len(known) == len(operands) and (number := folded(op, known)) is not None:
+            key = (name, str(op.params), *known)
             return [self._named(grown_scalar(*number, self._ratio), key)]
         decided = name == "select_n" and operands[0].chosen is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
@@ -218,8 +204,12 @@ class Walk:
             return [told(min(spoiled, key=lambda v: Why.SIZES in v.why), at)] * count
         rule = SAMPLE_RULES.get(name, unknown)
         try:
-            if (loose := self._loose(op, operands)) is not None:
-                return self._numbered(pair, operands, [told(loose, at)] * count)
+            result = self._loose(op, operands) if self._is_single else None
+            is_known = name in SAMPLE_RULES or all_constant(operands)
+            if result is None and is_known and not are_alike(op):
+                result = coupled(f"takes `{name}` {RESIZED}", "")
+            if result is not None:
+                return self._numbered(op, operands, [told(result, at)] * count)
             result = rule(op, operands)
         except (AttributeError, LookupError, TypeError, ValueError):
             # Versions of JAX differ in the parameters of operations.
@@ -231,7 +221,7 @@ class Walk:
             return [coupled(str(problem), mixed.where if mixed else at)] * count
         results = result if isinstance(result, list) else [result] * count
         results = [told(value, at) for value in results]
-        return self._checked(op.outputs, self._numbered(pair, operands, results), at)
+        return self._checked(op.outputs, self._numbered(op, operands, results), at)
 
     def _checked(self, outputs: Sequence[Shapes], values: list[Value], at: str) -> list[Value]:
         """Values whose dims that count samples are those that grow."""
@@ -252,42 +242,43 @@ class Walk:
 
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
         """What is made where the part has one sample without its dim; None where it is no such."""
-        if self._is_single:
-            if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
-                found = relayed(op, operands[0], self._ratio)
-                if found is not None:
-                    return found
-            shapes = zip(operands, op.inputs, strict=True)
-            if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
-                found = loosely(op, operands, self._ratio)
-                return coupled(Why.DIFFERS, "") if found is None else found
-        is_known = op.name in SAMPLE_RULES or all_constant(operands)
-        why = f"takes `{op.name}` {RESIZED}"
-        return None if not is_known or are_alike(op) else coupled(why, "")
+        if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
+            found = relayed(op, operands[0], self._ratio)
+            if found is not None:
+                return found
+        shapes = zip(operands, op.inputs, strict=True)
+        if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
+            found = loosely(op, operands, self._ratio)
+            return coupled(Why.DIFFERS, "") if found is None else found
+        return None
 
-    def _numbered(self, pair: Pair, operands: list[Value], results: list[Value]) -> list[Value]:
+    def _numbered(self, op: Operation, operands: list[Value], results: list[Value]) -> list[Value]:
         """Results with the numbers of their computations: equal ones for equal ones."""
-        name = pair[0].primitive.name
-        if name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
+        if op.name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
             return [dataclasses.replace(results[0], number=operands[0].number)]
-        params = str([sorted(equation.params.items(), key=str) for equation in pair])
-        key = (name, params, *(value.number for value in operands))
+        params = str([sorted(params.items(), key=str) for params in (op.params, op.others)])
+        key = (op.name, params, *(value.number for value in operands))
         return [self._named(value, (*key, i)) for i, value in enumerate(results)]
 
     def _call(
-        self, pair: Pair, called: tuple[ClosedJaxpr, ClosedJaxpr], operands: list[Value], where: str
+        self,
+        op: Operation,
+        programs: tuple[ClosedJaxpr, ClosedJaxpr],
+        operands: list[Value],
+        where: str,
+        equation: JaxprEqn,
     ) -> list[Value]:
-        name = str(pair[0].params.get("name", ""))
+        name = str(op.params.get("name", ""))
         if name == PER_SAMPLE:
-            if drawing := draws(called[0]):
+            if drawing := draws(programs[0]):
                 why = f"draws random numbers (`{drawing}`) {WITHIN}"
-                return [coupled(why, source_line(pair[0]))] * len(pair[0].outvars)
-            shapes = operation(pair).outputs
-            return self._checked(shapes, promised(shapes, operands), source_line(pair[0]))
+                return [coupled(why, source_line(equation))] * len(op.outputs)
+            results = promised(op.outputs, operands)
+            return self._checked(op.outputs, results, source_line(equation))
         # JAX traces its own functions once: lines within them are those of the first who called.
-        at = where or (source_line(pair[0]) if is_of_jax(name) else "")
-        own = operands[len(operands) - len(called[0].jaxpr.invars) :]
-        return self.program(called, own, at)[: len(pair[0].outvars)]
+        at = where or (source_line(equation) if is_of_jax(name) else "")
+        own = operands[len(operands) - len(programs[0].jaxpr.invars) :]
+        return self.program(programs, own, at)[: len(op.outputs)]
 
     def _backward(
         self, pair: Pair, operands: list[Value], results: list[Value], at: str
@@ -366,7 +357,7 @@ class Walk:
         count, bad, own = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
-        each = [v.at(None) if v.is_rows else rows(None, 1, v.scale) for v in stacked]
+        each = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
         each = [bad if v.numbers else v for v in each]
         start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
         # What is handed through does not have to be a sum.
@@ -376,6 +367,7 @@ class Walk:
         ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
         lengths: Any = loops[0].times, loops[1].times
+        more = Value(Kind.TOTAL, lengths[1] / lengths[0])
         counters = [
             first.is_zero and all(counts(body.jaxpr, own + i, i) for body in bodies)
             for i, first in enumerate(carry)
@@ -390,7 +382,7 @@ class Walk:
             elif counters[slot]:
                 results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
             elif value == start[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(_joined(plus, first, total(lengths[1] / lengths[0]), at))
+                results.append(_joined(plus, first, more, at))
             else:
                 results.append(value if value.kind is Kind.COUPLED else bad)
         for value in found[len(carry) :]:
@@ -428,7 +420,7 @@ class Walk:
         if which.is_rows:
             carried = [value.kind is Kind.CARRY for value in results]
             pairs = zip(results, carried, strict=True)
-            results = [v if own else _joined(either, rows(None), v, at) for v, own in pairs]
+            results = [v if own else _joined(either, Value(Kind.ROWS), v, at) for v, own in pairs]
         return results
 
     def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:

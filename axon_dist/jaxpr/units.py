@@ -81,7 +81,7 @@ def units_of(model: nnx.Module, is_unit: IsUnit) -> Iterator[tuple[Path, nnx.Mod
     """The outermost modules that are units, with their paths; nothing inside a unit is one."""
     found: set[str] = set()
     paths = sorted(
-        ((_path(keys), module) for keys, module in nnx.iter_modules(model)),
+        ((path_str(keys), module) for keys, module in nnx.iter_modules(model)),
         key=lambda item: item[0].count("/") if item[0] else -1,
     )
     for path, module in paths:
@@ -141,13 +141,13 @@ def mark_units(
     outer = [path for path, _ in units]
     inner: list[Path] = []
     for keys, _ in sorted(linen_modules(model), key=lambda item: len(item[0])):
-        path = _path(keys)
+        path = path_str(keys)
         if not is_in_any(path, {*outer, *inner}) and is_unit(path, None):
             inner.append(path)
     for keys, bridge in list(bridges_of(model)):
-        below = [path for path in inner if is_inside(path, _path(keys))]
+        below = [path for path in inner if is_inside(path, path_str(keys))]
         if below:
-            own = {path.removeprefix(_path(keys)).lstrip("/"): path for path in below}
+            own = {path.removeprefix(path_str(keys)).lstrip("/"): path for path in below}
             stacked = frozenset(name for name, path in own.items() if path in looped)
             linen = LinenUnits(frozenset(own), _running(remat), GATHER, UnitPrograms(), stacked)
             wrap_calls(bridge, {"__call__": linen})
@@ -189,7 +189,8 @@ class AsUnit:
         Raises:
             UnsupportedError: when the module holds many layers and is called as a whole.
         """
-        _check_one_layer(module)
+        if (count := num_stacked(module)) is not None:
+            raise _not_one_layer(module, count)
         kind, attributes = type(module), dict[tuple[Keys, str], object]()
         arrays_set: list[tuple[Keys, str]] = []
         graphdef, params, rest = nnx.split(module, _is_weight, ...)
@@ -203,8 +204,8 @@ class AsUnit:
         ) -> tuple[PyTree, nnx.State, nnx.State, list[object]]:
             """What it returns, the state it has changed, its arguments', arrays it has set."""
             copy = nnx.merge(graphdef, gathered(params), rest, copy=True)
-            before = {keys: _value(leaf) for keys, leaf in nnx.to_flat_state(nnx.state(copy))}
-            plain, own = _plain_attributes(copy), nnx.merge(nodes_graph, state, copy=True)
+            held, own = _held_by(copy), nnx.merge(nodes_graph, state, copy=True)
+            before = {keys: _value(leaf) for keys, leaf in held[0].items()}
             more, more_nodes = iter(arrays), iter(own)
             given = [
                 next(more_nodes) if _is_node(x) else next(more) if is_array(x) else x
@@ -213,8 +214,7 @@ class AsUnit:
             args, kwargs = jax.tree.unflatten(structure, given)
             output = method(copy, *args, **kwargs)
             _check_unchanged(kind, given, (args, kwargs))
-            _check_nothing_new(kind, before, copy)
-            attributes.update(_changes(kind, plain, _plain_attributes(copy)))
+            attributes.update(_changes(kind, held, _held_by(copy)))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
 
             # What the call has left alone is not written back: within `jax.grad` it could not be.
@@ -249,47 +249,43 @@ def _value(leaf: nnx.Variable | Array) -> Array:
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _check_nothing_new(module_type: type, before: Mapping[Keys, Array], module: nnx.Module) -> None:
-    """Refuses a call that adds data to its module, for which the caller's module has no place.
+Held: TypeAlias = tuple[Mapping[Keys, nnx.Variable | Array], Attributes]
+"""The state of a module, and its plain attributes."""
 
-    Raises:
-        UnsupportedError: naming the attribute.
+
+def _held_by(module: nnx.Module) -> Held:
+    """The state of a module and those in it, and their attributes that are neither it nor modules.
+
+    Arrays may be among these: what a call sets, or appends to an nnx.List, is no data of a module.
     """
-    added = [
-        keys
-        for keys, leaf in nnx.to_flat_state(nnx.state(module))
-        if keys not in before and (not isinstance(leaf, nnx.Variable) or isinstance(keys[-1], int))
-    ]
-    if added:
-        raise UnsupportedError(
-            f"a call of {module_type.__name__} adds an array at {_path(added[0])!r}, where the "
-            "module has none before the call: make it in __init__ with the shape that it will "
-            f"have, such as self.{added[0][0]} = nnx.data(jnp.zeros(())), and set it in the call"
-        )
-
-
-def _plain_attributes(module: nnx.Module) -> dict[tuple[Keys, str], object]:
-    """The attributes of a module and those in it that are neither state nor modules.
-
-    Arrays may be among them: what a call sets, or appends to an nnx.List, is no data of a module.
-    """
-    state = {(*map(str, keys),) for keys, _ in nnx.to_flat_state(nnx.state(module))}
-    return {
+    state = dict(nnx.to_flat_state(nnx.state(module)))
+    names = {(*map(str, keys),) for keys in state}
+    return state, {
         (keys, name): value
         for keys, one in nnx.iter_modules(module)
         for name, value in vars(one).items()
         if not (name.startswith("_pytree__") or _is_node(value))
-        and (*map(str, keys), name) not in state
+        and (*map(str, keys), name) not in names
     }
 
 
-def _changes(module_type: type, before: Attributes, after: Attributes) -> Attributes:
+def _changes(module_type: type, before: Held, after: Held) -> Attributes:
     """The attributes that a call has set to something else.
 
     Raises:
-        UnsupportedError: for one that holds an array within something else.
+        UnsupportedError: for one that holds an array within something else, and for data that the
+            call adds, for which the caller's module has no place.
     """
-    changes = {at: x for at, x in after.items() if at not in before or before[at] is not x}
+    for keys, leaf in after[0].items():
+        is_data = not isinstance(leaf, nnx.Variable) or isinstance(keys[-1], int)
+        if is_data and keys not in before[0]:
+            raise UnsupportedError(
+                f"a call of {module_type.__name__} adds an array at {path_str(keys)!r}, where the "
+                "module has none before the call: make it in __init__ with the shape that it will "
+                f"have, such as self.{keys[0]} = nnx.data(jnp.zeros(())), and set it in the call"
+            )
+    old = before[1]
+    changes = {at: x for at, x in after[1].items() if at not in old or old[at] is not x}
     for (_, name), value in changes.items():
         parts = [] if isinstance(value, Tracer) else jax.tree.leaves(value)
         if any(isinstance(leaf, Tracer) for leaf in parts):
@@ -301,21 +297,16 @@ def _changes(module_type: type, before: Attributes, after: Attributes) -> Attrib
     return changes
 
 
-def _check_one_layer(module: nnx.Module) -> None:
-    """Raises for a stack of layers that is called as a whole, which is no unit.
-
-    Raises:
-        UnsupportedError: saying how to call it layer by layer.
-    """
-    if (count := num_stacked(module)) is not None:
-        name = type(module).__name__
-        raise UnsupportedError(
-            f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
-            "within its own call: gathered or recomputed as one, it would take the memory of all "
-            f"layers at once. Let {name} be one layer, and loop where it is held: "
-            "nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, "
-            "self.blocks); or keep the layers in an nnx.List"
-        )
+def _not_one_layer(module: nnx.Module, count: int) -> UnsupportedError:
+    """Of a stack of layers that is called as a whole, which is no unit: how to call it."""
+    name = type(module).__name__
+    return UnsupportedError(
+        f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
+        "within its own call: gathered or recomputed as one, it would take the memory of all "
+        f"layers at once. Let {name} be one layer, and loop where it is held: "
+        "nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, "
+        "self.blocks); or keep the layers in an nnx.List"
+    )
 
 
 def _is_weight(_: Keys, variable: object) -> bool:
@@ -371,7 +362,3 @@ def names_of(model: nnx.Module) -> list[str]:
 
 def _is_node(leaf: object) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
-
-
-def _path(keys: Keys) -> Path:
-    return path_str(tuple(keys))

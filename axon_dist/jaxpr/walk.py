@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from ..core.compat import (
     CALLS,
     REMATS,
-    called_program,
+    called,
     dce_jaxpr,
     eval_equation,
     eval_jaxpr,
@@ -119,16 +119,13 @@ class Inner:
 _TURNS = 9
 
 
-class Known(dict[Var, T]):
-    """What is known of the variables of a jaxpr; a literal is known by itself."""
-
-    def read(self, atoms: Iterable[Atom]) -> list[T]:
-        """What is known of atoms."""
-        return [atom.val if isinstance(atom, Literal) else self[atom] for atom in atoms]
-
-    def write(self, variables: Sequence[Var], values: Sequence[T]) -> None:
-        """Notes what variables are."""
-        self.update(zip(variables, values, strict=True))
+def values_of(
+    known: Mapping[Var, T],
+    atoms: Iterable[Atom],
+    literal: Callable[[Literal], T] = operator.attrgetter("val"),
+) -> list[T]:
+    """What is known of atoms; a literal is known by itself."""
+    return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
 
 def variables(atoms: Iterable[Atom]) -> set[Var]:
@@ -154,14 +151,6 @@ def struct_of(atom: Atom) -> jax.ShapeDtypeStruct:
 def made_by(equations: Iterable[JaxprEqn]) -> set[Var]:
     """The variables that equations make."""
     return {variable for equation in equations for variable in equation.outvars}
-
-
-def called(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that an equation runs once, as `jit`, `checkpoint` and `custom_vjp` do.
-
-    Its inputs are the last operands of the equation. Loops and branches are no calls.
-    """
-    return None if equation.primitive.name in LOOPS else called_program(equation)
 
 
 def _is_call(equation: JaxprEqn) -> bool:
@@ -220,7 +209,7 @@ def inners(equation: JaxprEqn) -> list[Inner]:
     if name == "cond":
         given = tuple(range(1, count))
         return [Inner(branch, given, len(given)) for branch in params["branches"]]
-    program = called_program(equation)
+    program = called(equation)
     if program is None:
         return []
     # Of a function with its own derivative the first operands may be for that alone.
@@ -277,22 +266,18 @@ def interpret(
         >>> interpret(program.jaxpr, (), [True, False], tainted, lambda _: False)
         [True, False]
     """
-    known: Known[T] = Known(zip(jaxpr.constvars, consts, strict=True))
-    known.write(jaxpr.invars, values)
-
-    def read(atoms: Sequence[Atom]) -> list[T]:
-        return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
-
+    known: dict[Var, T] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, values, strict=True))
     for equation in jaxpr.eqns:
-        operands = read(equation.invars)
+        operands = values_of(known, equation.invars, literal)
         inner = called(equation) if enters(equation) else None
         if inner is None:
             results = run(equation, operands)
         else:
             given = operands[len(operands) - len(inner.jaxpr.invars) :]
             results = interpret(inner.jaxpr, inner.consts, given, run, literal, enters)
-        known.write(equation.outvars, results)
-    return read(jaxpr.outvars)
+        known.update(zip(equation.outvars, results, strict=True))
+    return values_of(known, jaxpr.outvars, literal)
 
 
 def depends_on(
@@ -350,7 +335,7 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
         >>> moves_with(jax.make_jaxpr(run)(1.0, 2.0, 3.0), 0, 3)
         [1]
     """
-    if sources_of(program.jaxpr)[output].isdisjoint(range(count)):
+    if not any(number < count for number in needed_for(program.jaxpr, [output])[1]):
         return []
     values = [struct_of(variable) for variable in program.jaxpr.invars]
     own = values[:count]
@@ -361,8 +346,8 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
 
         return jax.jvp(run, own, tangents)[1]
 
-    sources = sources_of(jax.make_jaxpr(moved)(own, own, values[count:]).jaxpr)[0]
-    return sorted(sources & set(range(count)))
+    _, read = needed_for(jax.make_jaxpr(moved)(own, own, values[count:]).jaxpr, [0])
+    return [number for number in read if number < count]
 
 
 def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
@@ -381,35 +366,33 @@ def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
     if len(consts) != len(others) or not all(map(_same_value, consts, others)):
         return False
     mine, theirs = (getattr(program, "jaxpr", program) for program in (one, other))
-    names: dict[Var, Var] = {}
+    names: dict[Atom, Atom] = {}
 
-    def defines(left: Sequence[Var], right: Sequence[Var]) -> bool:
-        names.update(zip(left, right, strict=False))
-        return [v.aval for v in left] == [v.aval for v in right]
-
-    def reads(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
-        pairs = zip(left, right, strict=False)
-        return len(left) == len(right) and all(_same_atom(names, *pair) for pair in pairs)
+    def alike(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
+        """Whether atoms are the same, or variables that both programs have made at one place."""
+        return len(left) == len(right) and all(
+            a.aval == b.aval
+            and (
+                isinstance(b, Literal) and _same_value(a.val, b.val)
+                if isinstance(a, Literal)
+                else names.setdefault(a, b) is b
+            )
+            for a, b in zip(left, right, strict=True)
+        )
 
     return (
         len(mine.eqns) == len(theirs.eqns)
-        and defines(mine.constvars, theirs.constvars)
-        and defines(mine.invars, theirs.invars)
+        and alike(mine.constvars, theirs.constvars)
+        and alike(mine.invars, theirs.invars)
         and all(
             a.primitive is b.primitive
             and same(a.params, b.params)
-            and reads(a.invars, b.invars)
-            and defines(a.outvars, b.outvars)
+            and alike(a.invars, b.invars)
+            and alike(a.outvars, b.outvars)
             for a, b in zip(mine.eqns, theirs.eqns, strict=True)
         )
-        and reads(mine.outvars, theirs.outvars)
+        and alike(mine.outvars, theirs.outvars)
     )
-
-
-def _same_atom(names: Mapping[Var, Var], one: Atom, other: Atom) -> bool:
-    if isinstance(one, Literal) and isinstance(other, Literal):
-        return one.aval == other.aval and _same_value(one.val, other.val)
-    return not isinstance(one, Literal) and names.get(one) is other
 
 
 def _same_value(one: object, other: object) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -156,19 +156,13 @@ class LossOverMesh:
 
     Args:
         layout: where activations lie; its `vocabulary` splits the tokens where they divide.
+
+    Attributes:
+        replaces: the name of the primitive that such losses are.
     """
 
+    replaces: ClassVar[str] = LINEAR_CROSS_ENTROPY
     layout: Layout
-
-    @classmethod
-    def rewriting(cls, layout: Layout) -> Rewriting | None:
-        """The rewriting of a program on a mesh, or None on one device.
-
-        Within a function whose derivative is its own the loss stays as it is: right, and slower.
-        """
-        if layout.mesh.size == 1:
-            return None
-        return Rewriting({LINEAR_CROSS_ENTROPY: cls(layout)}, lambda equation: None)
 
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Computes one loss; None where nothing is left to divide."""
@@ -294,7 +288,7 @@ class RingProducts:
             marked = _Marked(self.layout, self.axis, {}, {}, set())
             replace = {"name": marked.name, "dot_general": marked.product}
             replace |= dict.fromkeys(SAME, marked.same)
-            results = Rewriting(replace, lambda equation: None).of(function)(*args)
+            results = Rewriting(replace).of(function)(*args)
             marked.check()
             return results
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Function, Path, PyTree
 from ..jaxpr.owners import (
@@ -20,7 +21,6 @@ from ..jaxpr.owners import (
     OwnedProgram,
     as_array,
     owned,
-    value_of,
 )
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
@@ -287,10 +287,10 @@ class RankBranches:
         self._handed: list[list[list[int]]] = [
             [[] for _ in self._ranks] for _ in range(program.num_levels)
         ]
-        handed = [a for a, by in reads if _rank(program.owner_of(a)) not in (None, by)]
+        handed = [a for a, by in reads if _rank(program.owners[a]) not in (None, by)]
         for value in dict.fromkeys(handed):
-            rank = _rank(program.owner_of(value))
-            if isinstance(value, int) and rank is not None:
+            rank = _rank(program.owners[value])
+            if rank is not None:
                 self._handed[program.levels[value]][rank].append(value)
 
     def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
@@ -302,15 +302,15 @@ class RankBranches:
         Returns:
             The stored leaves of all results.
         """
-        known: dict[Atom, Array] = {
-            v: stored[place.stored] for v, place in self._sources if place.cell is None
-        }
+        given = {v: stored[place.stored] for v, place in self._sources if place.cell is None}
+        known: dict[Atom, Array] = {**self._program.constants, **given}
         vectors = [stored[slot] for slot in _vectors_of(self._arguments)]
         found: dict[Slot, Array] = {}
         for level in range(self._program.num_levels):
-            for op in (op for op in self._program.of(None) if op.level == level):
-                results = op.run([value_of(a, known) for a in op.inputs])
-                known.update(zip(op.outputs, results, strict=True))
+            for op in self._program.by_owner.get(None, ()):
+                if op.level == level:
+                    results = eval_equation(op.equation, [known[a] for a in op.inputs])
+                    known.update(zip(op.outputs, results, strict=True))
             if any(self._handed[level]) or level == self._last:
                 made = self._on_ranks(level, vectors, known)
                 packing = self._packing(level)
@@ -322,8 +322,7 @@ class RankBranches:
                 found.update(zip(_vectors_of(self._results), made[len(handed) :], strict=False))
         for atom, place in self._targets:
             if place.cell is None:
-                value = value_of(atom, known)
-                found[place.stored] = as_array(value, self._program.aval_of(atom))
+                found[place.stored] = as_array(known[atom], self._program.avals[atom])
         return found
 
     def _on_ranks(
@@ -361,12 +360,13 @@ class RankBranches:
         """What a rank computes up to a level of its vectors and of what all know."""
         slots = _vectors_of(self._arguments)
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
-        values: dict[Atom, Array] = dict(zip(reads, operands[len(slots) :], strict=True))
+        given = dict(zip(reads, operands[len(slots) :], strict=True))
+        values: dict[Atom, Array] = {**self._program.constants, **given}
         for value, place in self._sources:
             if place.cell is not None and place.cell[0] == rank:
                 values[value] = leaves[place.tree, place.part, place.keys]
         for op in self._part(rank, level)[0]:
-            results = op.run([value_of(a, values) for a in op.inputs])
+            results = eval_equation(op.equation, [values[a] for a in op.inputs])
             values.update(zip(op.outputs, results, strict=True))
         handed = [values[v] for v in self._handed[level][rank]]
         packed = self._packed(rank, values) if level == self._last else []
@@ -390,7 +390,7 @@ class RankBranches:
         flat: dict[tuple[int, int], dict[Keys, Array]] = {}
         for atom, place in self._targets:
             if place.cell is not None and place.cell[0] == rank:
-                leaf = as_array(value_of(atom, values), self._program.aval_of(atom))
+                leaf = as_array(values[atom], self._program.avals[atom])
                 flat.setdefault((place.tree, place.part), {})[place.keys] = leaf
         vectors: list[Array] = []
         for tree, part, storage in _storages(self._results):
@@ -411,13 +411,13 @@ class RankBranches:
         """
         needed = {v for v in self._handed[level][rank]}
         if level == self._last:
-            ends = [atom for atom, p in self._targets if p.cell and p.cell[0] == rank]
-            needed |= {atom for atom in ends if isinstance(atom, int)}
+            needed |= {atom for atom, p in self._targets if p.cell and p.cell[0] == rank}
         operations = []
         for op in reversed(self._program.operations):
             if _rank(op.owner) == rank and op.level <= level and needed & {*op.outputs}:
                 operations.append(op)
-                needed |= {a for a in op.inputs if isinstance(a, int)}
+                needed.update(op.inputs)
+        needed -= self._program.constants.keys()
         reads = [v for v in needed if _rank(self._program.owners[v]) != rank]
         return operations[::-1], reads
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..core.compat import eval_equation
 from ..core.typing import Array
 from ..jaxpr.owners import (
     Atom,
@@ -25,8 +26,8 @@ from ..jaxpr.owners import (
     OwnedProgram,
     as_array,
     sums_of,
-    value_of,
 )
+from ..jaxpr.walk import same
 from .storage import Cell
 from .stored_form import LeafPlace, Slot
 
@@ -56,11 +57,12 @@ class Share:
         """Whether another block's part has the same operations, if with other numbers."""
 
         def reads(share: Share, op: OwnedOperation) -> list[Name]:
-            avals = [(atom, program.aval_of(atom)) for atom in op.inputs]
+            avals = [(atom, program.avals[atom]) for atom in op.inputs]
             return [share.names.get(atom, (aval.shape, aval.dtype)) for atom, aval in avals]
 
         return len(self.operations) == len(other.operations) and all(
-            mine.computes_as(theirs)
+            mine.equation.primitive is theirs.equation.primitive
+            and same(mine.equation.params, theirs.equation.params)
             and mine.level == theirs.level
             and reads(self, mine) == reads(other, theirs)
             for mine, theirs in zip(self.operations, other.operations, strict=True)
@@ -138,15 +140,14 @@ class RowProgram:
         Returns:
             The stored leaves of all results.
         """
-        known: dict[Atom, Array] = {
-            value: stored[slot]
-            for value, slot in self._slots.items()
-            if self._program.owners[value] is None
-        }
+        known: dict[Atom, Array] = {**self._program.constants}
+        for value, slot in self._slots.items():
+            if self._program.owners[value] is None:
+                known[value] = stored[slot]
         made: list[Named] = [{**stored} for _ in self._variants]
         for level in range(self._program.num_levels):
             self._hand_over(level - 1, made, known)
-            for op in self._program.of(None):
+            for op in self._program.by_owner.get(None, ()):
                 if op.level == level:
                     known.update(self._run_for_all(op, made, known))
             for number, (_, variant) in enumerate(self._variants):
@@ -156,12 +157,12 @@ class RowProgram:
     def _sort_out(self, cells: list[Cell]) -> Sequence[tuple[int, RowVariant]]:
         found: list[tuple[int, dict[int, Share]]] = []
         for rank, row in cells:
-            operations = self._program.of((rank, row))
+            operations = self._program.by_owner.get((rank, row), ())
             owners, slots = self._program.owners, self._slots.items()
             names: dict[Atom, Name] = {v: slot for v, slot in slots if owners[v] == (rank, row)}
             for number, op in enumerate(operations):
                 names.update({value: (number, i) for i, value in enumerate(op.outputs)})
-            share = Share(operations, names)
+            share = Share(tuple(operations), names)
             for other, members in found:
                 first = next(iter(members.values()))
                 if other == row and first.is_like(share, self._program):
@@ -186,8 +187,8 @@ class RowProgram:
             if atom in first.names:
                 continue
             atoms = {rank: share.operations[i].inputs[at] for rank, share in variant.items()}
-            if len({self._program.spelled(each) for each in atoms.values()}) == 1:
-                alike[i, at] = value_of(atom, known)
+            if len({self._program.spellings[each] for each in atoms.values()}) == 1:
+                alike[i, at] = known[atom]
             else:
                 apart[i, at] = self._row_of({r: atoms.get(r, atom) for r in self._ranks}, known)
         own = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
@@ -202,9 +203,8 @@ class RowProgram:
                     single[i, at] if (i, at) in single else values[first.names[atom]]
                     for at, atom in enumerate(op.inputs)
                 ]
-                values.update(
-                    zip((first.names[v] for v in op.outputs), op.run(operands), strict=True)
-                )
+                found = eval_equation(op.equation, operands)
+                values.update(zip((first.names[v] for v in op.outputs), found, strict=True))
             return [values[name] for name in results]
 
         run = jax.vmap(part, axis_size=self._num_ranks)
@@ -214,15 +214,15 @@ class RowProgram:
     def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
         """A row of values that all know."""
         first = next(iter(atoms.values()))
-        aval = self._program.aval_of(first)
-        values = [as_array(value_of(atoms.get(rank, first), known), aval) for rank in self._ranks]
+        aval = self._program.avals[first]
+        values = [as_array(known[atoms.get(rank, first)], aval) for rank in self._ranks]
         return jnp.stack(values)
 
     def _sum_of(self, terms: Sequence[Atom]) -> _Sum:
         """A sum over all, of rows where all blocks of a variant have a term in it."""
         at: dict[Home, list[Atom]] = {}
         for term in terms:
-            if self._program.owner_of(term) is not None:
+            if self._program.owners[term] is not None:
                 at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
         ranks = {home: tuple(self._variants[home[0]][1]) for home in at}
 
@@ -241,7 +241,7 @@ class RowProgram:
             read = op.inputs if total is None else total.single
             reads += [] if op.outputs[0] in self._partial_sums else [(a, op.owner) for a in read]
         reads += zip(program.outputs, program.homes, strict=True)
-        handed = [a for a, by in reads if program.owner_of(a) not in (None, by)]
+        handed = [a for a, by in reads if program.owners[a] not in (None, by)]
         return tuple(dict.fromkeys(handed))  # type: ignore[arg-type]
 
     def _run_for_all(
@@ -251,10 +251,10 @@ class RowProgram:
         if op.outputs[0] in self._partial_sums:
             return {}
         if (found := self._sums.get(op.outputs[0])) is None:
-            results = op.run([value_of(a, known) for a in op.inputs])
+            results = eval_equation(op.equation, [known[a] for a in op.inputs])
             return dict(zip(op.outputs, results, strict=True))
         aval = self._program.avals[op.outputs[0]]
-        terms = [jnp.asarray(value_of(term, known), aval.dtype) for term in found.single]
+        terms = [jnp.asarray(known[term], aval.dtype) for term in found.single]
         for (number, name), ranks in found.rows.items():
             row = made[number][name]
             row = jnp.where(self._is_in(ranks, row.ndim), row, 0)
@@ -292,12 +292,12 @@ class RowProgram:
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
             slot = place.stored
             if place.cell is None:
-                found[slot] = as_array(value_of(atom, known), self._program.aval_of(atom))
+                found[slot] = as_array(known[atom], self._program.avals[atom])
             else:
                 rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
         for (slot, row), atoms in rows.items():
             homes = {
-                rank: self._homes[atom] if self._program.owner_of(atom) == (rank, row) else None  # type: ignore[index]
+                rank: self._homes[atom] if self._program.owners[atom] == (rank, row) else None  # type: ignore[index]
                 for rank, atom in atoms.items()
             }
             sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}

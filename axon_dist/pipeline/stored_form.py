@@ -15,6 +15,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
@@ -25,7 +26,6 @@ from ..jaxpr.owners import (
     OwnedProgram,
     as_array,
     sums_of,
-    value_of,
 )
 from .layout import Keys, ParamLike, flatten, nest
 from .storage import Cell, ModelStorage
@@ -231,24 +231,24 @@ def _treatment(
     """What leaves that are treated alike have in common; None where one is not elementwise."""
 
     def kind_of(op: OwnedOperation) -> Hashable:
-        shapes = [program.aval_of(atom).shape for atom in op.inputs]
+        name, shapes = op.equation.primitive.name, [program.avals[atom].shape for atom in op.inputs]
         results = [program.avals[v].shape for v in op.outputs]
-        if op.name == SUM and shapes == [shape] and results == [()]:
+        if name == SUM and shapes == [shape] and results == [()]:
             return SUM, str(program.avals[op.outputs[0]].dtype)
-        if op.name == FILL and shapes == [()] and results == [shape]:
+        if name == FILL and shapes == [()] and results == [shape]:
             return FILL, str(program.avals[op.outputs[0]].dtype)
-        if op.name in EACH and results == [shape] and all(s in ((), shape) for s in shapes):
+        if name in EACH and results == [shape] and all(s in ((), shape) for s in shapes):
             return op.key
         return None
 
     def read(atom: Atom) -> Hashable:
         """A key of an operand: the name of a value of the leaf, or a number that all ranks know."""
         if atom in names:
-            is_leaf = program.aval_of(atom).shape == shape
+            is_leaf = program.avals[atom].shape == shape
             return ("of the leaf", names[atom]) if is_leaf else None
-        if program.aval_of(atom).shape != () or program.owner_of(atom) is not None:
+        if program.avals[atom].shape != () or program.owners[atom] is not None:
             return None
-        return "known", program.spelled(atom)
+        return "known", program.spellings[atom]
 
     keys = [(op.level, kind_of(op), tuple(map(read, op.inputs))) for op in operations]
     if shape == () or any(kind is None or None in reads for _, kind, reads in keys):
@@ -284,27 +284,26 @@ def on_whole_vectors(
     standing = {None, *first.values()}
 
     def run(stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
-        known: dict[Atom, Array] = {
-            value: stored[layout.slot(place, 0)]
-            for value, place in zip(program.inputs, sources, strict=True)
-            if program.owners[value] in standing
-        }
+        known: dict[Atom, Array] = {**program.constants}
+        for value, place in zip(program.inputs, sources, strict=True):
+            if program.owners[value] in standing:
+                known[value] = stored[layout.slot(place, 0)]
         for op in program.operations:
             if op.owner in standing:
                 # Of a sum over leaves the terms are left that stand for whole vectors.
                 operands = [
-                    value_of(a, known)
-                    if program.owner_of(a) in standing
-                    else jnp.zeros((), program.aval_of(a).dtype)
+                    known[a]
+                    if program.owners[a] in standing
+                    else jnp.zeros((), program.avals[a].dtype)
                     for a in op.inputs
                 ]
                 results = _on_vector(program, op, operands, layout)
                 known.update(zip(op.outputs, results, strict=True))
         found: dict[Slot, Array] = {}
         for atom, place in zip(program.outputs, targets, strict=True):
-            owner = program.owner_of(atom)
+            owner = program.owners[atom]
             if owner in standing:
-                value = as_array(value_of(atom, known), program.aval_of(atom))
+                value = as_array(known[atom], program.avals[atom])
                 leaf = _leaf_owner(owner)
                 found[layout.slot(place, 1)] = layout.own(leaf[0], value) if leaf else value
         return found
@@ -324,7 +323,7 @@ def _leaves(program: OwnedProgram, sources: Ends) -> dict[LeafOwner, Names] | No
                 return None
     keys: dict[Vector, Hashable] = {}
     for owner, names in leaves.items():
-        operations = program.of(owner)
+        operations = program.by_owner.get(owner, ())
         for number, op in enumerate(operations):
             names.update({v: (number, i, "result") for i, v in enumerate(op.outputs)})
         key = _treatment(program, operations, names, shapes[owner])
@@ -339,18 +338,19 @@ def _sums_all(program: OwnedProgram, names: Names, targets: Ends, layout: Vector
     for terms in sums.values():
         found: dict[Hashable, list[Keys]] = {}
         for term in terms:
-            if (owner := _leaf_owner(program.owner_of(term))) is not None:
+            if (owner := _leaf_owner(program.owners[term])) is not None:
                 found.setdefault((owner[0], names[term]), []).append(owner[1])
         for (vector, _), keys in found.items():  # type: ignore[misc]
             whole = [k for k, owner in layout.owners.items() if owner[0] == vector]
             if sorted(keys, key=repr) != sorted(whole, key=repr):
                 return False
-    shared = [op for op in program.of(None) if not {*op.outputs} & (sums.keys() | partial)]
-    if any(program.owner_of(atom) is not None for op in shared for atom in op.inputs):
+    everybodys = program.by_owner.get(None, ())
+    shared = [op for op in everybodys if not {*op.outputs} & (sums.keys() | partial)]
+    if any(program.owners[atom] is not None for op in shared for atom in op.inputs):
         return False
     results: dict[Hashable, Hashable] = {}
     for atom, place, home in zip(program.outputs, targets, program.homes, strict=True):
-        if program.owner_of(atom) != home:
+        if program.owners[atom] != home:
             return False
         owner = _leaf_owner(home)
         key = owner and (owner[0], place.tree, place.part)
@@ -363,11 +363,11 @@ def _on_vector(
     program: OwnedProgram, op: OwnedOperation, operands: Sequence[Array], layout: VectorLayout
 ) -> Sequence[Array]:
     """Runs an operation on a leaf for the whole vector of all ranks; one of numbers as it is."""
-    owner = _leaf_owner(op.owner)
-    if owner is None or op.name not in (FILL, SUM):
-        return op.run(operands)
+    owner, name = _leaf_owner(op.owner), op.equation.primitive.name
+    if owner is None or name not in (FILL, SUM):
+        return eval_equation(op.equation, operands)
     vector, dtype = owner[0], program.avals[op.outputs[0]].dtype
-    if op.name == SUM:
+    if name == SUM:
         of_ranks = jnp.sum(layout.own(vector, operands[0]), axis=1, dtype=dtype)
         return [jnp.sum(of_ranks, axis=0, dtype=dtype)]
     return [jnp.full((len(layout.lengths[vector]), layout.sizes[vector]), operands[0], dtype)]

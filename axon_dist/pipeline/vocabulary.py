@@ -332,7 +332,7 @@ def with_parted_loss(program: StageProgram, axis: str) -> StageProgram:
 
         return list(differentiable(run)(*operands))
 
-    rewriting = Rewriting({LINEAR_CROSS_ENTROPY: of_all}, lambda equation: None)
+    rewriting = Rewriting({LINEAR_CROSS_ENTROPY: of_all})
     last = functools.wraps(program.last)(rewriting.of(program.last))
     return dataclasses.replace(program, last=last)
 

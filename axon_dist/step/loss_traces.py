@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from ..core.compat import outside_meshes
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, shape_key
-from ..core.typing import Array, Batch, LossFn, Path, PyTree
+from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.pieces import Ending
 from ..jaxpr.sample_values import OutputUse, SampleUse, Use, Why, use_of
@@ -78,6 +78,10 @@ class Traces:
         loss_fn: the user's loss.
         adapt: changes the merged model first.
         over_all: whether statistics are averaged over all parts; else each part has its own.
+
+    Attributes:
+        adapt: as it is given.
+        traced: the losses so far, by the shapes of their batches.
     """
 
     def __init__(
@@ -87,9 +91,9 @@ class Traces:
         adapt: Prepare | None = None,
         over_all: bool = True,
     ):
-        self._parts, self._loss_fn, self._adapt = parts, loss_fn, adapt
+        self._parts, self._loss_fn, self.adapt = parts, loss_fn, adapt
         self._over_all = over_all and has_statistics(parts.abstract)
-        self._found: dict[Any, Traced] = {}
+        self.traced: dict[Any, Traced] = {}
 
     def of(self, batch: Batch, samples: int) -> Traced:
         """The loss of so many samples.
@@ -98,25 +102,22 @@ class Traces:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             samples: how many.
         """
-        shapes = _resized(batch, samples)
+        shapes = resized(batch, samples)
         key = shape_key(shapes)
-        if key not in self._found:
-            self._found[key] = self._traced(shapes)
-        return self._found[key]
+        if key not in self.traced:
+            self.traced[key] = self._trace(shapes)
+        return self.traced[key]
 
-    def has(self, batch: Batch, samples: int) -> bool:
-        """Whether the loss of so many samples is traced."""
-        return shape_key(_resized(batch, samples)) in self._found
+    def _over_ranks(self, model: nnx.Module) -> None:
+        """Adapts a model whose statistics are averaged over all parts."""
+        if self.adapt is not None:
+            self.adapt(model)
+        synchronise_statistics(model, (RANKS,))
 
-    def _traced(self, batch: Batch) -> Traced:
+    def _trace(self, batch: Batch) -> Traced:
         """(params, buffers, batch) -> total, weight, those of each metric, buffers."""
         learned: dict[str, Any] = {}
-
-        def prepare(model: nnx.Module) -> None:
-            if self._adapt is not None:
-                self._adapt(model)
-            if self._over_all:
-                synchronise_statistics(model, (RANKS,))
+        prepare = self._over_ranks if self._over_all else self.adapt
 
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
             given, loss_fn, ending = (params, buffers, batch), self._loss_fn, None
@@ -148,10 +149,21 @@ class Traces:
 
         Returns:
             What it is.
+
+        Raises:
+            UnsupportedError: when the weight of the loss moves with a parameter.
         """
         parts, whole = self._parts, self.of(batch, sizes[1])
         paths = [path for path, _ in leaves_with_paths(parts.weights)]
-        _check_weight(whole.program, paths, parts.frozen_paths)
+        moving = (paths[number] for number in moves_with(whole.program, 1, len(paths)))
+        if found := [path for path in moving if path not in parts.frozen_paths]:
+            # Weights of parts are added up before anything is divided, so they are held when the
+            # loss is differentiated. What no gradient goes through may read parameters.
+            raise UnsupportedError(
+                f"the weight of the loss depends on the parameter {found[0]!r}; in "
+                "Weighted(total, weight) the weight must follow from the batch alone, such as the "
+                "number of its tokens, or go through jax.lax.stop_gradient"
+            )
         try:
             part = self.of(batch, sizes[0])
         except AxonDistError:
@@ -177,29 +189,9 @@ def scalars(numbers: Iterable[Any], weight: float = 1.0) -> list[Array]:
     return [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
 
 
-def _resized(batch: Batch, samples: int) -> Batch:
+def resized(batch: Batch, samples: int) -> Batch:
+    """The shapes of a batch of so many samples."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype), batch)
-
-
-def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
-    """Raises `UnsupportedError` if the second output, the weight, moves with a parameter.
-
-    Weights of parts are added up before anything is divided, so they are held when the loss is
-    differentiated. What no gradient goes through, as a count or `stop_gradient`, may read them.
-
-    Args:
-        program: the traced loss; its first inputs are the parameters.
-        params: their paths.
-        frozen: those of them that are not trained.
-    """
-    moving = moves_with(program, 1, len(params))
-    found = [number for number in moving if params[number] not in frozen]
-    if found:
-        raise UnsupportedError(
-            f"the weight of the loss depends on the parameter {params[found[0]]!r}; in "
-            "Weighted(total, weight) the weight must follow from the batch alone, such as the "
-            "number of its tokens, or go through jax.lax.stop_gradient"
-        )
 
 
 ALONE = "cannot be computed of"

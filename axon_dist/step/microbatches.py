@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -114,20 +114,22 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
     else:
         # A bridged Linen module counts its calls, whether it draws or not.
         counts = spec.parts.counts
-    once, means = counts | _of_no_sample(spec, batch, ranks), spec.separator.of(batch).means
+    paths = [path for path, _ in leaves_with_paths(spec.parts.arguments[1])]
+    has_others = not spec.parts.counts.issuperset(paths)
+    once = counts | _of_no_sample(spec, batch, ranks, paths) if has_others else counts
+    means = spec.separator.of(batch).means
     is_needed = rows is not None or once or means
     return Draws(rows or {}, once, means, axes, ranks) if is_needed else None
 
 
-def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
+def _of_no_sample(
+    spec: StepSpec, batch: Batch, ranks: int, paths: Sequence[Path]
+) -> frozenset[Path]:
     """The buffers that change, whatever the samples are: one device changes them once for all.
 
     Such are counters, and the estimates of a spectral norm, which follow from weights alone.
     """
     samples, shapes = spec.microbatch(batch)
-    paths = [path for path, _ in leaves_with_paths(spec.parts.arguments[1])]
-    if not {*paths} - spec.parts.counts:
-        return frozenset()
     sizes = samples // ranks, samples * spec.num_microbatches
     try:
         part, full = (spec.separator.program(shapes, size) for size in sizes)

@@ -24,13 +24,21 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import is_key, leaves_with_paths, shape_key
 from ..core.typing import Batch, LossFn, Path
 from ..jaxpr.randomness import is_added_to
-from ..jaxpr.rows import output_shapes
 from ..jaxpr.sample_pairs import RESIZED
 from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
 from ..jaxpr.walk import moves_with, sources_of
 from ..parallel import keep_samples_apart
-from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
-from .objective import Prepare
+from .loss_traces import (
+    ALONE,
+    LOSS,
+    LossEnding,
+    OfSums,
+    Traced,
+    Traces,
+    in_parts,
+    resized,
+    sum_name,
+)
 from .view import warn_of_parts
 
 if TYPE_CHECKING:
@@ -113,6 +121,7 @@ class Separator:
 
     def __init__(self, spec: StepSpec):
         self._spec, self._parts, self._loss_fn = spec, spec.parts, spec.loss_fn
+        self._buffers = leaves_with_paths(spec.parts.arguments[1])
         self._microbatches, self._promise = spec.num_microbatches, spec.options.separable
         self._found: dict[Any, Separation] = {}
         self._traced: dict[bool, Traces] = {}
@@ -145,7 +154,7 @@ class Separator:
         Args:
             batch: as for `of`, of at least two samples.
         """
-        for path, leaf in leaves_with_paths(self._parts.arguments[1]):
+        for path, leaf in self._buffers:
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 return f"the statistics {path} are those of a microbatch"
         samples, shapes = self._spec.microbatch(batch)
@@ -167,7 +176,7 @@ class Separator:
             # A loss of microbatches: of more samples one device could not compute it either.
             whole = samples
         if samples // ranks == whole:
-            self._check_buffers(self._traces(True).of(batch, whole).program)
+            self._check_buffers(self._traces(ranks).of(batch, whole).program)
             return Separation(self._loss_fn, per_rank)
         why, is_needed = "", bool(asked) or self._microbatches > 1
         sizes = samples // ranks, whole
@@ -182,15 +191,13 @@ class Separator:
             if samples == whole:
                 return Separation(self._loss_fn, False, why)
             use, found = self._related(batch, sizes, 1)
-        self._check_buffers(self.program(batch, whole))
-        self._check_counts(batch, sizes, ranks, use)
-        means = self._means(use) if found is not None or use.loss.is_separable else frozenset()
+        is_given = found is not None or use.loss.is_separable
+        means = self._means(batch, sizes, ranks, use, is_given) if self._buffers else frozenset()
         if found is not None:
             is_per_rank = per_rank and not why
             return dataclasses.replace(found, is_per_rank=is_per_rank, why=why, means=means)
-        if self._promise is None:
+        if not self._promise and not use.is_separable:
             self._check_related(use, samples, whole, ranks)
-        self._check_mixed(use, ranks)
         is_averaged = self._promise is False and self._microbatches > 1
         averaged = use.coupled if is_averaged else ""
         loss_fn = in_parts(self._loss_fn, use)
@@ -201,9 +208,11 @@ class Separator:
     ) -> tuple[SampleUse, Separation | None]:
         """What the loss is to the samples; and how it is computed of sums, if it is."""
         use = self._use(batch, sizes, ranks)
-        found = self._in_sums(batch, sizes, ranks, use) if in_sums else None
+        if not in_sums or use.is_separable:
+            return use, None
+        found = self._in_sums(batch, sizes, ranks, use)
         metrics = {name: one for name, one in use.metrics.items() if one.is_separable}
-        if in_sums and found is None and not use.loss.is_separable and metrics != use.metrics:
+        if found is None and not use.loss.is_separable and metrics != use.metrics:
             alone = dataclasses.replace(use, metrics=metrics)
             if self._in_sums(batch, sizes, ranks, alone) is not None:
                 # Not the loss is what is to be told of, but the metric that keeps it from sums.
@@ -224,7 +233,7 @@ class Separator:
         if not names:
             return None
         loss_fn: Any = OfSums(in_parts(self._loss_fn, use), frozenset(names))
-        traces = Traces(self._parts, loss_fn, self._adapted(self._is_apart(ranks)))
+        traces = Traces(self._parts, loss_fn, self._traces(ranks).adapt)
         of_sums, whole = traces.use(batch, sizes), traces.of(batch, sizes[1])
         sums = [sum_name(number) for number in range(len(whole.ending.sums))]
         asked = {n: x for n, x in of_sums.metrics.items() if n in use.metrics or n in sums}
@@ -252,7 +261,7 @@ class Separator:
 
     def _is_computable(self, batch: Batch, whole: int, ranks: int) -> bool:
         try:
-            self._traces(self._is_apart(ranks)).of(batch, whole)
+            self._traces(ranks).of(batch, whole)
         except AxonDistError:
             raise
         except Exception:  # Whatever the user's loss does with more samples.
@@ -269,32 +278,31 @@ class Separator:
         Returns:
             (params, buffers, batch) -> what the loss function gives, with the weights whole.
         """
+        key = shape_key(resized(batch, samples))
         for traces in self._traced.values():
-            if traces.has(batch, samples):
-                return traces.of(batch, samples).program
+            if key in traces.traced:
+                return traces.traced[key].program
         # Asked for where ranks are known by name, which the program over all of them is not.
         return self._alone.of(batch, samples).program
 
     @cached_property
     def _alone(self) -> Traces:
-        return Traces(self._parts, self._loss_fn, self._adapted(False), over_all=False)
+        adapt = self._spec.view.prepare(None)
+        return Traces(self._parts, self._loss_fn, adapt, over_all=False)
 
-    def _traces(self, apart: bool) -> Traces:
+    def _traces(self, ranks: int) -> Traces:
+        """The programs for so many ranks, each of which computes the loss on its own."""
+        # Ranks that are no stages leave experts to the compiler, in global view.
+        apart = ranks == 1 or self._spec.strategy.pipeline is not None
         if apart not in self._traced:
-            self._traced[apart] = Traces(self._parts, self._loss_fn, self._adapted(apart))
+            # Where samples are apart, experts promise to keep them so.
+            adapt = self._spec.view.prepare(None, keep_samples_apart if apart else None)
+            self._traced[apart] = Traces(self._parts, self._loss_fn, adapt)
         return self._traced[apart]
-
-    def _is_apart(self, ranks: int) -> bool:
-        """Ranks that are no stages leave experts to the compiler, in global view."""
-        return ranks == 1 or self._spec.strategy.pipeline is not None
-
-    def _adapted(self, apart: bool) -> Prepare:
-        """Changes the merged model; where samples are apart, experts promise to keep them so."""
-        return self._spec.view.prepare(None, keep_samples_apart if apart else None)
 
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
         """What the loss is to the samples, of a part and of the whole as they run."""
-        use = self._traces(self._is_apart(ranks)).use(batch, sizes)
+        use = self._traces(ranks).use(batch, sizes)
         if use.failure and ranks == 1:
             raise UnsupportedError(self._too_small(sizes[0], use.failure))
         return use
@@ -310,8 +318,13 @@ class Separator:
 
     def _check_related(self, use: SampleUse, part: int, whole: int, ranks: int) -> None:
         """Raises where the loss or a metric of the whole batch does not follow from the parts'."""
+        if use.loss.kind is Use.MIXED:
+            raise UnsupportedError(self._mixed(use, ranks))
+        if self._promise is False:
+            return
         count = self._microbatches
-        means = [path for path in use.buffers if self._is_mean(path, use)]
+        separable = ((path, found) for path, found in use.buffers.items() if found.is_separable)
+        means = [path for path, found in separable if self._is_statistic(path, found)]
         if means and use.loss.why == Why.EACH:
             # What a normalisation by the statistics of a batch does, and no comparison of samples.
             warn_of_parts(means[0], count, use.loss.place)
@@ -337,20 +350,23 @@ class Separator:
                     "for the mean over the parts"
                 )
 
-    def _is_mean(self, path: Path, use: SampleUse) -> bool:
-        return self._is_statistic(path, use.buffers[path]) and use.buffers[path].is_separable
-
     def _is_statistic(self, path: Path, found: OutputUse) -> bool:
-        shapes = dict(leaves_with_paths(self._parts.arguments[1]))
-        return found.why != "" and jnp.issubdtype(shapes[path].dtype, jnp.floating)
+        return found.why != "" and jnp.issubdtype(dict(self._buffers)[path].dtype, jnp.floating)
 
-    def _means(self, use: SampleUse) -> frozenset[Path]:
-        """The statistics that microbatches average, beside a loss that they give.
+    def _means(
+        self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse, is_given: bool
+    ) -> frozenset[Path]:
+        """The statistics that microbatches average, where they give the loss.
 
         Raises:
-            UnsupportedError: for one that changes with the samples, and is no mean over them.
+            UnsupportedError: for a buffer that they cannot hand on, or change in turn.
         """
+        if self._microbatches > 1:
+            self._check_buffers(self.program(batch, sizes[1]))
         if self._promise is not None or self._microbatches == 1:
+            return frozenset()
+        self._check_counts(batch, sizes, ranks, use)
+        if not is_given:
             return frozenset()
         found = {path: one for path, one in use.buffers.items() if self._is_statistic(path, one)}
         for path, one in found.items():
@@ -374,10 +390,8 @@ class Separator:
 
         What reads such a count before the step's end finds what other microbatches have left.
         """
-        if self._promise is not None or self._microbatches == 1:
-            return
         program = self.program(batch, sizes[1])
-        shapes, sources = leaves_with_paths(self._parts.arguments[1]), sources_of(program.jaxpr)
+        shapes, sources = self._buffers, sources_of(program.jaxpr)
         before, after = len(leaves_with_paths(self._parts.weights)), len(sources) - len(shapes)
         samples = range(before + len(shapes), len(program.in_avals))
         counts: dict[int, Path] = {}
@@ -393,7 +407,7 @@ class Separator:
             counts[before + number] = path
         if not counts:
             return
-        added = self._traces(self._is_apart(ranks)).use(batch, sizes, counts).buffers
+        added = self._traces(ranks).use(batch, sizes, counts).buffers
         for given, path in counts.items():
             is_sum = same_scale(added[path].factor, sizes[1] / sizes[0])
             if not (is_sum and is_added_to(program, given, after + given - before)):
@@ -402,9 +416,8 @@ class Separator:
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""
-        before = leaves_with_paths(self._parts.arguments[1])
-        after = [x.shape for x in output_shapes(program)]
-        for (path, old), shape in zip(before, after[len(after) - len(before) :], strict=True):
+        after = program.out_avals[len(program.out_avals) - len(self._buffers) :]
+        for (path, old), shape in zip(self._buffers, (x.shape for x in after), strict=True):
             if self._microbatches > 1 and shape != old.shape:
                 raise UnsupportedError(
                     f"the buffer {path!r} has the shape {old.shape}, and {shape} after a "
@@ -412,20 +425,18 @@ class Separator:
                     "next, which needs one shape: make it with the shape that it will have"
                 )
 
-    def _check_mixed(self, use: SampleUse, ranks: int) -> None:
+    def _mixed(self, use: SampleUse, ranks: int) -> str:
         """A number that is no sum over the samples, and yet grows with them, has no mean."""
-        cut = ranks * self._microbatches
-        if use.loss.kind is Use.MIXED and cut > 1 and not self._promise:
-            guard = (
-                "A constant that keeps it from being 0 can be left out: what weighs nothing is a "
-                "loss of 0. "
-            )
-            guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
-            raise UnsupportedError(
-                f"the loss {use.loss.why} ({use.loss.where}). Each of {cut} parts of the batch "
-                f"would count that term, as one device would not. {guard}"
-                "build_train_step(separable=True) takes the mean over the parts all the same"
-            )
+        guard = (
+            "A constant that keeps it from being 0 can be left out: what weighs nothing is a "
+            "loss of 0. "
+        )
+        guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
+        return (
+            f"the loss {use.loss.why} ({use.loss.where}). Each of {ranks * self._microbatches} "
+            f"parts of the batch would count that term, as one device would not. {guard}"
+            "build_train_step(separable=True) takes the mean over the parts all the same"
+        )
 
     def _obstacle(self, use: SampleUse) -> str:
         if self._promise is not None:

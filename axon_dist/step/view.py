@@ -16,7 +16,7 @@ from ..core.tree import is_key
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.linen import bridges_of
-from ..jaxpr.rewrite import ByRank, whole_slices
+from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
@@ -115,7 +115,8 @@ class ModelChanges:
                 for keys, variable in nnx.iter_graph(model)
                 if isinstance(variable, nnx.Variable)
             }
-            found = {*mark_units(model, lambda path, _: path in self.units, remat, self.looped)}
+            marks = model, lambda path, _: path in self.units, remat, self.looped
+            units = mark_units(*marks) if self.units else []
             linen = ["/".join(map(str, keys)) for keys, _ in bridges_of(model)]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
@@ -138,7 +139,7 @@ class ModelChanges:
                     continue
                 # Only what a unit will gather carries the way to do it: Linen takes a Variable with
                 # metadata of ours for a boxed value.
-                if by_units(path) and is_in_any(path, found):
+                if by_units(path) and is_in_any(path, units):
                     variable.set_metadata(**{GATHER: gather})
                 else:
                     variable.set_value(gather(variable.get_value()))
@@ -195,10 +196,14 @@ def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
     layout = strategy.layout(mesh)
     for rings in ring_products(strategy, layout) if strategy.layers else ():
         forward = rings.of(forward)
-    losses = LossOverMesh.rewriting(layout)
-    if losses is not None:
-        forward = losses.beside(ByRank.rewriting(mesh, strategy.batch_axes)).of(forward)
-    return forward if strategy.pipeline is None else whole_slices().of(forward)
+    # Within a function whose derivative is its own a loss stays as it is: right, and slower.
+    replace: dict[str, Replace] = {LossOverMesh.replaces: LossOverMesh(layout)}
+    if sum(size > 1 for size in mesh.shape.values()) > 1:
+        replace[CONVOLUTION] = ByRank(mesh, strategy.batch_axes)
+    if mesh.size > 1:
+        forward = Rewriting(replace, {CONVOLUTION: refuse}).of(forward)
+    slices = Rewriting(dict.fromkeys(SHIFTS, keep_whole))
+    return forward if strategy.pipeline is None else slices.of(forward)
 
 
 def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) -> ModelChanges:

@@ -38,7 +38,7 @@ def test_a_norm_over_all_is_everybodys_and_one_sum():
     ]
     sums, partial = sums_of(program)
     [terms] = sums.values()
-    assert [program.owner_of(term) for term in terms] == [None, "a", "b", None]
+    assert [program.owners[term] for term in terms] == [None, "a", "b", None]
     assert len(partial) == 2
 
 
@@ -102,4 +102,4 @@ def test_sums_of_a_term_twice_count_it_twice():
     program = program_of(add, ["a", "b"], [None])
     sums, _ = sums_of(program)
     [terms] = sums.values()
-    assert [program.owner_of(term) for term in terms] == ["a", "a", "b"]
+    assert [program.owners[term] for term in terms] == ["a", "a", "b"]

@@ -11,9 +11,11 @@ from flax import nnx
 
 from axon_dist import DDP, World, build_train_step, compose, ddp
 from axon_dist.inspect import collectives, flops
+from axon_dist.jaxpr.rewrite import Rewriting
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.nn import Layout, linear_cross_entropy
 from axon_dist.parallel import LossOverMesh, fsdp, pipelined, tensor_parallel
+from axon_dist.step.view import spelled
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -27,7 +29,7 @@ def test_equals_the_dense_loss_and_reduces_the_head_once(classes, num_chunks):
     layout = Layout(mesh, batch=("fsdp",), vocabulary=("tp",))
     dense = lambda h, k: optax.softmax_cross_entropy_with_integer_labels(h @ k, LABELS).sum()
     loss = lambda h, k: linear_cross_entropy(h, k, LABELS, num_chunks=num_chunks).total
-    split = LossOverMesh.rewriting(layout).of(loss)
+    split = Rewriting({LossOverMesh.replaces: LossOverMesh(layout)}).of(loss)
     want, grads = jax.value_and_grad(dense, argnums=(0, 1))(HIDDEN, kernel)
     run = jax.jit(jax.value_and_grad(split, argnums=(0, 1)))
     got, found = run(HIDDEN, kernel)
@@ -44,7 +46,8 @@ def test_equals_the_dense_loss_and_reduces_the_head_once(classes, num_chunks):
 
 
 def test_nothing_is_rewritten_on_one_device():
-    assert LossOverMesh.rewriting(Layout(World.emulate(1, "dp=1").mesh)) is None
+    loss = lambda h, k: linear_cross_entropy(h, k, LABELS).total
+    assert spelled(loss, ddp(), World.emulate(1, "dp=1").mesh) is loss
 
 
 VOCABULARY, LENGTH = 32768, 1024
