@@ -43,7 +43,7 @@ class UniformStages(CutLoss):
         calls: their equations.
         weights: by operand of a block that is a leaf of it, which of its leaves.
         carried: the operands that are results of the block before.
-        shared: the operands that all blocks have in common, and their program.
+        shared: the program of the operands that all blocks have in common.
         by_block: of operands that differ from block to block and are no weights, such as random
             keys, the programs of each.
         reported: the results of blocks that the loss reads of each, and no other block.
