@@ -48,7 +48,7 @@ from .tables import (
 from .vocabulary import Embedding, Lookup
 
 
-class OwnProgram(NamedTuple):
+class BoundProgram(NamedTuple):
     """The program of some stages, with the parameters that it reads of what this rank has.
 
     Args:
@@ -98,7 +98,7 @@ class Executor:
         lookups: those in what is parted, which all ranks do together where the table says so.
 
     Attributes:
-        own: the programs, with what they read.
+        bound: the programs, with what they read.
         all_rest: all parameters outside the blocks, by number.
         embedding: the lookups as actions.
         wire: the shapes of what stages pass on.
@@ -134,18 +134,20 @@ class Executor:
         frozen = {i: x for i, x in enumerate(self.frozen_rest) if x is not None}
 
         def read(numbers: Sequence[int]) -> tuple[Rest, Rest]:
-            own, other = ({i: x[i] for i in numbers if i in x} for x in (trained, frozen))
-            return own, other
+            return (
+                {i: trained[i] for i in numbers if i in trained},
+                {i: frozen[i] for i in numbers if i in frozen},
+            )
 
         self.all_rest: Rest = {**trained, **frozen}
-        self.own: list[OwnProgram] = []
+        self.bound: list[BoundProgram] = []
         for each in self.stages:
             weights = [self.weights[row] for row in each.rows]
             others = [self.frozen_weights[row] for row in each.rows] if self.frozen_weights else ()
             rest, rest_frozen = read(each.middle_uses)
             of_middle = weights, rest, Frozen(others, rest_frozen)
             ends = read(each.first_uses), read(each.last_uses)
-            self.own.append(OwnProgram(each, *of_middle, *ends))
+            self.bound.append(BoundProgram(each, *of_middle, *ends))
         home, example = self.schedule.placement[0], self.data(jnp.int32(0))
         self.embedding: Embedding = Embedding(self.lookups, self.axis, home, self.data)
         rows = zeros([each.shape for each in self.lookups])
@@ -153,18 +155,20 @@ class Executor:
         self.wire: Wire = jax.eval_shape(lambda: self.stages[0].first(self.all_rest, looked_up))
         keeps_lookups = False
         if self.lookups:
-            own = next(own for own in self.own if 0 in own.program.stages)
-            start = Start(own.program.first, *own.first, example)
+            bound = next(bound for bound in self.bound if 0 in bound.program.stages)
+            start = Start(bound.program.first, *bound.first, example)
             keeps_lookups = start.reads_rows(rows, zeros(self.wire.floats))
         self.parts: list[DividedBackward] = []
         if self.keeps or self.schedule.splits_backward:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
-            for own in self.own:
-                at = StageOperands(own.weights, own.rest, *shapes, frozen=own.frozen)
-                self.parts.append(DividedBackward.of(own.program, at, self.wire.floats, self.keeps))
+            for bound in self.bound:
+                at = StageOperands(bound.weights, bound.rest, *shapes, frozen=bound.frozen)
+                self.parts.append(
+                    DividedBackward.of(bound.program, at, self.wire.floats, self.keeps)
+                )
         output = jax.tree.leaves(self.wire)
-        kept = [[*output, *part.shapes(part.kept)] for part in self.parts if self.keeps]
-        self.stash: Packing = Packing(kept or [()])
+        residuals = [[*output, *part.shapes(part.kept)] for part in self.parts if self.keeps]
+        self.stash: Packing = Packing(residuals or [()])
         self.held: Packing = Packing([part.shapes(part.held) for part in self.parts] or [()])
         self.slots: dict[str, Slots] = buffers_of(
             assign_slots(self.schedule), self.keeps, keeps_lookups
@@ -277,8 +281,8 @@ class Executor:
         branches = [
             lambda operand: as_it_lies((*map(zeros, made), *operand[1:])),
             *(
-                lambda operand, i=i, own=own: as_it_lies(branch(i, own, operand))
-                for i, own in enumerate(self.own)
+                lambda operand, i=i, bound=bound: as_it_lies(branch(i, bound, operand))
+                for i, bound in enumerate(self.bound)
             ),
         ]
         return jax.lax.switch(index, branches, operand)
@@ -286,13 +290,13 @@ class Executor:
     def _forward(self, tick: Tick, state: State) -> tuple[State, Wire]:
         stage, last = tick["stage"], self.schedule.num_stages - 1
 
-        def run(i: int, own: OwnProgram, operand: Any) -> tuple[Wire, Wire, list, dict]:
+        def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Wire, Wire, list, dict]:
             inputs, stash, learned = operand
-            program, data = own.program, self._data(tick, learned)
+            program, data = bound.program, self._data(tick, learned)
             looked_up = data._replace(rows=get(state.lookups, tick["lookups"]))
             first = partial(program.first, self.all_rest, looked_up)
             x = program.at(0, stage, first, lambda: get(inputs, tick["inputs"]))
-            at = StageOperands(own.weights, own.rest, data, stage, x, own.frozen)
+            at = StageOperands(bound.weights, bound.rest, data, stage, x, bound.frozen)
             if not self.keeps:
                 if self.leaves_last and last == 0:
                     return x, x, stash, learned
@@ -323,7 +327,7 @@ class Executor:
         def run(operand: tuple[Wire, Totals]) -> tuple[list[Array], Totals]:
             outputs, sums = operand
             y = from_rank(get(outputs, tick["outputs"]), is_home, self.axis)
-            return self._loss(self.own[-1], tick, y, sums, is_home)
+            return self._loss(self.bound[-1], tick, y, sums, is_home)
 
         # All ranks take this branch in the same ticks: sums within it wait for nobody.
         operand = state.outputs, state.sums
@@ -334,21 +338,21 @@ class Executor:
         return state._replace(sums=sums, gradients=gradients), result
 
     def _backward(self, tick: Tick, state: State) -> tuple[State, Wire]:
-        def run(i: int, own: OwnProgram, operand: Any) -> tuple:
+        def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
             state, sums, scatters, learned = operand
-            at = self._operands(own, tick, state, learned)
+            at = self._operands(bound, tick, state, learned)
             if self.keeps:
                 y, kept = self._kept(i, tick, state)
-                seed, sums = self._seed(own, tick, y, state, sums)
+                seed, sums = self._seed(bound, tick, y, state, sums)
                 inputs, held = self.parts[i].input_gradient(at, kept, seed)
                 weights, rest = self.parts[i].weight_gradient(at, held)
             else:
-                y, pull = pull_back(own.program, at)
-                seed, sums = self._seed(own, tick, y, state, sums)
+                y, pull = pull_back(bound.program, at)
+                seed, sums = self._seed(bound, tick, y, state, sums)
                 weights, rest, inputs = pull(seed)
-                learned = self._learned(own.program, tick, y, learned, in_backward=True)
-            sums = sums.add_rows(own.program.rows, weights).add_rest(rest)
-            back = self._before(own, tick, inputs, state, (sums, scatters))
+                learned = self._learned(bound.program, tick, y, learned, in_backward=True)
+            sums = sums.add_rows(bound.program.rows, weights).add_rest(rest)
+            back = self._before(bound, tick, inputs, state, (sums, scatters))
             return inputs, *back, learned
 
         # A branch gets what it changes as an operand of its own: XLA writes such a buffer in place
@@ -361,18 +365,18 @@ class Executor:
         return state._replace(sums=sums, scatters=back, learned=learned), Wire(result, [])
 
     def _input_gradient(self, tick: Tick, state: State) -> tuple[State, Wire]:
-        def run(i: int, own: OwnProgram, operand: Any) -> tuple:
+        def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
             state, buffers, sums, scatters, learned = operand
-            at = self._operands(own, tick, state, learned)
+            at = self._operands(bound, tick, state, learned)
             if self.keeps:
                 y, kept = self._kept(i, tick, state)
             else:
                 y, kept = self.parts[i].forward(at)
-                learned = self._learned(own.program, tick, y, learned, in_backward=True)
-            seed, sums = self._seed(own, tick, y, state, sums)
+                learned = self._learned(bound.program, tick, y, learned, in_backward=True)
+            seed, sums = self._seed(bound, tick, y, state, sums)
             result, held = self.parts[i].input_gradient(at, kept, seed)
             buffers = put(buffers, tick["held"], self.held.pack(held))
-            back = self._before(own, tick, result, state, (sums, scatters))
+            back = self._before(bound, tick, result, state, (sums, scatters))
             return result, buffers, *back, learned
 
         read = state._replace(sums=None, held=[], scatters=[], learned={})
@@ -384,24 +388,24 @@ class Executor:
         return state, Wire(result, [])
 
     def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
-        def run(i: int, own: OwnProgram, operand: Any) -> tuple[Totals]:
+        def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Totals]:
             state, sums = operand
             held = self.held.unpack(i, get(state.held, tick["held"]))
-            at = self._operands(own, tick, state, state.learned)
+            at = self._operands(bound, tick, state, state.learned)
             grads = self.parts[i].weight_gradient(at, held)
-            return (sums.add_rows(own.program.rows, grads[0]).add_rest(grads[1]),)
+            return (sums.add_rows(bound.program.rows, grads[0]).add_rest(grads[1]),)
 
         operand = (state._replace(sums=None), state.sums)
         (sums,) = self._choose(tick, tick["active"], run, (), operand)
         return state._replace(sums=sums), None
 
     def _operands(
-        self, own: OwnProgram, tick: Tick, state: State, learned: Mapping[int, Array]
+        self, bound: BoundProgram, tick: Tick, state: State, learned: Mapping[int, Array]
     ) -> StageOperands:
         """What a backward pass starts from; the input is a placeholder where it was kept."""
         data = self._data(tick, learned)
         wire = zeros(self.wire) if self.keeps else get(state.inputs, tick["inputs"])
-        return StageOperands(own.weights, own.rest, data, tick["stage"], wire, own.frozen)
+        return StageOperands(bound.weights, bound.rest, data, tick["stage"], wire, bound.frozen)
 
     def _data(self, tick: Tick, learned: Mapping[int, Array]) -> Data:
         """What the middle of a stage knows of a microbatch."""
@@ -440,23 +444,23 @@ class Executor:
         return jax.tree.unflatten(structure, values[:count]), values[count:]
 
     def _seed(
-        self, own: OwnProgram, tick: Tick, output: Wire, state: State, sums: Totals
+        self, bound: BoundProgram, tick: Tick, output: Wire, state: State, sums: Totals
     ) -> tuple[list[Array], Totals]:
         """The gradient of a stage's output: received, or that of the loss at the last stage."""
         if self.schedule.splits_vocabulary:
             return get(state.gradients, tick["gradients"]), sums
-        of_loss = partial(self._loss, own, tick, output, sums)
-        last, slot, at = self.schedule.num_stages - 1, tick["gradients"], own.program.at
+        of_loss = partial(self._loss, bound, tick, output, sums)
+        last, slot, at = self.schedule.num_stages - 1, tick["gradients"], bound.program.at
         return at(last, tick["stage"], of_loss, lambda: (get(state.gradients, slot), sums))
 
     def _loss(
-        self, own: OwnProgram, tick: Tick, y: Wire, sums: Totals, counts: Array | None = None
+        self, bound: BoundProgram, tick: Tick, y: Wire, sums: Totals, counts: Array | None = None
     ) -> tuple[list[Array], Totals]:
         """The gradient of an output by the loss; of ranks that know all of it, one `counts`."""
-        data, (rest, frozen) = self.data(tick["microbatch"]), own.last
+        data, (rest, frozen) = self.data(tick["microbatch"]), bound.last
 
         def objective(rest: Rest, floats: list[Array]) -> tuple[Array, StageLoss]:
-            loss = own.program.last({**rest, **frozen}, data, Wire(floats, y.others))
+            loss = bound.program.last({**rest, **frozen}, data, Wire(floats, y.others))
             # The loss scale multiplies what is differentiated, and not what is reported.
             return loss.total if self.scale is None else loss.total * self.scale, loss
 
@@ -469,17 +473,17 @@ class Executor:
         return grads[1], sums
 
     def _before(
-        self, own: OwnProgram, tick: Tick, gradient: list[Array], state: State, into: Into
+        self, bound: BoundProgram, tick: Tick, gradient: list[Array], state: State, into: Into
     ) -> Into:
         """Adds the gradients of what stands before the first block, at the first stage."""
-        if not (own.first[0] or self.lookups):
+        if not (bound.first[0] or self.lookups):
             return into  # Nothing in front of it is trained.
         data = self.data(tick["microbatch"])._replace(rows=get(state.lookups, tick["lookups"]))
-        start = Start(own.program.first, *own.first, data)
+        start = Start(bound.program.first, *bound.first, data)
 
         def of_first() -> Into:
             sums, scatters = into
             of_rest, of_rows = start.back(data.rows, gradient)
             return sums.add_rest(of_rest), put(scatters, tick["scatters"], of_rows)
 
-        return own.program.at(0, tick["stage"], of_first, lambda: into)
+        return bound.program.at(0, tick["stage"], of_first, lambda: into)

@@ -28,11 +28,11 @@ Keys: TypeAlias = tuple[Any, ...]
 
 def flatten(tree: PyTree) -> dict[Keys, PyTree]:
     """The leaves of a tree by keys, names and positions, in the order of `jax.tree.leaves`."""
-    kinds, found = ("key", "idx", "name"), {}
+    kinds, leaves = ("key", "idx", "name"), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         keys = (next(getattr(e, kind) for kind in kinds if hasattr(e, kind)) for e in path)
-        found[tuple(keys)] = leaf
-    return found
+        leaves[tuple(keys)] = leaf
+    return leaves
 
 
 def nest(flat: dict[Keys, PyTree]) -> PyTree:
@@ -73,13 +73,13 @@ class ParamLike:
 
     def join(self, parts: Sequence[PyTree]) -> PyTree:
         """The inverse of `split`, of the parts alone."""
-        found = list(parts)
+        joined = list(parts)
         for number, part in enumerate(parts):
             if self._like[number]:
                 flat = flatten(part)
                 leaves = (flat[keys] for keys in self.keys[number])
-                found[number] = self._inner[number].unflatten(leaves)
-        return self.outer.unflatten(found)
+                joined[number] = self._inner[number].unflatten(leaves)
+        return self.outer.unflatten(joined)
 
     def _is_like(self, tree: PyTree) -> bool:
         if not isinstance(tree, dict) or set(tree) != set(self._top):

@@ -70,25 +70,25 @@ class ModelStorage:
         leaves: list[list[Keys]] = [[] for _ in stages.blocks]
         for keys in self.flat_shapes:
             beginnings = [keys[:end] for end in range(len(keys) + 1)]
-            found = [numbers[beginning] for beginning in beginnings if beginning in numbers]
-            if found and not any(beginning in stages.shared for beginning in beginnings):
-                self.block_of[keys] = min(found)
-                leaves[min(found)].append(keys)
+            around = [numbers[beginning] for beginning in beginnings if beginning in numbers]
+            if around and not any(beginning in stages.shared for beginning in beginnings):
+                self.block_of[keys] = min(around)
+                leaves[min(around)].append(keys)
         self.rest: tuple[Keys, ...] = tuple(k for k in self.flat_shapes if k not in self.block_of)
         if by_blocks is None:
             forms = [
                 [
                     (keys[len(block) :], self.flat_shapes[keys].shape, self.flat_shapes[keys].dtype)
-                    for keys in own
+                    for keys in of_block
                 ]
-                for block, own in zip(stages.blocks, leaves, strict=True)
+                for block, of_block in zip(stages.blocks, leaves, strict=True)
             ]
             by_blocks = all(form == forms[0] for form in forms)
         self.by_blocks: bool = by_blocks
         self.leaves: list[Keys] = [
             keys[len(block) :]
-            for block, own in zip(stages.blocks[:1], leaves, strict=False)
-            for keys in own
+            for block, of_block in zip(stages.blocks[:1], leaves, strict=False)
+            for keys in of_block
         ]
         self.packing: Packing | None = None
         self.slots: dict[Keys, Keys] = {}
@@ -137,23 +137,23 @@ class ModelStorage:
         self.by_stage = [[] for _ in stages.placement]
         for keys, block in self.block_of.items():
             self.by_stage[at[block]].append(keys)
-        packing = Packing([[self.flat_shapes[keys] for keys in own] for own in self.by_stage])
+        packing = Packing([[self.flat_shapes[k] for k in of_stage] for of_stage in self.by_stage])
         forms = [("vector", str(number)) for number in range(len(packing.packed))]
         self.row_names = [
             [("stages", f"chunk{chunk}", *form) for form in forms] for chunk in chunks
         ]
         self.packing = packing
         if packing.is_uniform:
-            for stage, own in enumerate(self.by_stage):
-                self.slots.update(zip(own, self.row_names[stages.chunk_of(stage)], strict=True))
+            for stage, leaves in enumerate(self.by_stage):
+                self.slots.update(zip(leaves, self.row_names[stages.chunk_of(stage)], strict=True))
             return
         for chunk in chunks:
-            held = {stages.placement[s]: self.by_stage[s] for s in stages.stages_of(chunk)}
+            on_rank = {stages.placement[s]: self.by_stage[s] for s in stages.stages_of(chunk)}
             for number, form in enumerate(packing.packed):
                 alike = {k for k, x in self.flat_shapes.items() if x.dtype == form.dtype}
-                ranks = [held.get(rank, ()) for rank in range(stages.num_devices)]
+                ranks = [on_rank.get(rank, ()) for rank in range(stages.num_devices)]
                 self.vectors[chunk, number] = [
-                    tuple(keys for keys in own if keys in alike) for own in ranks
+                    tuple(keys for keys in leaves if keys in alike) for leaves in ranks
                 ]
 
     def like(self, shapes: PyTree) -> ModelStorage:
@@ -182,14 +182,14 @@ class ModelStorage:
                 for number, name in enumerate(names):
                     stored[name] = jnp.stack([vectors[number] for vectors in packed])
             return nest(stored)
-        held: dict[Keys, dict[int, Array]] = {name: {} for name in self.row_keys}
+        entries: dict[Keys, dict[int, Array]] = {name: {} for name in self.row_keys}
         for keys, slot in self.slots.items():
-            held[slot][self.cells[self.block_of[keys]][0]] = flat[keys]
-        for name, own in held.items():
-            like = next(iter(own.values()))
-            stored[name] = jnp.stack(
-                [own[r] if r in own else jnp.zeros(like.shape, like.dtype) for r in ranks]
-            )
+            entries[slot][self.cells[self.block_of[keys]][0]] = flat[keys]
+        for name, by_rank in entries.items():
+            like = next(iter(by_rank.values()))
+            empty = [r for r in ranks if r not in by_rank]
+            by_rank |= {r: jnp.zeros(like.shape, like.dtype) for r in empty}
+            stored[name] = jnp.stack([by_rank[r] for r in ranks])
         return nest(stored)
 
     def to_model(self, stored: PyTree) -> PyTree:
@@ -210,8 +210,8 @@ class ModelStorage:
         if self.untrained is None:
             return self.from_model(params), {}
         flat = flatten(params)
-        kept = nest({keys: flat.pop(keys) for keys in [*flat] if keys in self.frozen})
-        return self.trained.from_model(nest(flat)), self.untrained.from_model(kept)
+        frozen = nest({keys: flat.pop(keys) for keys in [*flat] if keys in self.frozen})
+        return self.trained.from_model(nest(flat)), self.untrained.from_model(frozen)
 
     def restore(self, params: PyTree, frozen: PyTree) -> PyTree:
         """The inverse of `store`, exactly."""
@@ -248,8 +248,8 @@ class ModelStorage:
             frozen = self.untrained.block_weights(stage, [row[end:] for row, end in split])
             return self.trained.block_weights(stage, [row[:end] for row, end in split]) | frozen
         if self.packing is not None:
-            own = self.packing.unpack(stage, rows[0])
-            return dict(zip(self.by_stage[stage], own, strict=True))
+            leaves = self.packing.unpack(stage, rows[0])
+            return dict(zip(self.by_stage[stage], leaves, strict=True))
         named: dict[Keys, Array] = {}
         for number, row in zip(numbers, rows, strict=True):
             named.update(zip(self.row_names[number], row, strict=True))
@@ -270,15 +270,15 @@ class ModelStorage:
         frozen = dict(zip(names[1], values[len(names[0]) :], strict=True))
         cells = {cell: self.stages.blocks[number] for number, cell in enumerate(self.cells)}
         here = [cells.get((rank, row)) for rank in self.stages.placement]
-        found = []
+        leaves = []
         for leaf in self.leaves:
             keys = self.stages.blocks[row] + leaf
             if keys not in trained or keys not in frozen:
-                found.append((trained if keys in trained else frozen)[keys])
+                leaves.append((trained if keys in trained else frozen)[keys])
                 continue
             is_frozen = [block is not None and block + leaf in self.frozen for block in here]
-            found.append(jnp.where(jnp.asarray(is_frozen)[stage], frozen[keys], trained[keys]))
-        return found
+            leaves.append(jnp.where(jnp.asarray(is_frozen)[stage], frozen[keys], trained[keys]))
+        return leaves
 
     def rows_of(self, stored: PyTree) -> list[list[PyTree]]:
         """The leaves of every row, None where the tree has none."""

@@ -266,7 +266,7 @@ class SwitchStages(CutLoss):
         new, homes = trace.new_buffers, self.learned.items()
         left = [[new[i] for i, home in homes if home == stage] for stage in range(count)]
         passed = zip(self.crossing[1:], left, strict=False)
-        ends = [*([*crossing, *own] for crossing, own in passed), trace.loss]
+        ends = [*([*passed_on, *kept_here] for passed_on, kept_here in passed), trace.loss]
         pairs = zip(self.crossing, ends, strict=True)
         self.pieces: list[Piece] = [trace.cut(end, known=start) for start, end in pairs]
         self.rows: list[list[tuple[int, range]]] = []
@@ -312,8 +312,8 @@ class SwitchStages(CutLoss):
     ) -> Wire:
         known, rows = self.known(rest, data) | self._unpack(stage, wire), iter(weights)
         for home, numbers in self.rows[stage]:
-            own = [next(rows) for _ in numbers]
-            for keys, value in self.storage.block_weights(home, own).items():
+            of_home = [next(rows) for _ in numbers]
+            for keys, value in self.storage.block_weights(home, of_home).items():
                 known[self.trace.params[keys]] = value
         results, count = self.pieces[stage].run(known), len(self.crossing[stage + 1])
         return self._pack(stage + 1, results[:count])._replace(left=results[count:])
@@ -327,7 +327,9 @@ class SwitchStages(CutLoss):
         # All cuts have one form, the largest of each dtype, for `ppermute` needs the same shape
         # everywhere.
         kinds = _by_kind(self.crossing[at], [jnp.asarray(value) for value in values])
-        return Wire(*(packing.pack(own) for packing, own in zip(self.packings, kinds, strict=True)))
+        return Wire(
+            *(packing.pack(kind) for packing, kind in zip(self.packings, kinds, strict=True))
+        )
 
     def _unpack(self, at: int, wire: Wire) -> dict[Var, Array]:
         floats, others = _by_kind(self.crossing[at], self.crossing[at])
@@ -349,8 +351,8 @@ def _cuts(
     last = trace.jaxpr.eqns[trace.calls[-1]]
     after = depends_on(trace.jaxpr, last.outvars) - set(last.outvars)
     # What depends on the last call's result is the loss's, behind the last stage.
-    found = levels_of(trace.jaxpr, homes, trace.looked_up)
-    levels = {v: count if v in after else level for v, level in found.items()}
+    levels = levels_of(trace.jaxpr, homes, trace.looked_up)
+    levels |= {v: count for v in levels if v in after}
     levels |= dict.fromkeys(trace.looked_up, -1)
     read_at: dict[Var, int] = {v: count for v in variables(trace.loss)}
     for equation in trace.jaxpr.eqns:

@@ -43,10 +43,10 @@ class UniformStages(CutLoss):
         calls: their equations.
         weights: by operand of a block that is a leaf of it, which of its leaves.
         carried: the operands that are results of the block before.
-        shared: the operands that all blocks have in common, and their program.
-        own: of operands that differ from block to block and are no weights, such as random keys,
-            the programs of each.
-        found: the results of blocks that the loss reads of each, and no other block.
+        shared: the program of the operands that all blocks have in common.
+        by_block: of operands that differ from block to block and are no weights, such as random
+            keys, the programs of each.
+        reported: the results of blocks that the loss reads of each, and no other block.
         learned: of buffers that blocks change, block and result.
         prologue, epilogue: the programs in front of the first block and behind the last.
     """
@@ -58,8 +58,8 @@ class UniformStages(CutLoss):
     weights: dict[int, int]
     carried: list[int]
     shared: Piece
-    own: dict[int, list[Piece]]
-    found: list[int]
+    by_block: dict[int, list[Piece]]
+    reported: list[int]
     learned: dict[int, tuple[int, int]]
     prologue: Piece
     epilogue: Piece
@@ -82,11 +82,11 @@ class UniformStages(CutLoss):
         carried = [i for i, role in enumerate(chain.roles) if isinstance(role, int)]
         common = [i for i, role in enumerate(chain.roles) if role == SHARED and i not in weights]
         free = [i for i in range(len(first)) if i not in {*weights, *carried, *common}]
-        own = {i: [trace.cut([call.invars[i]]) for call in calls] for i in free}
+        by_block = {i: [trace.cut([call.invars[i]]) for call in calls] for i in free}
         prologue = trace.cut([first[i] for i in carried])
         shared = trace.cut([first[i] for i in common])
         epilogue = trace.cut(trace.loss, known=made)
-        found = [
+        reported = [
             r
             for r in range(len(calls[0].outvars))
             if r not in chain.carried and any(call.outvars[r] in epilogue.needs for call in calls)
@@ -94,7 +94,7 @@ class UniformStages(CutLoss):
         # The loss may read the last block's result, and of each block what no other reads: what
         # lies between two blocks is on another rank by then.
         between = {call.outvars[r] for call in calls[:-1] for r in chain.carried}
-        beside = [shared, *(piece for pieces in own.values() for piece in pieces)]
+        beside = [shared, *(piece for pieces in by_block.values() for piece in pieces)]
         of_blocks = {v for keys, v in trace.params.items() if keys not in storage.rest}
         separate = all(made.isdisjoint(p.needs | p.made) for p in (prologue, *beside))
         # What is looked up in parts is there for the first stage alone.
@@ -102,12 +102,12 @@ class UniformStages(CutLoss):
         owned = all(of_blocks.isdisjoint(p.needs) for p in (prologue, *beside, epilogue))
         if not (separate and whole and owned and between.isdisjoint(epilogue.needs)):
             return None
-        ends = found, learned, prologue, epilogue
-        return cls(trace, storage, chain, calls, weights, carried, shared, own, *ends)
+        ends = reported, learned, prologue, epilogue
+        return cls(trace, storage, chain, calls, weights, carried, shared, by_block, *ends)
 
     def programs(self) -> list[StageProgram]:
         """One program per chunk."""
-        stages, of_middle = self.storage.stages, itertools.chain(*self.own.values())
+        stages, of_middle = self.storage.stages, itertools.chain(*self.by_block.values())
         middle_uses = self.uses(self.shared, *of_middle)
         homes = {i: stages.stage_of(number) for i, (number, _) in self.learned.items()}
         return [
@@ -130,7 +130,7 @@ class UniformStages(CutLoss):
     def _dtypes(self) -> list[Any]:
         """Of what goes from block to block."""
         passed = [self.calls[0].invars[i] for i in self.carried]
-        return [v.aval.dtype for v in (*passed, *(self.calls[0].outvars[r] for r in self.found))]
+        return [v.aval.dtype for v in (*passed, *(self.calls[0].outvars[r] for r in self.reported))]
 
     def _wire(self, values: Sequence[Any]) -> Wire:
         wire = Wire([], [])
@@ -148,7 +148,7 @@ class UniformStages(CutLoss):
 
     def _first(self, rest: Rest, data: Data) -> Wire:
         count = len(self.calls)
-        forms = [self.calls[0].outvars[r].aval for r in self.found]
+        forms = [self.calls[0].outvars[r].aval for r in self.reported]
         none = [jnp.zeros((count, *form.shape), form.dtype) for form in forms]
         return self._wire([*self.prologue.run(self.known(rest, data)), *none])
 
@@ -171,13 +171,13 @@ class UniformStages(CutLoss):
             # No branch for rows that every stage fills: a conditional would keep XLA from fusing
             # and from overlapping across it.
             if row < always:
-                wire, own = run(wire)
+                wire, results = run(wire)
             else:
                 none = zeros(jax.eval_shape(run, wire)[1])
                 branches = [run, lambda wire, none=none: (wire, none)]
                 laid = [lambda wire, do=do: as_it_lies(do(wire)) for do in branches]
-                wire, own = jax.lax.cond(row < sizes[stage], *laid, wire)
-            left.append(own)
+                wire, results = jax.lax.cond(row < sizes[stage], *laid, wire)
+            left.append(results)
         homes = {number: stages.stage_of(number) for number, _ in self.learned.values()}
         return wire._replace(
             left=[
@@ -204,12 +204,12 @@ class UniformStages(CutLoss):
             else:
                 # Made for all blocks, and one is taken: these are keys and numbers, too small for a
                 # branch.
-                each = [piece.run(known)[0] for piece in self.own[position]]
+                each = [piece.run(known)[0] for piece in self.by_block[position]]
                 operands.append(jnp.stack([jnp.asarray(v) for v in each])[number])
         # The first call stands for all: `find_chains` has shown that they are equal. It stays a
         # call, which is differentiated and lowered once however many blocks there are.
         results = eval_equation(self.calls[0], operands)
-        beside = zip(found, self.found, strict=True)
+        beside = zip(found, self.reported, strict=True)
         found = [x.at[number].set(results[r]) for x, r in beside]
         left = {r: results[r] for _, r in self.learned.values()}
         return self._wire([*(results[role] for role in self.chain.carried), *found]), left
@@ -218,7 +218,7 @@ class UniformStages(CutLoss):
         known = self.known(rest, data)
         values, outputs = self._unwire(wire), self.calls[-1].outvars
         known.update(zip([outputs[r] for r in self.chain.carried], values, strict=False))
-        for r, found in zip(self.found, values[len(self.carried) :], strict=True):
+        for r, found in zip(self.reported, values[len(self.carried) :], strict=True):
             known.update((call.outvars[r], found[n]) for n, call in enumerate(self.calls))
         total, weight, *metrics = self.epilogue.run(known)
         return StageLoss(total, weight, metrics)

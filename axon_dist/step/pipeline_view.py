@@ -136,18 +136,18 @@ class StagedPlan:
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
         blocks, looped = unit_paths(called, spec.stored.storage.stacks)
-        own, lies = dict(rows.flat_shapes), []
+        of_rank, lies = dict(rows.flat_shapes), []
+        manual = (axis, *strategy.resident)
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
-            found = specs(spec.stored.storage.strategy.params, stored, spec.mesh)
-            kept = (axis, *strategy.resident)
-            found = jax.tree.map(lambda spec, kept=kept: only_axes(spec, kept), found)
-            lies.append(part.rows_of(found))
-            by_slot = flatten(found)
+            layout = specs(spec.stored.storage.strategy.params, stored, spec.mesh)
+            layout = jax.tree.map(lambda each: only_axes(each, manual), layout)
+            lies.append(part.rows_of(layout))
+            by_slot = flatten(layout)
             for keys, slot in part.slots.items():
                 sharding = NamedSharding(spec.mesh, PartitionSpec(*by_slot[slot][1:]))
-                shape = sharding.shard_shape(own[keys].shape)
-                own[keys] = jax.ShapeDtypeStruct(shape, own[keys].dtype)
+                shape = sharding.shard_shape(of_rank[keys].shape)
+                of_rank[keys] = jax.ShapeDtypeStruct(shape, of_rank[keys].dtype)
         return cls(
             spec=spec,
             pipeline=strategy.pipeline,
@@ -155,7 +155,7 @@ class StagedPlan:
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
             view=ModelChanges(strategy, spec.parts, blocks, looped=looped),
-            own_shapes=nest(own),
+            own_shapes=nest(of_rank),
             row_specs=lies[0],
             frozen_specs=lies[1] if rows.frozen else [],
             added_over=[

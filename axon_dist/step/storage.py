@@ -153,8 +153,8 @@ def storage_of(
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
     rows = ModelStorage(stages, shapes, frozen)
-    held = filter(None, (rows, rows.trained, rows.untrained))
-    of_rows = frozenset("/".join(map(str, keys)) for part in held for keys in part.row_keys)
+    storages = filter(None, (rows, rows.trained, rows.untrained))
+    of_rows = frozenset("/".join(map(str, keys)) for part in storages for keys in part.row_keys)
     params, opt_state = (
         Staged(OfBlocks(policy, stacks) if stacks.depths else policy, plan.axis, of_rows)
         for policy in (strategy.params, strategy.opt_state)
@@ -192,8 +192,9 @@ def _stages(
     ):
         if len(blocks) < plan.schedule.num_stages:
             raise _too_few(model, plan, blocks)
-        where = plan.schedule.placement, plan.schedule.num_devices
-        stages = Stages(blocks, plan.partition(len(blocks)), *where)
+        table = plan.schedule
+        boundaries = plan.partition(len(blocks))
+        stages = Stages(blocks, boundaries, table.placement, table.num_devices)
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
     held = {stacks.in_model(keys) for keys in leaves}
