@@ -214,17 +214,16 @@ class AsUnit:
             args, kwargs = jax.tree.unflatten(structure, given)
             output = method(copy, *args, **kwargs)
             _check_unchanged(kind, given, (args, kwargs))
-            attributes.update(_changes(kind, held, _held_by(copy)))
+            after = _held_by(copy)
+            attributes.update(_changes(kind, held, after))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
-
             # What the call has left alone is not written back: within `jax.grad` it could not be.
-            def is_changed(keys, leaf):
-                return keys not in weights and _value(leaf) is not before.get(keys)
-
+            others = ((keys, leaf) for keys, leaf in after[0].items() if keys not in weights)
+            new = {keys: leaf for keys, leaf in others if _value(leaf) is not before.get(keys)}
             # What never changes is not handed on from block to block.
             changed = nnx.state(own, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
             made = [attributes[at] for at in arrays_set]
-            return output, nnx.state(copy, is_changed), changed, made
+            return output, nnx.from_flat_state(new), changed, made
 
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
@@ -329,16 +328,13 @@ def _check_unchanged(module_type: type, leaves: Sequence[object], given: PyTree)
 
 def gathered(params: nnx.State) -> nnx.State:
     """Gathers every parameter that says how; the others stay as they are."""
-
-    def one(variable: nnx.Variable) -> nnx.Variable:
-        gather = variable.get_metadata().get(GATHER)
-        if gather is None:
-            return variable
-        whole = variable.replace(gather(variable.get_value()))
-        whole.del_metadata(GATHER)
-        return whole
-
-    return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    found: dict[Keys, nnx.Variable] = {}
+    for keys, variable in nnx.to_flat_state(params):
+        found[keys] = variable
+        if (gather := variable.get_metadata().get(GATHER)) is not None:
+            found[keys] = variable.replace(gather(variable.get_value()))
+            found[keys].del_metadata(GATHER)
+    return nnx.from_flat_state(found)
 
 
 def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
