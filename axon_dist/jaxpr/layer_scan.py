@@ -187,8 +187,8 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
         return None
     roles: list[str | int] = []
     for old, new in zip(before.invars, after.invars, strict=True):
-        literals = isinstance(old, Literal) and isinstance(new, Literal)
-        if old is new or (literals and bool(old.val == new.val)):
+        equal = isinstance(old, Literal) and isinstance(new, Literal) and bool(old.val == new.val)
+        if equal or old is new:
             roles.append(SHARED)
         elif new in before.outvars:
             roles.append(before.outvars.index(new))

@@ -416,7 +416,7 @@ class Separator:
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""
-        after = program.out_avals[len(program.out_avals) - len(self._buffers) :]
+        after: list[Any] = program.out_avals[len(program.out_avals) - len(self._buffers) :]
         for (path, old), shape in zip(self._buffers, (x.shape for x in after), strict=True):
             if self._microbatches > 1 and shape != old.shape:
                 raise UnsupportedError(
