@@ -201,8 +201,8 @@ MUTATIONS = (
         "schedule/test_validate.py::test_what_is_wrong_is_said_and_marked",
     ),
     row(
-        "schedule/memory.py", "source = where[dependencies(action",
-        "source = user or where[dependencies(action",
+        "schedule/memory.py", "source = places[dependencies(action",
+        "source = user or places[dependencies(action",
         "schedule/test_slots.py::test_no_value_is_overwritten",
     ),
     row(
