@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 GROUPS = {
@@ -13,13 +14,11 @@ GROUPS = {
 
 def dense(function, x, group):
     """Applies a function of all rows of a group, [n, ...] -> [n, ...], to each parallel group."""
-    parts = [(jnp.array(ranks), function(x[jnp.array(ranks)])) for ranks in group.partition()]
-    first = parts[0][1]
-    shape = (group.world_size, *first.shape[1:])
-    result = x.astype(first.dtype) if x.shape == shape else jnp.zeros(shape, first.dtype)
-    for ranks, rows in parts:
-        result = result.at[ranks].set(rows)
-    return result
+    ranks = np.array(group.partition())
+    parts = jax.vmap(function)(x[ranks])
+    shape = (group.world_size, *parts.shape[2:])
+    result = x.astype(parts.dtype) if x.shape == shape else jnp.zeros(shape, parts.dtype)
+    return result.at[ranks].set(parts)
 
 
 def in_shard_map(function, mesh, check_vma, *, replicated=False):
