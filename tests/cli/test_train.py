@@ -12,6 +12,9 @@ import pytest
 from axon_dist.checkpoint import read_manifest
 from axon_dist.launch import INTERRUPTED
 
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+"""As `conftest.py` of the root has them: less is compiled."""
+
 CONFIG = """
 name: tiny
 devices: {{emulate: 8}}
@@ -39,7 +42,7 @@ def config(tmp_path):
 def start(config, *overrides):
     # As on a fresh machine: whatever emulates devices for these tests must not help.
     plain = {k: v for k, v in os.environ.items() if k != "NPROC"}
-    plain |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    plain |= {"XLA_FLAGS": FLAGS}
     return subprocess.Popen(
         [sys.executable, "-m", "axon_dist.cli", "train", str(config), *overrides],
         env=plain, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -8,6 +8,8 @@ import pytest
 from axon_dist.launch.local import LaunchPlan, free_port, rank_environments
 
 SILENCE_SECONDS = 4
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+"""As `conftest.py` of the root has them: less is compiled."""
 
 
 class Processes:
@@ -16,7 +18,7 @@ class Processes:
     def __init__(self, folder, command, count, **variables):
         plan = LaunchPlan(command=tuple(command), num_processes=count)
         base = {k: v for k, v in os.environ.items() if k != "NPROC"}
-        base |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        base |= {"XLA_FLAGS": FLAGS}
         base |= {"AXON_SILENCE_TIMEOUT": str(SILENCE_SECONDS), "AXON_LAUNCH_TIMEOUT": "60"}
         self.logs = [folder / f"{rank}.txt" for rank in range(count)]
         self.all = []

@@ -26,6 +26,9 @@ train: {{steps: 4, global_batch: 8, eval_every: 2, eval_batches: 1, log_every: 1
 checkpoint: {{every: 0}}
 """
 
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+"""As `conftest.py` of the root has them: less is compiled."""
+
 STRATEGIES = {
     "ddp": ["mesh=dp=4", "parallel=ddp"],
     "fsdp": ["mesh=fsdp=4", "parallel=full_shard"],
@@ -66,7 +69,7 @@ def of_many(path, overrides, count, monkeypatch):
     """What the launcher makes of it, and what rank 0 said."""
     folder, logs = path.parent / "many", path.parent / "logs"
     monkeypatch.delenv("NPROC", raising=False)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", FLAGS)
     cache = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
     arguments = ["train", str(path), *overrides, f"run_dir={folder}"]
