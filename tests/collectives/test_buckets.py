@@ -37,6 +37,10 @@ def tree():
     return [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in SHAPES]
 
 
+# Every capacity once; both strategies and both kinds of types with few leaves and with many.
+@pytest.mark.sample(
+    "1-synchronous-True", "40-overlapped-False", "60-overlapped-True", "1000000-synchronous-False"
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("strategy", REDUCING)
 @pytest.mark.parametrize("capacity", [1, 40, 60, 10**6])

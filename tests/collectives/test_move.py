@@ -42,6 +42,8 @@ def test_broadcast_counts_the_source_within_the_group(make_world):
     assert broadcast_from(x, world.new_group([3, 0]), src=0).tolist() == [4, 2, 3, 4]
 
 
+# Every dtype once, and each kind of group.
+@pytest.mark.sample("None-bool", "None-int8", "ranks1-bfloat16", "ranks1-complex64")
 @pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "complex64"])
 @pytest.mark.parametrize("ranks", [None, [2, 0]])
 def test_dtypes_survive(dtype, ranks, make_world):

@@ -36,6 +36,8 @@ def test_shift(offset, make_world):
     assert shift(x, group, offset, wrap=False).tolist() == line
 
 
+# Every size and every shape once; of eight ranks, fewer elements than ranks and more.
+@pytest.mark.sample("1-shape0", "3-shape1", "8-shape1", "8-shape2")
 @pytest.mark.parametrize("shape", [(), (3,), (5, 7)])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_ring_equals_the_sum(shape, size, make_world):

@@ -82,7 +82,7 @@ def test_keys_in_blocks_are_the_same_keys(make_world, monkeypatch):
     compare(attend, True, (heads(16, 2), heads(16, 2), heads(16, 2)))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_ulysses_equals_whole_attention(make_world, size):
     mesh = make_world(f"cp={size}").mesh
     inner = functools.partial(whole, causal=True)

@@ -64,11 +64,7 @@ LOSSES = {
 
 @pytest.mark.sample(
     "chain-two_ranks",
-    "chain-v",
-    "chain-loop",
     "busy-v",
-    "busy-loop",
-    "narrowing-v",
     "narrowing-loop",
 )
 @pytest.mark.parametrize("placed", PLACED)

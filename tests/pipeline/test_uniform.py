@@ -53,6 +53,8 @@ carry = unit(carrying)
 LOSSES = {"chain": chain_loss, "mixed": mixed_loss, "carried": carried_loss}
 
 
+# Every loss and every place once; the richest loss in two.
+@pytest.mark.sample("chain-loop", "mixed-two_ranks", "mixed-v", "carried-v")
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", LOSSES)
 def test_stages_one_after_another_are_the_loss(name, placed):

@@ -137,6 +137,14 @@ def of_family(name, **changes):
     return dataclasses.replace(sizes, **{**PARTS[name], **changes})
 
 
+# Every family once. Whether layers are stacked is the model's, not the family's: one with experts
+# and two without are tried in both forms.
+@pytest.mark.sample(
+    *("hf-llama-listed", "hf-llama-stacked", "hf-gemma3-listed", "hf-gemma3-stacked"),
+    *("hf-mistral-listed", "hf-qwen2-stacked", "hf-qwen3-listed", "hf-gemma2-stacked"),
+    *("hf-phi3-listed", "hf-olmo2-stacked"),
+    *("hf-mixtral-listed", "hf-mixtral-stacked", "hf-qwen3-moe-listed"),
+)
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_family_is_written_and_read_again(name, scan_layers, tmp_path):
