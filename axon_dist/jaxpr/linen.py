@@ -393,7 +393,7 @@ class Intercepted:
         paths: Sequence[Path],
     ) -> list[Array]:
         leaves, structure = jax.tree.flatten((state, rngs, arrays))
-        gathers = self._gathers(state, paths)
+        gathers = self._of_leaves(state, paths)
         gathers += (None,) * (len(leaves) - len(gathers))
         # Traced with whole weights: the gathers stand before the program, where they compare.
         whole = [
@@ -413,7 +413,7 @@ class Intercepted:
             return eval_jaxpr(program, given)
         return self.units.run(self.units.programs.shared(program), gathers, values)
 
-    def _gathers(self, variables: PyTree, paths: Sequence[Path]) -> Gathers:
+    def _of_leaves(self, variables: PyTree, paths: Sequence[Path]) -> Gathers:
         """How each leaf of the variables of each scope is gathered, or None."""
 
         def one(path: Path, keys: Keys) -> Callable[[Array], Array] | None:
