@@ -211,7 +211,7 @@ MUTATIONS = (
     ),
     # Random draws and the order of the data.
     row(
-        "jaxpr/randomness.py", "jnp.int32) * shape[found.dim]\n        if",
+        "jaxpr/randomness.py", "jnp.int32) * shape[sampled.dim]\n        if",
         "jnp.int32)\n        if",
         "jaxpr/test_randomness.py::test_rows_of_the_global_draw",
     ),
