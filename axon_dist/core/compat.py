@@ -149,8 +149,8 @@ class SharedStore:
 
     def items(self, prefix: str) -> Mapping[str, str]:
         """All values under a prefix that ends in a slash, by what follows the prefix."""
-        found = self._client.key_value_dir_get(prefix)
-        return {key.removeprefix(prefix): value for key, value in found}
+        pairs = self._client.key_value_dir_get(prefix)
+        return {key.removeprefix(prefix): value for key, value in pairs}
 
     def wait(self, name: str, seconds: float) -> None:
         """Returns when every process waits at the barrier of this name, which is met once."""
@@ -264,10 +264,10 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     if equation.primitive.name in REDUCERS | {"scan"}:
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        found = equation.params.get(key)
-        if found is not None:
+        program = equation.params.get(key)
+        if program is not None:
             # Before 0.11 an open program was of another type, without values of constants.
-            return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+            return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
     return None
 
 
@@ -308,9 +308,9 @@ def source_line(equation: JaxprEqn) -> str:
     The innermost that is not in an installed package, or else the innermost of all.
     """
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
-    own = [frame for frame in frames if "site-packages" not in frame.file_name]
-    found = (own or frames)[:1]
-    return f"{os.path.basename(found[0].file_name)}:{found[0].start_line}" if found else ""
+    outside = [frame for frame in frames if "site-packages" not in frame.file_name]
+    first = (outside or frames)[:1]
+    return f"{os.path.basename(first[0].file_name)}:{first[0].start_line}" if first else ""
 
 
 def new_operation(

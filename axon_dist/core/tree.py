@@ -46,10 +46,10 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[Path, PyTree]]:
     """
     check_depth(tree)
     try:
-        found = jax.tree_util.tree_leaves_with_path(tree)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
     except ValueError as error:
         raise ConfigError(f"a tree has keys that cannot be sorted ({error}); give texts") from error
-    return [(path_str(path), leaf) for path, leaf in found]
+    return [(path_str(path), leaf) for path, leaf in leaves]
 
 
 _DEEPEST = 200

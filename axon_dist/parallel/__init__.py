@@ -91,7 +91,7 @@ explain_calls(globals())
 def __getattr__(name: str) -> object:
     """How a step gathers weights lives in `step`, above this room; asked for here, it is found."""
     if name in GATHERS:
-        found = {name: getattr(importlib.import_module("axon_dist.step.gather"), name)}
-        explain_calls(found)
-        return found[name]
+        gathers = {name: getattr(importlib.import_module("axon_dist.step.gather"), name)}
+        explain_calls(gathers)
+        return gathers[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

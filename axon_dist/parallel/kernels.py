@@ -173,8 +173,8 @@ class LossOverMesh:
         spread = Spread.of(self.layout, Operands(*operands), manual)
         how = equation.params["how"]
 
-        def run(given, wants):
-            return spread.run(self.layout, how, given, wants)
+        def run(operands, wants):
+            return spread.run(self.layout, how, operands, wants)
 
         return list(differentiable(run)(*operands))
 
@@ -210,12 +210,12 @@ class Spread:
             vocabulary=fits(layout.vocabulary, classes),
         )
 
-    def run(self, layout: Layout, how: HeadLoss, given: Operands, wants: Wants) -> LossParts:
+    def run(self, layout: Layout, how: HeadLoss, operands: Operands, wants: Wants) -> LossParts:
         """Computes the loss and the gradients asked for."""
         ranks, columns = (*self.samples, *self.sequence), self.vocabulary or None
         positions = PartitionSpec(self.samples or None, self.sequence or None)
-        positions = PartitionSpec(*positions[: given.labels.ndim])
-        whole, kernel, bias = PartitionSpec(), PartitionSpec(None, columns), PartitionSpec(columns)
+        positions = PartitionSpec(*positions[: operands.labels.ndim])
+        full, kernel, bias = PartitionSpec(), PartitionSpec(None, columns), PartitionSpec(columns)
         # Outside of manual regions the addends of the ranks leave side by side, and the compiler
         # adds them up, which gives every owner its shard at once.
         beside = bool(ranks) and not manual_axes()
@@ -230,24 +230,24 @@ class Spread:
             return grad[None] if beside else all_sum(grad, ranks)
 
         def local(*operands: Array) -> PyTree:
-            found = evaluate(how, Operands(*operands), wants, axis)
-            total, hits = (all_sum(x, ranks) if ranks else x for x in (found.total, found.hits))
-            of_hidden, *of_head = found.grads
+            parts = evaluate(how, Operands(*operands), wants, axis)
+            total, hits = (all_sum(x, ranks) if ranks else x for x in (parts.total, parts.hits))
+            of_hidden, *of_head = parts.grads
             of_kernel, of_bias = map(summed, of_head, (operands[1], operands[4]))
-            return total, hits, found.losses, (of_hidden, of_kernel, of_bias)
+            return total, hits, parts.losses, (of_hidden, of_kernel, of_bias)
 
         lead = (ranks,) if beside else ()
         of_head = PartitionSpec(*lead, None, columns), PartitionSpec(*lead, columns)
         specs = positions, kernel, positions, positions, bias
-        results = (whole, whole, positions, (positions, *of_head))
-        found = LossParts(*layout.mapped(local, specs, results, check_vma=False)(*given))
+        results = (full, full, positions, (positions, *of_head))
+        parts = LossParts(*layout.mapped(local, specs, results, check_vma=False)(*operands))
         if not beside:
-            return found
+            return parts
 
         def add(x):
             return None if x is None else jax.lax.reduce_sum(x, (0,))
 
-        return found._replace(grads=(found.grads[0], *map(add, found.grads[1:])))
+        return parts._replace(grads=(parts.grads[0], *map(add, parts.grads[1:])))
 
 
 COLUMNS, ROWS = "into_columns", "into_rows"
@@ -410,8 +410,8 @@ class _Marked:
         return divides and self.axis not in manual_axes()
 
     def _mark(self, value: object) -> Mark | None:
-        found = self.marks.get(id(value))
-        return None if found is None else found[1]
+        entry = self.marks.get(id(value))
+        return None if entry is None else entry[1]
 
     def _note(self, results: list[Any], mark: Mark) -> list[Array]:
         self.marks[id(results[0])] = results[0], mark

@@ -258,14 +258,14 @@ def as_strategy(strategy: Strategy | HasStrategy) -> Strategy:
     Raises:
         ConfigError: when it is neither.
     """
-    found = getattr(strategy, "strategy", strategy)
-    if not isinstance(found, Strategy):
+    resolved = getattr(strategy, "strategy", strategy)
+    if not isinstance(resolved, Strategy):
         what = repr(strategy) if isinstance(strategy, str) else f"a {type(strategy).__name__}"
         raise ConfigError(
             f"got {what} for a strategy; give one such as ddp(), or a wrapper such as "
             'DDP(model, world.group("dp"))'
         )
-    return found
+    return resolved
 
 
 def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
@@ -275,9 +275,9 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
         >>> axes_of("dp"), axes_of(["dp", "fsdp"])
         (('dp',), ('dp', 'fsdp'))
     """
-    found = (axes,) if isinstance(axes, str) else axes
-    TEXTS.check("a strategy", "axes", found)
-    if not (named := tuple(found)):
+    names = (axes,) if isinstance(axes, str) else axes
+    TEXTS.check("a strategy", "axes", names)
+    if not (named := tuple(names)):
         raise ConfigError(
             "a strategy got no axes; name at least one axis of the mesh that splits the batch, "
             'such as "dp"'
@@ -386,8 +386,8 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
     """
     precision, axes = strategy.precision, set(strategy.data_axes)
     splits = not axes.isdisjoint(strategy.opt_state.split_axes)
-    whole = axes.isdisjoint(strategy.params.split_axes)
-    if precision is None or strategy.pipeline is not None or not (splits and whole):
+    replicates = axes.isdisjoint(strategy.params.split_axes)
+    if precision is None or strategy.pipeline is not None or not (splits and replicates):
         return strategy
     if precision.compute.itemsize >= dtype.itemsize:
         return strategy
@@ -470,7 +470,7 @@ def _briefly(value: object, other: object) -> str:
         for field in dataclasses.fields(value)
         if getattr(value, field.name) != getattr(other, field.name)
     ]
-    return ", ".join(f"{name}={_named(own)}" for name, own in differing)
+    return ", ".join(f"{name}={_named(item)}" for name, item in differing)
 
 
 def _named(value: object) -> str:

@@ -48,9 +48,9 @@ def _rule(
     """
 
     def when(placed: PlacedStrategy) -> Mapping[str, object] | None:
-        found = broken(placed.strategy, placed.world)
-        more = found if isinstance(found, dict) else {}
-        return {"strategy": placed.strategy, "mesh": placed.world.spec, **more} if found else None
+        facts = broken(placed.strategy, placed.world)
+        more = facts if isinstance(facts, dict) else {}
+        return {"strategy": placed.strategy, "mesh": placed.world.spec, **more} if facts else None
 
     return Requirement.row(name, error, sentence, when)
 

@@ -76,10 +76,10 @@ class GlobalGather:
 
     def forward(self, weight: Array) -> Array:
         """Returns the gathered weight, its gradient left to the compiler."""
-        lies, full = self._place(self.own, weight), self._place(self.full, weight)
-        found = jax.lax.with_sharding_constraint(weight, lies)
-        found = jax.lax.with_sharding_constraint(found, full)
-        return jax.lax.optimization_barrier(found) if self.in_loop else found
+        stored, full = self._place(self.own, weight), self._place(self.full, weight)
+        gathered = jax.lax.with_sharding_constraint(weight, stored)
+        gathered = jax.lax.with_sharding_constraint(gathered, full)
+        return jax.lax.optimization_barrier(gathered) if self.in_loop else gathered
 
     def backward(self, gradient: Array) -> Array:
         """Returns the gradient of the whole weight as it lies after the reduction."""
@@ -94,8 +94,8 @@ class GlobalGather:
 
     def beside(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
-        own, full = spread(self.own, shape), spread(self.full, shape)
-        return dataclasses.replace(self, own=own, full=full)
+        stored, full = spread(self.own, shape), spread(self.full, shape)
+        return dataclasses.replace(self, own=stored, full=full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,11 +199,11 @@ class ReduceHeld:
     wire: Any
     ndim: int
 
-    def __call__(self, held: Held) -> Array:
+    def __call__(self, bundle: Held) -> Array:
         """Returns the weight; to be called once for each, or sums would count more than once."""
-        spec = PartitionSpec(*tuple(self.spec)[self.ndim - held.weight.ndim :])
+        spec = PartitionSpec(*tuple(self.spec)[self.ndim - bundle.weight.ndim :])
         # Rules that close over values of a trace are different for each weight.
-        dtype = held.slot.dtype
+        dtype = bundle.slot.dtype
 
         def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:
             total = reduce_by(sums + ct.astype(sums.dtype), spec, self.axes, self.wire)
@@ -211,7 +211,7 @@ class ReduceHeld:
 
         weight = jax.custom_vjp(lambda weight, sums, slot: weight)
         weight.defvjp(lambda weight, sums, slot: (weight, sums), backward)
-        return weight(held.weight, held.sums, held.slot)
+        return weight(bundle.weight, bundle.sums, bundle.slot)
 
 
 def global_gather(
@@ -227,19 +227,19 @@ def global_gather(
     """
     strategy, mesh, shape = spec.strategy, spec.mesh, spec.parts.shapes[path]
     gathered_over = {*strategy.data_axes} - {*strategy.resident}
-    own = strategy.params(path, shape, mesh)
-    full = only_axes(own, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
+    sharded = strategy.params(path, shape, mesh)
+    full = only_axes(sharded, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
     if path in spec.parts.frozen_paths:
-        return GlobalGather(mesh, own, None, full, len(shape), path in looped)
-    owner, lies = strategy.opt_state(path, shape, mesh), full if is_whole else own
-    return GlobalGather(mesh, lies, owner, full, len(shape), path in looped)
+        return GlobalGather(mesh, sharded, None, full, len(shape), path in looped)
+    owner, stored = strategy.opt_state(path, shape, mesh), full if is_whole else sharded
+    return GlobalGather(mesh, stored, owner, full, len(shape), path in looped)
 
 
 def local_gather(spec: StepSpec, path: Path) -> LocalGather:
     """How a weight is gathered where each rank of the batch axes differentiates its samples."""
-    own, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
+    sharded, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
     has_grad, ndim = path not in spec.parts.frozen_paths, len(spec.parts.shapes[path])
-    return LocalGather(own, axes, spec.reduction.dtype, ndim, has_grad)
+    return LocalGather(sharded, axes, spec.reduction.dtype, ndim, has_grad)
 
 
 def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
@@ -251,8 +251,8 @@ def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
 
 
 def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
-    lies = policy(path, spec.parts.shapes[path], spec.mesh)
-    return only_axes(lies, spec.strategy.batch_axes)
+    sharded = policy(path, spec.parts.shapes[path], spec.mesh)
+    return only_axes(sharded, spec.strategy.batch_axes)
 
 
 def gathers_by_units(spec: StepSpec) -> bool:
@@ -326,8 +326,8 @@ def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
         >>> only_axes(PartitionSpec("fsdp", "tp"), ("tp",))
         P(None, 'tp')
     """
-    kept = (tuple(a for a in axes_of(spec, dim) if a in axes) for dim in range(len(spec)))
-    return spec_of(kept)
+    dims = (tuple(a for a in axes_of(spec, dim) if a in axes) for dim in range(len(spec)))
+    return spec_of(dims)
 
 
 def regather_in_backward(primitive: Primitive, *_: object, **__: Any) -> bool:

@@ -33,7 +33,7 @@ from ..parallel import (
 )
 from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
-from .parts import ModelParts, own_and_given
+from .parts import ModelParts, split_inputs
 
 MakeGather: TypeAlias = Callable[[Path], Any]
 """The path of a parameter -> the function that gathers it; None where it is whole."""
@@ -256,10 +256,10 @@ def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
     """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     if reduction.sync_buffers:
-        return jax.tree.map(lambda _: whole, buffers)
-    return _of_ranks(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: whole)
+        return jax.tree.map(lambda _: replicated, buffers)
+    return _of_ranks(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: replicated)
 
 
 def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
@@ -279,14 +279,14 @@ def _of_ranks(
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> PyTree:
     """Maps over the statistics of the model, of which ranks may have their own."""
-    own, given = own_and_given(buffers)
+    statistics, inputs = split_inputs(buffers)
 
     def one(leaf: Any) -> Any:
         is_statistic = not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         is_own = is_statistic and not reduction.sync_buffers
         return (function if is_own else otherwise)(leaf)
 
-    return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
+    return jax.tree.map(one, statistics) | jax.tree.map(otherwise, inputs)
 
 
 def own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
@@ -324,9 +324,9 @@ def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
         num_microbatches: into how many a batch is cut.
     """
     named = {id(module): keys for keys, module in nnx.iter_modules(model)}
-    found = [named[id(m)] for m in _batch_norms(model) if not m.use_running_average]
-    if found:
-        warn_of_parts("/".join(map(str, found[0])) or type(model).__name__, num_microbatches)
+    norms = [named[id(m)] for m in _batch_norms(model) if not m.use_running_average]
+    if norms:
+        warn_of_parts("/".join(map(str, norms[0])) or type(model).__name__, num_microbatches)
 
 
 def warn_of_parts(path: Path, num_microbatches: int, place: str = "") -> None:
