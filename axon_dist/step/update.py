@@ -141,7 +141,7 @@ def undo_nonfinite(
 def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     """The new state, without its update where that does not apply; random counts advance."""
 
-    def chosen_leaf(n, o):
+    def select(n, o):
         return jnp.where(applies, n, o) if jnp.issubdtype(n.dtype, jnp.inexact) else n
 
     return dataclasses.replace(
@@ -149,7 +149,7 @@ def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
         params=keep_if(applies, new.params, old.params),
         opt_state=keep_if(applies, new.opt_state, old.opt_state),
         ema=keep_if(applies, new.ema, old.ema),
-        buffers=jax.tree.map(chosen_leaf, new.buffers, old.buffers),
+        buffers=jax.tree.map(select, new.buffers, old.buffers),
     )
 
 

@@ -279,14 +279,14 @@ def _of_ranks(
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> PyTree:
     """Maps over the statistics of the model, of which ranks may have their own."""
-    statistics, inputs = split_inputs(buffers)
+    buffers, inputs = split_inputs(buffers)
 
     def one(leaf: Any) -> Any:
         is_statistic = not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         is_own = is_statistic and not reduction.sync_buffers
         return (function if is_own else otherwise)(leaf)
 
-    return jax.tree.map(one, statistics) | jax.tree.map(otherwise, inputs)
+    return jax.tree.map(one, buffers) | jax.tree.map(otherwise, inputs)
 
 
 def own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
