@@ -74,7 +74,7 @@ def rendezvous_flags() -> tuple[str, ...]:
 def runs_cached_collectives_in_order() -> bool:
     """Whether XLA:CPU keeps the order of collectives in programs of JAX's compilation cache.
 
-    Every `ppermute` has the channel 1, so that devices tell two of them apart by their order alone.
+    Every `ppermute` has the channel 1, so that devices distinguish two of them by their order alone.
     Of programs that jaxlib 0.12 has loaded from the cache, a device can be in two at once: most
     runs of a ring over 8 devices abort in rendezvous.h ("Id can't be larger than the number of
     participating threads") or hang. The same program just compiled did not, nor did any with 0.10.2
@@ -91,7 +91,7 @@ def _jaxlib_version() -> tuple[int, int]:
 def keep_executables(
     folder: Path, get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]
 ) -> None:
-    """Has JAX's compilation cache keep all programs, small ones too, where it is told.
+    """Has JAX's compilation cache keep all programs, small ones too, in a given store.
 
     Args:
         folder: what the cache is known by, and where XLA keeps what it has tuned.
@@ -465,7 +465,7 @@ def stop_leaks_of_saves() -> None:
 def end_failed_saves() -> None:
     """Has a save of Orbax (0.12) that fails wait for its other writes, before it closes their loop.
 
-    They complain of that, one after the other, once the error was told.
+    Else each of them reports that too, after the error itself.
     """
     with contextlib.suppress(ImportError, AttributeError):
         utils: Any = importlib.import_module("orbax.checkpoint._src.asyncio_utils")

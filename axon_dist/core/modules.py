@@ -101,7 +101,7 @@ def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Mod
     """A class like another, whose methods look in the module for what runs around them."""
 
     def member(name: str) -> Function:
-        # Keeps the signature, by which attention is told from other modules.
+        # Keeps the signature, by which attention is distinguished from other modules.
         @functools.wraps(getattr(module_type, name))
         def call(self: nnx.Module, *args: object, **kwargs: object) -> PyTree:
             depth = len(layers_of(self).around(name))
@@ -136,7 +136,7 @@ def num_stacked(module: nnx.Module) -> int | None:
     """How many layers a module holds, stacked by `nnx.vmap`; None where it is one layer.
 
     A stacked module has the class and the attributes of one layer, and leaves of a dim more. So a
-    layer of Flax in it tells: its parameters have one dim more than such a layer needs, and all
+    layer of Flax in it decides: its parameters have one dim more than such a layer needs, and all
     parameters of the module have the same leading size.
 
     Args:

@@ -97,7 +97,7 @@ def check_depth(
 
 
 def map_with_path(function: Function, tree: PyTree, *rest: PyTree) -> PyTree:
-    """Maps `function(path, leaf, *rest_leaves)` over a tree, the path spelled with slashes."""
+    """Maps `function(path, leaf, *rest_leaves)` over a tree, the path written with slashes."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(path_str(path), *leaves), tree, *rest
     )
@@ -166,7 +166,7 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def memory_of(leaf: Leaf) -> Where:
-    """In which memory an array, or a shape with a sharding, lies."""
+    """The memory that an array, or a shape with a sharding, is in."""
     return "host" if leaf.sharding.memory_kind in _HOST_KINDS else "device"
 
 

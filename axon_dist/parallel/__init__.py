@@ -1,4 +1,4 @@
-"""Parallelisms as strategies: values that say where arrays lie, and compose.
+"""Parallelisms as strategies: values that give the shardings of arrays, and compose.
 
 Nothing here runs a step; `step` builds it from the strategy. Imports `collectives`, `nn`,
 `jaxpr`, `ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.

@@ -83,11 +83,11 @@ class ZeROStage(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A row of the ZeRO table: what lies split between steps or microbatches.
+    """A row of the ZeRO table: what is split between steps or microbatches.
 
     Args:
         params: whether parameters are split, and gathered where they are used.
-        grads: whether gradients are held split between microbatches. With one microbatch stages 1
+        grads: whether gradients are kept split between microbatches. With one microbatch stages 1
             and 2 are the same program: gradients are reduced to the owners of their moments.
         opt_state: whether optimizer moments are split.
     """

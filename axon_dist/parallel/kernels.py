@@ -155,7 +155,7 @@ class LossOverMesh:
     positions. Here the head is whole before the chunks, and its gradient summed after them.
 
     Args:
-        layout: where activations lie; its `vocabulary` splits the tokens where they divide.
+        layout: the layout of the activations; its `vocabulary` splits the tokens where they divide.
 
     Attributes:
         replaces: the name of the primitive that such losses are.
@@ -267,7 +267,7 @@ class RingProducts:
     """Computes the products of marked values as rings.
 
     Args:
-        layout: where activations lie.
+        layout: the layout of the activations.
         axis: the mesh axis that splits positions between layers and features within.
     """
 
@@ -328,7 +328,7 @@ class _Marked:
     Args:
         layout: see `RingProducts`.
         axis: likewise.
-        marks: by the identity of a value, which is held so that it stays the only one.
+        marks: by the identity of a value, which is kept alive so that no other value gets it.
         sent: the pieces of a source, by its identity and dtype: layers with one input share them.
         used: the layers that have multiplied what they got.
     """
@@ -344,7 +344,7 @@ class _Marked:
         left = (mark for _, mark in self.marks.values() if mark.layer not in self.used)
         if (mark := next(left, None)) is not None:
             raise UnsupportedError(
-                f"tensor_parallel has positions go round the ranks of {self.axis!r}, and a layer "
+                f"tensor_parallel sends positions around the ranks of {self.axis!r}, and a layer "
                 f"of the plan that got {jax.typeof(mark.source).str_short()} multiplies no "
                 f"[B, T, K] by a matrix [K, N], T a multiple of "
                 f"{self.layout.mesh.shape[self.axis]}; leave rings out of tensor_parallel, or the "

@@ -111,7 +111,7 @@ def _longer(leaf: Any, more: int, weighs: bool) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A batch that lies on the devices as the step wants it.
+    """A batch on the devices, with the shardings that the step takes.
 
     Args:
         arrays: leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
@@ -154,7 +154,7 @@ class BatchLayout:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where every leaf of the placed batch lies."""
+        """The sharding of every leaf of the placed batch."""
         return NamedSharding(self.mesh, batch_spec(self.axes, self.num_microbatches))
 
     @property

@@ -103,7 +103,7 @@ def build_train_step(
         optimizer: any optax transformation; one that looks at the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
             of scalar metrics. One that has to be given a `step`, `loss_fn(model, batch, step)`, is
-            told how many steps have been taken, an int32 scalar.
+            given the number of steps taken, an int32 scalar.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
         world: the devices, and the mesh they form.
         options: what the step does besides its strategy.

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def elastic_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
-    """Gradients summed along one tree over the logical shards, laid where their moments lie.
+    """Gradients summed along one tree over the logical shards, with the sharding of their moments.
 
     Weights are whole for the whole step, and a rank holds log2(V/R) + 2 whole gradients.
 
@@ -93,7 +93,7 @@ class ElasticPlan(LocalPlan):
         After shard k, level l of the stack holds the sum of a complete subtree of 2^l shards
         wherever bit l of k + 1 is set.
         """
-        # Parts are told by their number alone.
+        # A part draws by its number alone, whatever rank it runs on.
         by_rank = self.drawing
         drawing = None if by_rank is None else dataclasses.replace(by_rank, axes=(), ranks=1)
         batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)

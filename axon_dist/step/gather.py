@@ -46,9 +46,9 @@ class GlobalGather:
 
     Args:
         mesh: names and sizes of its axes, over all devices.
-        own: where the weight lies between uses.
-        grad: where its gradient lies after the reduction; None for a weight without one.
-        full: where it lies in use; what tensor parallelism splits stays split.
+        own: the spec of the weight between uses.
+        grad: that of its gradient after the reduction; None for a weight without one.
+        full: that of the weight in use; what tensor parallelism splits stays split.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
         in_loop: whether a loop reads it in every turn. Else the compiler gathers the weight, or
             what is multiplied with it, in every turn of the loop. With `in_loop` it is gathered
@@ -82,7 +82,7 @@ class GlobalGather:
         return jax.lax.optimization_barrier(gathered) if self.in_loop else gathered
 
     def backward(self, gradient: Array) -> Array:
-        """Returns the gradient of the whole weight as it lies after the reduction."""
+        """Returns the gradient of the whole weight, sharded as after the reduction."""
         if self.grad is None:
             return gradient
         if self.in_loop:
@@ -106,7 +106,7 @@ class LocalGather:
     sum over the ranks that hold copies; the gradient crosses the wire in a dtype of its own.
 
     Args:
-        spec: where the weight lies, batch axes alone.
+        spec: the sharding of the weight, batch axes alone.
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
@@ -188,7 +188,7 @@ class ReduceHeld:
     of one unit runs beside the backward pass of the unit before.
 
     Args:
-        spec: where the total shall lie, batch axes alone.
+        spec: the sharding of the total, batch axes alone.
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
@@ -273,7 +273,7 @@ def no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
     if strategy.gathers_once:
         return "the parameters are gathered once a step, all of them in the dtype of the compute"
     if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
-        return "no kernel of a layer in fp8 lies split over ranks that have other samples"
+        return "no kernel of a layer in fp8 is split over ranks that have other samples"
     if spec.is_local:
         per, dtype = spec.reduction.per, spec.reduction.dtype
         return f"ranks gather by hand, to reduce gradients per {per} in {dtype}"
@@ -304,7 +304,7 @@ def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: An
 
     Args:
         value: this rank's addend, whole.
-        spec: where the sum shall lie.
+        spec: the sharding of the sum.
         axes: the axes to sum over; those that the spec does not name keep copies.
         wire: the dtype of the sum on the wire; None is that of the value.
 
@@ -354,7 +354,7 @@ def reduce_tree(
 
     Args:
         grads: this rank's addends, whole.
-        specs: where the sums shall lie; buckets are for sums that every rank holds whole.
+        specs: the shardings of the sums; buckets are for sums that every rank holds whole.
         axes: the axes to sum over.
         reduction: in what dtype, and in which groups.
     """

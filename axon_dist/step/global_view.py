@@ -38,14 +38,14 @@ from .objective import (
     weighed_metrics,
 )
 from .spec import StepSpec
-from .view import spelled
+from .view import rewritten
 
 
 def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
-    """Gradients that the compiler partitions, laid where their moments lie.
+    """Gradients that the compiler partitions, with the sharding of their moments.
 
     Args:
-        spec: the step; the policies of its strategy say where weights and moments lie.
+        spec: the step; the policies of its strategy give the shardings of weights and moments.
         arguments: parameters, buffers, batch and scale.
     """
     params, frozen, buffers, batch, scale = arguments
@@ -98,7 +98,7 @@ def global_forward(
     gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
     prepare = spec.view.prepare(gather if spec.strategy.splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
-    return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
+    return spec.view.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
 
 AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
@@ -113,7 +113,7 @@ AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
 SWITCHES: MappingProxyType[str, bool] = MappingProxyType(
     {"deterministic": True, "train": False, "training": False, "is_training": False}
 )
-"""What Linen models call the argument that tells, and its value in evaluation."""
+"""What Linen models call the argument that switches to evaluation, and its value then."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class WithArguments:
     def __call__(
         self, call: Function, module: nnx.Module | nn.Module, *args: object, **kwargs: object
     ) -> Any:
-        """Runs the method; a bridged module that is told another method runs that as it is."""
+        """Runs the method; a bridged module called with another method runs that as it is."""
         if kwargs.get("method") is not None:
             return call(module, *args, **kwargs)
         arguments = dict(self.arguments)
@@ -151,7 +151,7 @@ def evaluation(
 ) -> dict[str, Weighted]:
     """The loss and metrics of a batch with the model in eval mode, computed as in training.
 
-    Modules of NNX are told by `eval()`. A bridged Linen module has nothing to tell: its layers are
+    Modules of NNX are switched by `eval()`. A bridged Linen module has no switch: its layers are
     set at rest while it runs, and so is the argument that it has for it, one of `SWITCHES`.
 
     Args:
@@ -237,7 +237,7 @@ def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
 
 
 def _with_arguments(module: nnx.Module, method: str, kwargs: Mapping[str, Any]) -> WithArguments:
-    """A method given those of some arguments that it takes; a call takes all, as was checked."""
+    """A method with those of the arguments that it takes; a call takes all, as was checked."""
     parameters = _parameters(module, method)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     accepted = tuple((name, x) for name, x in kwargs.items() if takes_any or name in parameters)
@@ -268,7 +268,7 @@ def _rest(call: Function, args: Any, kwargs: Any, context: nn.module.Interceptor
 
 @contextmanager
 def _unsaid(module: nn.Module, name: str) -> Iterator[None]:
-    """Takes an attribute of a bound module away: a layer refuses to be told twice."""
+    """Takes an attribute of a bound module away: a layer refuses a value given twice."""
     before = getattr(module, name)
     object.__setattr__(module, name, None)
     try:

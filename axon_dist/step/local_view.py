@@ -1,7 +1,7 @@
-"""Gradients held per rank and reduced once: what the compiler cannot be told in global view.
+"""Gradients held per rank and reduced once: what global view cannot express.
 
 A model that keeps its layers in a list has an array for each of them; the loop that runs them wants
-one for all. Carried from microbatch to microbatch as a list, weights and sums would lie in memory
+one for all. Carried from microbatch to microbatch as a list, weights and sums would be in memory
 twice. Stacked and taken apart again they are the same array to the compiler.
 """
 
@@ -54,7 +54,7 @@ from .view import (
     buffer_partition,
     has_statistics,
     own_buffers,
-    spelled,
+    rewritten,
     stack_buffers,
     synchronise_statistics,
 )
@@ -129,7 +129,7 @@ def _counted(path: Path) -> list[tuple[bool, int, str]]:
 def local_gradients(
     spec: StepSpec, arguments: GradientArguments, make_plan: type[LocalPlan] | None = None
 ) -> GradientResult:
-    """Gradients that run per rank and are reduced by hand, laid where their moments lie.
+    """Gradients that run per rank and are reduced by hand, with the sharding of their moments.
 
     Each rank of the batch axes differentiates its rows of every microbatch and adds up. Either
     weights are made whole once, and one reduction at the end gives every owner its shard of the
@@ -171,9 +171,9 @@ class LocalPlan:
 
     Attributes:
         axes: the axes that are manual.
-        param_specs: where the trained parameters lie, the manual axes alone.
-        frozen_specs: where the frozen parameters lie, likewise.
-        owner_specs: where the moments of the trained parameters lie, likewise.
+        param_specs: the specs of the trained parameters, the manual axes alone.
+        frozen_specs: those of the frozen parameters, likewise.
+        owner_specs: those of the moments of the trained parameters, likewise.
     """
 
     spec: StepSpec
@@ -309,7 +309,7 @@ class LocalPlan:
 
             # The slots are nothing but shapes: what they are the gradient of is what counts.
             slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)
-            # To what is held no weight could be multiplied in any more: so a total, no mean.
+            # No weight can be multiplied into sums that are there already: so a total, no mean.
             run = self._scanned(forward) if units else forward
             totals = gradient_sums(run, common=lambda _: 1)
             added, buffers = totals(slots, buffers, batch)
@@ -343,7 +343,7 @@ class LocalPlan:
 
     def _scanned(self, forward: Function) -> Any:
         spec = self.spec
-        return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
+        return spec.view.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
     def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
         """The forward pass, its units marked and not yet scanned over."""

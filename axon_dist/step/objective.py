@@ -163,7 +163,7 @@ def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[str, 
     """What the user's loss returns; what it raises, with the batch that it had.
 
     Raises:
-        ConfigError: when it looks up a key that the batch lacks, or a layer was not told whether
+        ConfigError: when it looks up a key that the batch lacks, or a layer was not given whether
             it trains.
     """
     # Where mesh axes are manual, the axes that Linen models name for activations are no one's.

@@ -1,6 +1,6 @@
 """The optimizer of a step: what it is shown of the model, and how its matrices are distributed.
 
-Momenta lie split as the strategy splits parameters, and a product of a matrix with itself needs all
+Momenta are split as the strategy splits parameters, and a product of a matrix with itself needs all
 of it. Gathering every matrix on every device would cost all of the work N times. Instead matrices
 of the same shape are stacked, and one all-to-all turns
 
@@ -79,7 +79,7 @@ def _fitting(
     if (refused := _refusal(optimizer, parts.params)) is None:
         return optimizer
     if isinstance(refused, TypeError) and "'value'" in str(refused):
-        # Some take further arguments, and not this one: they are not told the loss.
+        # Some take further arguments, and not this one: they do not get the loss.
         inner = optimizer
 
         def update(
@@ -210,8 +210,8 @@ class DistributedUpdate:
         optimizer: the transformation as it runs on them.
         params: their shapes.
         state: the shapes of the optimizer's first state.
-        param_policy: where parameters lie.
-        state_policy: where their gradients and moments lie.
+        param_policy: the shardings of parameters.
+        state_policy: those of their gradients and moments.
         mesh: the devices.
 
     Attributes:
@@ -244,7 +244,7 @@ class DistributedUpdate:
 
     @cached_property
     def _places(self) -> tuple[PartitionSpec, ...]:
-        """How each input of the update lies."""
+        """The sharding of each input of the update."""
         owners = shardings(self.state_policy, self.params, self.mesh)
         moments = optimizer_shardings(self.state_policy, self.params, self.state, self.mesh)
         params = shardings(self.param_policy, self.params, self.mesh)
@@ -326,7 +326,7 @@ class DistributedUpdate:
         return Distribution(function, shape, count, spec, apart, moved, tuple(extra), num_ranks)
 
     def _specs(self, call: RowCall) -> tuple[PartitionSpec, PartitionSpec]:
-        """How the dims lie that count matrices, and those of a matrix."""
+        """The specs of the dims that count matrices, and of those of a matrix."""
         if call.origin is None:
             return PartitionSpec(), PartitionSpec()
         number, dims = call.origin
@@ -357,7 +357,7 @@ class Distribution:
         function: what is done to each; equal for all.
         shape: of each.
         count: how many there are, on each rank of the axes `apart`.
-        spec: how each lies before and after.
+        spec: the sharding of each before and after.
         apart: the axes that count matrices already, such as that of a pipeline.
         moved: the axes that split them, which an all-to-all moves to the dim that counts.
         extra: the axes over which they are whole, and which divide the work all the same.

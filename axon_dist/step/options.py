@@ -232,7 +232,7 @@ class StepOptions:
             with samples of weight 0 (`Padding`), and it is proven of the program that these change
             neither the loss nor a metric nor a buffer; else the step is refused. None refuses
             batches that do not divide.
-        compiler_options: what XLA is told beside and over the options of the chip, which
+        compiler_options: what XLA gets beside and over the options of the chip, which
             `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
             takes one of them away. Every program of the step is compiled with them, and what
             `lower(batch).compile()` shows is what runs.
@@ -244,9 +244,9 @@ class StepOptions:
             microbatches, unless False says that what these find is to be averaged all the same. A
             metric that couples samples beside a loss that does not is refused with microbatches.
         eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
-            as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
-            modules, with the layers of Linen in them, as `evaluation` says; tell models of yours
-            here that must know otherwise.
+            as `{"deterministic": True}`. Modules of NNX are switched by `eval()`, and bridged Linen
+            modules, with the layers of Linen in them, as `evaluation` says; give here what
+            models of yours need besides.
         ema: the decay of a moving average of the trained parameters, which the state then keeps,
             `ema = decay * ema + (1 - decay) * params` after every update, from the first
             parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates

@@ -158,7 +158,7 @@ LINEN_BOX = "linen_meta_type"
 """What `nnx.bridge` notes of a value with axes: how Linen is to box it."""
 
 STEP, SHARED = "axon_step", "axon_shared"
-"""The keys among the buffers under which travels what a loss is told beside the samples."""
+"""The keys among the buffers of what a loss reads beside the samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ModelParts:
         params: nested dict of `ShapeDtypeStruct`, what the optimizer trains.
         buffers: nested dict of `ShapeDtypeStruct`: statistics, random keys and their counts.
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer leaves alone.
-        reads_step: whether the loss is told the number of the step.
+        reads_step: whether the loss takes the number of the step.
         shared: nested dict of `ShapeDtypeStruct`: what a batch has beside its samples.
         others: the paths of the buffers of other kinds than statistics and random streams, which
             are as large as their maker likes.
@@ -225,14 +225,14 @@ class ModelParts:
         return self.weights, self.with_inputs(self.buffers, step, self.shared)
 
     def with_inputs(self, buffers: PyTree, step: Any, shared: PyTree) -> PyTree:
-        """Buffers as a forward pass takes them: with what the loss is told beside the samples.
+        """Buffers as a forward pass takes them: with what the loss reads beside the samples.
 
-        It travels with them, since like them it is no sample's, and like a key that nobody draws
-        from it comes out as it went in.
+        It is passed with them, since like them it belongs to no sample, and like a key that nobody
+        draws from it comes out as it went in.
 
         Args:
             buffers: the model's own.
-            step: how many steps have been taken; left out where the loss is not told.
+            step: how many steps have been taken; left out where the loss does not take it.
             shared: what the batch has beside its samples, a nested dict.
         """
         number = {STEP: step} if self.reads_step else {}

@@ -44,14 +44,14 @@ from .microbatches import Draws, draws_of
 from .objective import GradientArguments, GradientResult, Sums, evaluate
 from .spec import StepSpec
 from .storage import nested_metrics, traced, unit_paths
-from .view import ModelChanges, spelled, synchronise_statistics
+from .view import ModelChanges, rewritten, synchronise_statistics
 
 Parted: TypeAlias = dict[int, int]
-"""Of parameters outside the blocks that lie in parts of the vocabulary, number and dim."""
+"""Of parameters outside the blocks that are split by the vocabulary, number and dim."""
 
 
 def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
-    """Gradients by a pipeline, in stored form, laid where their moments lie.
+    """Gradients by a pipeline, in stored form, with the sharding of their moments.
 
     The pipeline axis and the batch axes are manual: a rank holds its stages and its samples of
     every microbatch, adds up gradients over the whole schedule, and reduces them once. Other axes
@@ -108,11 +108,11 @@ class StagedPlan:
         view: how a rank sees the model: its blocks are units.
         own_shapes: the shapes of the model's parameters where a rank computes: of its own experts
             alone.
-        row_specs: where the rows of trained parameters lie in the manual region: by stages, and
-            experts as their tokens find them.
+        row_specs: the specs of the rows of trained parameters in the manual region: by stages, and
+            experts over the ranks that their tokens are sent to.
         frozen_specs: likewise those of frozen ones.
         added_over: the batch axes over which the gradients of each row are added up: not those it
-            lies split over, along which the samples of all ranks have come to it.
+            is split over, along which the samples of all ranks are sent to it.
     """
 
     spec: StepSpec
@@ -165,7 +165,7 @@ class StagedPlan:
         )
 
     def parted(self, buffers: PyTree, batch: Batch) -> Parted:
-        """What lies in parts of the vocabulary, of a schedule that has actions for it."""
+        """The parameters split by the vocabulary, of a schedule that has actions for them."""
         trace = self.trace(buffers, batch, in_region=False)
         axis = self.pipeline.axis
         embedding = self.pipeline.schedule.splits_embedding
@@ -181,7 +181,7 @@ class StagedPlan:
         return PartitionSpec(*(None,) * dim, axis)
 
     def grad_specs(self, parted: Parted) -> tuple[PyTree, PyTree]:
-        """Where rows and rest lie when they leave the manual region.
+        """The specs of rows and rest when they leave the manual region.
 
         A reduce-scatter in a region where other axes are automatic would first gather over these.
         There the addends of all ranks leave side by side, and the compiler sums them outside.
@@ -285,10 +285,10 @@ class StagedPlan:
         params = jax.eval_shape(self.view.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
-        # Outside of the region the spelling would be for all of the mesh.
-        spelling = functools.partial(spelled, strategy=strategy, mesh=spec.mesh)
+        # Outside of the region the rewrite would be for all of the mesh.
+        rewrite = functools.partial(rewritten, strategy=strategy, mesh=spec.mesh)
         stacks = spec.stored.storage.stacks
-        return traced(run, spelling if in_region else None, stacks, params, buffers, one)
+        return traced(run, rewrite if in_region else None, stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""

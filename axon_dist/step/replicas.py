@@ -80,7 +80,7 @@ def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation
 
 
 def _specs(axis: str) -> Any:
-    """The specs of a state in the region, but for what lies outside of it."""
+    """The specs of a state in the region, but for what stays outside of it."""
     rows, full = PartitionSpec(axis), PartitionSpec()
     placed: Any = {name: rows for name in ROWS}
     return TrainState(step=full, frozen=full, ema=full, outer=full, meeting=full, **placed)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ class Outer:
         return outer, {"opt_state": states, "missing": missing}
 
     def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, Metrics]:
-        """Where it lies: the parameters as those of a replica, alike on all of them.
+        """Its shardings: the parameters as those of a replica, alike on all of them.
 
         Args:
             state: of shapes.

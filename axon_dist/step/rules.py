@@ -171,7 +171,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "parameters that samples travel to are the compiler's to reduce",
         UnsupportedError,
-        "parameters lie split along {axis!r} and the samples of all its ranks travel to them, so "
+        "parameters are split along {axis!r} and the samples of all its ranks travel to them, so "
         "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
         "every microbatch is reduced, in the dtype of the compute",
         lambda spec: _residents(spec) if spec.strategy.resident else None,
@@ -229,7 +229,7 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
 """What a step of a pipeline must fulfil besides."""
 
 
-def _held_alone(spec: StepSpec) -> Found:
+def _stops_replicas(spec: StepSpec) -> Found:
     slow, policy = spec.strategy.slow, spec.options.nonfinite
     if slow is None or policy is None or not policy.holds:
         return None
@@ -265,9 +265,9 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         "no replica waits for another",
         UnsupportedError,
         "nonfinite={policy!r} keeps the state of all ranks from the first step that is not finite, "
-        "and replicas over axis {axis!r} would have to tell each other on every step; use 'skip', "
+        "and replicas over axis {axis!r} would have to tell each other so on every step; use 'skip', "
         "with which each leaves out its own batch, in a config train: {{nonfinite: skip}}",
-        _held_alone,
+        _stops_replicas,
     ),
     Requirement.row(
         "what is averaged is one",

@@ -215,7 +215,7 @@ class Separator:
         if separation is None and not use.loss.is_separable and metrics != use.metrics:
             alone = dataclasses.replace(use, metrics=metrics)
             if self._in_sums(batch, sizes, ranks, alone) is not None:
-                # Not the loss is what is to be told of, but the metric that keeps it from sums.
+                # The metric is to be reported, not the loss that it keeps from being computed by sums.
                 use = dataclasses.replace(use, loss=OutputUse(Use.MEAN))
         return use, separation
 
@@ -443,7 +443,7 @@ class Separator:
         if self._promise is not None:
             return "" if self._promise else "separable=False says that the loss couples samples"
         if not self._spec.reduction.sync_buffers:
-            # Each rank keeps statistics of its own then, as it was told to.
+            # Each rank keeps statistics of its own then, as was asked.
             buffers = use.buffers.items()
             others = {path: one for path, one in buffers if not self._is_statistic(path, one)}
             use = dataclasses.replace(use, buffers=others)

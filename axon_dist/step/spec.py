@@ -99,8 +99,8 @@ def compiler_options(
         world: the devices, and the mesh they form.
         given: names and values for the compiler; None as a value takes an option of the chip away.
         deterministic: whether every run has to give the same bits, and on any number of devices.
-        strategy: of the step, by which the table of chips tells apart what travels; None tells
-            nothing.
+        strategy: of the step, by which the table of chips distinguishes what is sent; None leaves
+            that open.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
@@ -132,7 +132,7 @@ def compiler_options(
     elif chip is not None and strategy is not None:
         parallel = False if strategy.pipeline else None
         if strategy.layers and parallel is None:
-            # The pieces that go round a ring are several arrays, sent together.
+            # The pieces sent around a ring are several arrays, sent together.
             parallel = all(x.sends_around and x.splits_positions for x in strategy.layers)
         keeps_whole, sums = strategy.keeps_weights_whole, strategy.sends_only_sums
         defaults = chip.options_for(world.size, keeps_whole, sums, parallel)
@@ -202,7 +202,7 @@ class Stored:
         storage: how the state holds the parameters.
         params: the shapes of the trained parameters.
         frozen: the shapes of the frozen parameters.
-        owners: where the gradients of the trained parameters lie in the end: with their moments.
+        owners: the shardings of the gradients after reduction: those of their moments.
         update: the optimizer, with the matrices that it needs whole distributed over devices.
     """
 

@@ -38,11 +38,11 @@ from .view import buffer_partition, mean_buffers, stack_buffers
 
 @dataclasses.dataclass(frozen=True)
 class Claims:
-    """Where a strategy says that parameters, gradients and moments lie, and why; prints as tables.
+    """The shardings a strategy claims for parameters, gradients and moments, and why, as tables.
 
     Args:
         params: about the parameters.
-        grads: about the gradients that reach the optimizer: they lie with its moments.
+        grads: about the gradients that reach the optimizer: they are sharded like its moments.
         opt_state: about the optimizer state.
         frozen: about the frozen parameters; of no rows where there are none.
         programs: what a compiled step must show besides; each raises where it does not.
@@ -103,7 +103,7 @@ class Claims:
 
 
 def placed_shape(x: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array with where it lies."""
+    """The shape of an array with its sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -134,8 +134,8 @@ class StateForm:
         reported: where a step leaves its metrics.
         shapes: a `TrainState` of shapes.
         places: a `TrainState` of shardings.
-        owners: where gradients lie in the end: with their moments.
-        claims: where the strategy says that arrays lie, and why.
+        owners: the shardings of the gradients after reduction: those of their moments.
+        claims: the shardings that the strategy claims, and why.
         outer_steps: what replicas that train on their own do in an outer step; none where there is
             one.
     """
@@ -147,15 +147,15 @@ class StateForm:
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
         store, one = stored.storage.store, stored.storage.strategy
         state = jax.eval_shape(lambda w, b: self.around(store(w), b), parts.weights, parts.buffers)
-        # Where one replica's parameters lie, trained and frozen.
+        # The shardings of one replica's parameters, trained and frozen.
         self._stored: tuple[Any, Any] = (
             shardings(one.params, stored.params, mesh),
             shardings(one.params, stored.frozen, mesh),
         )
         buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
         if parts.others and spec.reduction.sync_buffers:
-            # What is no layer's statistics lies as parameters would. Rules about paths are about
-            # parameters; what divides any leaf divides these too.
+            # Buffers that are no layer's statistics are sharded as parameters would be. Rules about
+            # paths are about parameters; what divides any leaf divides these too.
             policy = spec.strategy.params.flexible_part
             buffers = map_with_path(
                 lambda path, x, spec: policy(path, x.shape, mesh) if path in parts.others else spec,
@@ -292,7 +292,7 @@ class StateForm:
             stored, buffers = jax.device_put(values, (self._stored, self.replicated))
         else:
             stored, buffers = self._drawn(weights)
-        # A given module keeps its arrays: on the device it lies on, placing makes no copy.
+        # A given module keeps its arrays: placing one on the device where it is makes no copy.
         donated = () if is_placed else (0,)
         complete = jax.jit(self.around, out_shardings=self.places, donate_argnums=donated)
         state = complete(stored, buffers)
@@ -365,7 +365,7 @@ class StateForm:
             got, wanted = (f"{x.dtype}{list(x.shape)}" for x in (array, targets[path]))
             if got != wanted:
                 raise ConfigError(f"{path!r} is {wanted} in the model; got {got}; convert it first")
-        # What lies there already is not copied; what is a module's own stays usable.
+        # An array that is in its place is not copied; those of a module stay usable.
         arrays = {path: jax.device_put(x, targets[path].sharding) for path, x in weights.items()}
         if self.source.arrays is not None:
             pairs = (pair for tree in self.source.arrays for pair in leaves_with_paths(tree))

@@ -51,7 +51,7 @@ class TrainStep:
         layout: how batches are cut.
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
-        claims: where the strategy says that arrays lie, and why; `init` checks it.
+        claims: the shardings that the strategy claims, and why; `init` checks them.
         on_device: (state) -> the same state, all of it in device memory.
         form: what its states look like, and how the first one is made.
     """
@@ -211,7 +211,7 @@ class TrainStep:
             self._agreed.add(shapes)
 
     def _flag(self, was_nonfinite: Array | None) -> Array:
-        """The flag of the step before; for the first step one that lies like all later ones."""
+        """The flag of the step before; for the first step one sharded like all later ones."""
         if was_nonfinite is not None:
             return was_nonfinite
         return jax.make_array_from_callback((), self.form.replicated, lambda _: np.zeros((), bool))
@@ -253,8 +253,8 @@ class TrainStep:
             batch: as for a step.
 
         Returns:
-            A tree like the parameters, laid out as a step has them: each part where the moments
-            lie that it updates; and the metrics.
+            A tree like the parameters, sharded as a step has them: like the moments that they
+            update; and the metrics.
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)

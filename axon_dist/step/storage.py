@@ -164,7 +164,7 @@ def storage_of(
 
 
 def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
-    """The model's own dict; what is kept in eight bits lies as the weights would."""
+    """The model's own dict; what is kept in eight bits is sharded as the weights would be."""
     if not parts.int8:
         return Storage(strategy, frozen=parts.frozen_paths)
     shapes = {path: form.shape for path, form in parts.int8.items()}
@@ -321,7 +321,7 @@ def _counted(key: str | int) -> tuple[bool, list[str | int]]:
 
 def traced(
     run: Callable[[PyTree, PyTree, Batch], Outcome],
-    spelled: Callable[[Function], Function] | None,
+    rewritten: Callable[[Function], Function] | None,
     stacks: Stacks,
     params: PyTree,
     buffers: PyTree,
@@ -331,7 +331,7 @@ def traced(
 
     Args:
         run: (params of the model, buffers, batch) -> outcome, its blocks marked as units.
-        spelled: changes the function that is traced; None leaves it as it is.
+        rewritten: changes the function that is traced; None leaves it as it is.
         stacks: the modules of the model that hold many blocks.
         params: shapes, the blocks of stacks by themselves.
         buffers: arrays or shapes, as the model has them or with those of blocks by themselves.
@@ -346,10 +346,10 @@ def traced(
         loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
         return loss.total, loss.weight, _flat(weighed_metrics(outcome)), outcome.buffers
 
-    spelling = forward if spelled is None else spelled(forward)
+    program = forward if rewritten is None else rewritten(forward)
     if stacks.depths:
         # A loop over stacked blocks, as the model has it, hides which of them a call reads.
-        layers = by_rows(spelling)
+        layers = by_rows(program)
 
         def of_rows(params: PyTree, apart: PyTree, batch: Batch) -> Any:
             inputs = stacks.together(params, Stacked), buffers_together(apart, Stacked)
@@ -358,8 +358,8 @@ def traced(
             buffers = stacks.buffers_apart(after) if has_apart(apart) else after
             return jax.tree.map(whole, (*results, buffers))
 
-        spelling = of_rows
-    return trace_loss(spelling, params, buffers, batch)
+        program = of_rows
+    return trace_loss(program, params, buffers, batch)
 
 
 def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:

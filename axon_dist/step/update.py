@@ -164,7 +164,7 @@ def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResu
         arguments: parameters, buffers, batch and scale.
 
     Returns:
-        Gradients in stored form, where their moments lie; metrics; and the new buffers.
+        Gradients in stored form, sharded like their moments; metrics; and the new buffers.
     """
     shared = arguments.buffers.get(SHARED)
     here = spec.with_shared(shared) if shared else spec
@@ -232,7 +232,7 @@ def one_step(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)
-    # What a watched optimizer has to tell of its step.
+    # The metrics of a watched optimizer.
     for one in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
         measured |= one.metrics if isinstance(one, Watched) else {}
     if "param_norm" in options.metrics:

@@ -176,18 +176,18 @@ class ModelChanges:
         group = 1
         if strategy.remat is not None:
             remat, group, unroll = strategy.remat.remat, strategy.remat.group_size, unroll or 1
-        # Of pieces that go round a ring the compiler fetches none before its time.
+        # The compiler prefetches none of the pieces that are sent around a ring.
         prefetch = all(map(sends_pieces, strategy.layers))
         return scan_over_layers(forward, group, remat, prefetch=prefetch, unroll=unroll)
 
 
-def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
+def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
     """A forward pass without the operations that the SPMD partitioner gets wrong or gathers.
 
     Args:
         forward: of arrays.
         strategy: its batch axes say which ranks have which samples; in stages of a pipeline
-            slices are spelled too.
+            slices are rewritten too.
         mesh: names and sizes of its axes, over all devices.
 
     Returns:
@@ -250,7 +250,7 @@ def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
 
 
 def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
-    """Where a batch lies: samples over the batch axes, microbatches in front of them."""
+    """The spec of a batch: samples over the batch axes, microbatches in front of them."""
     return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
 
 

@@ -270,7 +270,7 @@ EXAMPLES = {
         lambda: build(
             ddp(), model=lambda: Net(width=16), precision=MixedPrecision.fp8(gather="fp8")
         ),
-        "'ddp' no kernel of a layer in fp8 lies split over ranks that have other samples; leave",
+        "'ddp' no kernel of a layer in fp8 is split over ranks that have other samples; leave",
     ),
     "statistics are of the whole batch": (
         lambda: build(ddp(bucket_capacity=9), model=lambda: Net(Seen)),
