@@ -74,7 +74,7 @@ def rendezvous_flags() -> tuple[str, ...]:
 def runs_cached_collectives_in_order() -> bool:
     """Whether XLA:CPU keeps the order of collectives in programs of JAX's compilation cache.
 
-    Every `ppermute` has the channel 1, so that devices distinguish two of them by their order alone.
+    Every `ppermute` has the channel 1, so that devices know two of them by their order alone.
     Of programs that jaxlib 0.12 has loaded from the cache, a device can be in two at once: most
     runs of a ring over 8 devices abort in rendezvous.h ("Id can't be larger than the number of
     participating threads") or hang. The same program just compiled did not, nor did any with 0.10.2

@@ -133,7 +133,8 @@ class Strategy:
     """A parallelism as a record of policies; `compose` makes one of several.
 
     Gradients have no policy of their own: they are reduced to the sharding of their moments, which
-    update them. What a rank holds before that, while it adds microbatches up, follows from the reduction.
+    update them. What a rank holds before that, while it adds microbatches up, follows from the
+    reduction.
 
     Args:
         name: what tables and conflict messages call it.
@@ -372,9 +373,9 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
     """Shards full-precision parameters with the optimizer state where compute is narrower.
 
     Where ranks split the moments of parameters that they hold whole, as in ZeRO-1 and 2, and
-    compute in a narrower dtype, the parameters are sharded like their moments, and every step begins with
-    an all-gather in the compute dtype. The owners' copies are the masters (Rajbhandari et al.,
-    arXiv:1910.02054, keep them so); what travels is half of what they are.
+    compute in a narrower dtype, the parameters are sharded like their moments, and every step
+    begins with an all-gather in the compute dtype. The owners' copies are the masters
+    (Rajbhandari et al., arXiv:1910.02054, keep them so); what is sent is half of their bytes.
 
     Args:
         strategy: any, with everything said.

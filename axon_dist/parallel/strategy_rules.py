@@ -187,7 +187,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         lambda strategy, _: strategy.pipeline and strategy.layers and _rings(strategy),
     ),
     _rule(
-        "what goes round a ring is multiplied as it is",
+        "what is sent around a ring is multiplied as it is",
         StrategyConflictError,
         "tensor_parallel sends pieces of activations around the ranks of {axis!r}, and products "
         "in {strategy.precision.products} have one scale for all of them; leave rings out of "
@@ -200,8 +200,9 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "stages see every sample",
         StrategyConflictError,
         "strategy {strategy.name!r} splits the batch over {strategy.pipeline.axis!r}, along "
-        "which the stages of its pipeline are placed, and every stage needs every sample; use another "
-        "axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data parallelism out",
+        "which the stages of its pipeline are placed, and every stage needs every sample; use "
+        "another axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data parallelism "
+        "out",
         lambda strategy, _: strategy.pipeline and strategy.pipeline.axis in strategy.batch_axes,
     ),
     _rule(

@@ -243,7 +243,7 @@ def local_gather(spec: StepSpec, path: Path) -> LocalGather:
 
 
 def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
-    """How the gradients that ranks hold back are reduced; None for a weight without one."""
+    """How gradients that are summed per rank are reduced; None for a weight without one."""
     if path in spec.parts.frozen_paths:
         return None
     owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shapes[path])

@@ -285,7 +285,7 @@ class StagedPlan:
         params = jax.eval_shape(self.view.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
-        # Outside of the region the rewrite would be for all of the mesh.
+        # Outside of the region the rewriting would be for all of the mesh.
         rewrite = functools.partial(rewritten, strategy=strategy, mesh=spec.mesh)
         stacks = spec.stored.storage.stacks
         return traced(run, rewrite if in_region else None, stacks, params, buffers, one)

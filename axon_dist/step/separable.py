@@ -215,7 +215,7 @@ class Separator:
         if separation is None and not use.loss.is_separable and metrics != use.metrics:
             alone = dataclasses.replace(use, metrics=metrics)
             if self._in_sums(batch, sizes, ranks, alone) is not None:
-                # The metric is to be reported, not the loss that it keeps from being computed by sums.
+                # Reports the metric, which keeps the loss from being computed by sums.
                 use = dataclasses.replace(use, loss=OutputUse(Use.MEAN))
         return use, separation
 

@@ -267,7 +267,7 @@ class StepSpec:
         ranks = math.prod(mesh.shape.get(axis, 1) for axis in strategy.batch_axes)
         reduction = strategy.reduction or Reduction()
         compute = self.parts.dtype if precision is None else precision.compute
-        # Without batch axes no rank has gradients of its own to hold back; and parameters that are
+        # Without batch axes no rank has gradients of its own to sum first; and parameters that are
         # resident are for the samples of other ranks, too.
         is_apart = pipeline is None and not strategy.resident and bool(strategy.batch_axes)
         derived = {

@@ -190,7 +190,7 @@ EXAMPLES = {
         lambda: build(compose(pipelined(2, 4), context_parallel()), "pp=2,cp=4"),
         r"ring of axis 'cp'",
     ),
-    "what goes round a ring is multiplied as it is": (
+    "what is sent around a ring is multiplied as it is": (
         lambda: build(
             tensor_parallel({"up$": "column"}, sequence=True, rings=True), "tp=8", precision="fp8"
         ),
