@@ -1,4 +1,4 @@
-"""Kinds of arguments that need JAX or Flax to be told; the others are in `arguments.py`."""
+"""Kinds of arguments that need JAX or Flax to be checked; the others are in `arguments.py`."""
 
 from __future__ import annotations
 

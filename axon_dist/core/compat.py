@@ -74,7 +74,7 @@ def rendezvous_flags() -> tuple[str, ...]:
 def runs_cached_collectives_in_order() -> bool:
     """Whether XLA:CPU keeps the order of collectives in programs of JAX's compilation cache.
 
-    Every `ppermute` has the channel 1, so that devices tell two of them apart by their order alone.
+    Every `ppermute` has the channel 1, so that devices know two of them by their order alone.
     Of programs that jaxlib 0.12 has loaded from the cache, a device can be in two at once: most
     runs of a ring over 8 devices abort in rendezvous.h ("Id can't be larger than the number of
     participating threads") or hang. The same program just compiled did not, nor did any with 0.10.2
@@ -91,7 +91,7 @@ def _jaxlib_version() -> tuple[int, int]:
 def keep_executables(
     folder: Path, get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]
 ) -> None:
-    """Has JAX's compilation cache keep all programs, small ones too, where it is told.
+    """Has JAX's compilation cache keep all programs, small ones too, in a given store.
 
     Args:
         folder: what the cache is known by, and where XLA keeps what it has tuned.
@@ -149,8 +149,8 @@ class SharedStore:
 
     def items(self, prefix: str) -> Mapping[str, str]:
         """All values under a prefix that ends in a slash, by what follows the prefix."""
-        found = self._client.key_value_dir_get(prefix)
-        return {key.removeprefix(prefix): value for key, value in found}
+        pairs = self._client.key_value_dir_get(prefix)
+        return {key.removeprefix(prefix): value for key, value in pairs}
 
     def wait(self, name: str, seconds: float) -> None:
         """Returns when every process waits at the barrier of this name, which is met once."""
@@ -264,10 +264,10 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     if equation.primitive.name in REDUCERS | {"scan"}:
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        found = equation.params.get(key)
-        if found is not None:
+        program = equation.params.get(key)
+        if program is not None:
             # Before 0.11 an open program was of another type, without values of constants.
-            return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+            return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
     return None
 
 
@@ -308,9 +308,9 @@ def source_line(equation: JaxprEqn) -> str:
     The innermost that is not in an installed package, or else the innermost of all.
     """
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
-    own = [frame for frame in frames if "site-packages" not in frame.file_name]
-    found = (own or frames)[:1]
-    return f"{os.path.basename(found[0].file_name)}:{found[0].start_line}" if found else ""
+    outside = [frame for frame in frames if "site-packages" not in frame.file_name]
+    first = (outside or frames)[:1]
+    return f"{os.path.basename(first[0].file_name)}:{first[0].start_line}" if first else ""
 
 
 def new_operation(
@@ -465,7 +465,7 @@ def stop_leaks_of_saves() -> None:
 def end_failed_saves() -> None:
     """Has a save of Orbax (0.12) that fails wait for its other writes, before it closes their loop.
 
-    They complain of that, one after the other, once the error was told.
+    Else each of them reports that too, after the error itself.
     """
     with contextlib.suppress(ImportError, AttributeError):
         utils: Any = importlib.import_module("orbax.checkpoint._src.asyncio_utils")

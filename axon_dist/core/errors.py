@@ -1,4 +1,4 @@
-"""Every error a user can meet, each saying what was got, what must hold and what to do."""
+"""Every error a user can get, each saying what was got, what must hold and what to do."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Mod
     """A class like another, whose methods look in the module for what runs around them."""
 
     def member(name: str) -> Function:
-        # Keeps the signature, by which attention is told from other modules.
+        # Keeps the signature, by which attention is distinguished from other modules.
         @functools.wraps(getattr(module_type, name))
         def call(self: nnx.Module, *args: object, **kwargs: object) -> PyTree:
             depth = len(layers_of(self).around(name))
@@ -136,7 +136,7 @@ def num_stacked(module: nnx.Module) -> int | None:
     """How many layers a module holds, stacked by `nnx.vmap`; None where it is one layer.
 
     A stacked module has the class and the attributes of one layer, and leaves of a dim more. So a
-    layer of Flax in it tells: its parameters have one dim more than such a layer needs, and all
+    layer of Flax in it decides: its parameters have one dim more than such a layer needs, and all
     parameters of the module have the same leading size.
 
     Args:
@@ -159,17 +159,17 @@ def num_stacked(module: nnx.Module) -> int | None:
     extra: set[int] = set()
     for _, layer in nnx.iter_modules(module):
         dims = next((find(layer) for kind, find in DIMS.items() if isinstance(layer, kind)), {})
-        held = {name: getattr(layer, name, None) for name in dims}
-        params = {name: value for name, value in held.items() if isinstance(value, nnx.Param)}
+        attributes = {name: getattr(layer, name, None) for name in dims}
+        params = {name: value for name, value in attributes.items() if isinstance(value, nnx.Param)}
         extra |= {len(x.get_value().shape) - dims[name] for name, x in params.items()}
     return sizes.pop() if extra == {1} else None
 
 
 def stacks_of(model: nnx.Module) -> dict[Path, int]:
     """The outermost stacked modules of a model, and how many layers each holds."""
-    found: dict[tuple, int] = {}
+    counts: dict[tuple, int] = {}
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
-        inside = not keys or any(keys[: len(outer)] == outer for outer in found)
+        inside = not keys or any(keys[: len(outer)] == outer for outer in counts)
         if not inside and (count := num_stacked(module)) is not None:
-            found[keys] = count
-    return {"/".join(map(str, keys)): count for keys, count in found.items()}
+            counts[keys] = count
+    return {"/".join(map(str, keys)): count for keys, count in counts.items()}

@@ -1,7 +1,7 @@
 """Sums, means and extremes over mesh axes inside `shard_map`, safe on every platform.
 
 Whatever this library reduces inside a manual region goes through here. XLA:CPU ends the process
-when it meets a bfloat16 reduction in a region where some axes are left to the compiler (the pass
+when it compiles a bfloat16 reduction in a region where some axes are left to the compiler (the pass
 AllReducePromotion: "Invalid binary instruction opcode copy"), also where the reduction is the
 transpose of something else. There values are widened to float32 first, which the compiler for CPUs
 does to bfloat16 sums anyway; no other platform sees a difference.

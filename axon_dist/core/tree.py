@@ -46,10 +46,10 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[Path, PyTree]]:
     """
     check_depth(tree)
     try:
-        found = jax.tree_util.tree_leaves_with_path(tree)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
     except ValueError as error:
         raise ConfigError(f"a tree has keys that cannot be sorted ({error}); give texts") from error
-    return [(path_str(path), leaf) for path, leaf in found]
+    return [(path_str(path), leaf) for path, leaf in leaves]
 
 
 _DEEPEST = 200
@@ -97,7 +97,7 @@ def check_depth(
 
 
 def map_with_path(function: Function, tree: PyTree, *rest: PyTree) -> PyTree:
-    """Maps `function(path, leaf, *rest_leaves)` over a tree, the path spelled with slashes."""
+    """Maps `function(path, leaf, *rest_leaves)` over a tree, the path written with slashes."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(path_str(path), *leaves), tree, *rest
     )
@@ -166,7 +166,7 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def memory_of(leaf: Leaf) -> Where:
-    """In which memory an array, or a shape with a sharding, lies."""
+    """The memory that an array, or a shape with a sharding, is in."""
     return "host" if leaf.sharding.memory_kind in _HOST_KINDS else "device"
 
 

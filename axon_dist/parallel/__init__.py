@@ -1,4 +1,4 @@
-"""Parallelisms as strategies: values that say where arrays lie, and compose.
+"""Parallelisms as strategies: values that give the shardings of arrays, and compose.
 
 Nothing here runs a step; `step` builds it from the strategy. Imports `collectives`, `nn`,
 `jaxpr`, `ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
@@ -91,7 +91,7 @@ explain_calls(globals())
 def __getattr__(name: str) -> object:
     """How a step gathers weights lives in `step`, above this room; asked for here, it is found."""
     if name in GATHERS:
-        found = {name: getattr(importlib.import_module("axon_dist.step.gather"), name)}
-        explain_calls(found)
-        return found[name]
+        gathers = {name: getattr(importlib.import_module("axon_dist.step.gather"), name)}
+        explain_calls(gathers)
+        return gathers[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,11 +83,11 @@ class ZeROStage(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A row of the ZeRO table: what lies split between steps or microbatches.
+    """A row of the ZeRO table: what is split between steps or microbatches.
 
     Args:
         params: whether parameters are split, and gathered where they are used.
-        grads: whether gradients are held split between microbatches. With one microbatch stages 1
+        grads: whether gradients are kept split between microbatches. With one microbatch stages 1
             and 2 are the same program: gradients are reduced to the owners of their moments.
         opt_state: whether optimizer moments are split.
     """
@@ -237,23 +237,23 @@ def fsdp(
 
     Source: Zhao et al., PyTorch FSDP, VLDB 2023, arXiv:2304.11277.
     """
-    chosen = ShardingStrategy(sharding_strategy)
-    hybrid = chosen is ShardingStrategy.HYBRID_SHARD
+    kind = ShardingStrategy(sharding_strategy)
+    hybrid = kind is ShardingStrategy.HYBRID_SHARD
     axes = axes_of(axes)
     if hybrid and len(axes) < 2:
         raise ConfigError(
             f"hybrid_shard got the axes {axes}; it needs one to replicate over and a last one to "
             'split over, such as ("dp", "fsdp")'
         )
-    _WRAP.check(chosen.value, "auto_wrap_policy", auto_wrap_policy)
-    _REMAT.check(chosen.value, "activation_checkpointing", activation_checkpointing)
+    _WRAP.check(kind.value, "auto_wrap_policy", auto_wrap_policy)
+    _REMAT.check(kind.value, "activation_checkpointing", activation_checkpointing)
     made = zero(
-        STAGES[chosen],
+        STAGES[kind],
         axes,
         shard_axes=axes[-1:] if hybrid else axes,
         min_elements=min_elements,
         reduction=reduction,
-        name=chosen.value,
+        name=kind.value,
     )
     return dataclasses.replace(
         made,
@@ -364,11 +364,11 @@ def _slow(
             f"{name} got fragments={fragments} and every={every}; each fragment synchronizes at a "
             f"step of its own, so give at most {every} fragments, or more steps"
         )
-    chosen = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     plan = SlowPlan(
         axis,
         int(every),
-        optax.with_extra_args_support(chosen),
+        optax.with_extra_args_support(optimizer),
         compression_of(compress),
         int(fragments),
     )

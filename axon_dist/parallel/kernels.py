@@ -155,7 +155,7 @@ class LossOverMesh:
     positions. Here the head is whole before the chunks, and its gradient summed after them.
 
     Args:
-        layout: where activations lie; its `vocabulary` splits the tokens where they divide.
+        layout: the layout of the activations; its `vocabulary` splits the tokens where they divide.
 
     Attributes:
         replaces: the name of the primitive that such losses are.
@@ -173,8 +173,8 @@ class LossOverMesh:
         spread = Spread.of(self.layout, Operands(*operands), manual)
         how = equation.params["how"]
 
-        def run(given, wants):
-            return spread.run(self.layout, how, given, wants)
+        def run(operands, wants):
+            return spread.run(self.layout, how, operands, wants)
 
         return list(differentiable(run)(*operands))
 
@@ -210,12 +210,12 @@ class Spread:
             vocabulary=fits(layout.vocabulary, classes),
         )
 
-    def run(self, layout: Layout, how: HeadLoss, given: Operands, wants: Wants) -> LossParts:
+    def run(self, layout: Layout, how: HeadLoss, operands: Operands, wants: Wants) -> LossParts:
         """Computes the loss and the gradients asked for."""
         ranks, columns = (*self.samples, *self.sequence), self.vocabulary or None
         positions = PartitionSpec(self.samples or None, self.sequence or None)
-        positions = PartitionSpec(*positions[: given.labels.ndim])
-        whole, kernel, bias = PartitionSpec(), PartitionSpec(None, columns), PartitionSpec(columns)
+        positions = PartitionSpec(*positions[: operands.labels.ndim])
+        full, kernel, bias = PartitionSpec(), PartitionSpec(None, columns), PartitionSpec(columns)
         # Outside of manual regions the addends of the ranks leave side by side, and the compiler
         # adds them up, which gives every owner its shard at once.
         beside = bool(ranks) and not manual_axes()
@@ -230,24 +230,24 @@ class Spread:
             return grad[None] if beside else all_sum(grad, ranks)
 
         def local(*operands: Array) -> PyTree:
-            found = evaluate(how, Operands(*operands), wants, axis)
-            total, hits = (all_sum(x, ranks) if ranks else x for x in (found.total, found.hits))
-            of_hidden, *of_head = found.grads
+            parts = evaluate(how, Operands(*operands), wants, axis)
+            total, hits = (all_sum(x, ranks) if ranks else x for x in (parts.total, parts.hits))
+            of_hidden, *of_head = parts.grads
             of_kernel, of_bias = map(summed, of_head, (operands[1], operands[4]))
-            return total, hits, found.losses, (of_hidden, of_kernel, of_bias)
+            return total, hits, parts.losses, (of_hidden, of_kernel, of_bias)
 
         lead = (ranks,) if beside else ()
         of_head = PartitionSpec(*lead, None, columns), PartitionSpec(*lead, columns)
         specs = positions, kernel, positions, positions, bias
-        results = (whole, whole, positions, (positions, *of_head))
-        found = LossParts(*layout.mapped(local, specs, results, check_vma=False)(*given))
+        results = (full, full, positions, (positions, *of_head))
+        parts = LossParts(*layout.mapped(local, specs, results, check_vma=False)(*operands))
         if not beside:
-            return found
+            return parts
 
         def add(x):
             return None if x is None else jax.lax.reduce_sum(x, (0,))
 
-        return found._replace(grads=(found.grads[0], *map(add, found.grads[1:])))
+        return parts._replace(grads=(parts.grads[0], *map(add, parts.grads[1:])))
 
 
 COLUMNS, ROWS = "into_columns", "into_rows"
@@ -267,7 +267,7 @@ class RingProducts:
     """Computes the products of marked values as rings.
 
     Args:
-        layout: where activations lie.
+        layout: the layout of the activations.
         axis: the mesh axis that splits positions between layers and features within.
     """
 
@@ -328,7 +328,7 @@ class _Marked:
     Args:
         layout: see `RingProducts`.
         axis: likewise.
-        marks: by the identity of a value, which is held so that it stays the only one.
+        marks: by the identity of a value, which is kept alive so that no other value gets it.
         sent: the pieces of a source, by its identity and dtype: layers with one input share them.
         used: the layers that have multiplied what they got.
     """
@@ -344,7 +344,7 @@ class _Marked:
         left = (mark for _, mark in self.marks.values() if mark.layer not in self.used)
         if (mark := next(left, None)) is not None:
             raise UnsupportedError(
-                f"tensor_parallel has positions go round the ranks of {self.axis!r}, and a layer "
+                f"tensor_parallel sends positions around the ranks of {self.axis!r}, and a layer "
                 f"of the plan that got {jax.typeof(mark.source).str_short()} multiplies no "
                 f"[B, T, K] by a matrix [K, N], T a multiple of "
                 f"{self.layout.mesh.shape[self.axis]}; leave rings out of tensor_parallel, or the "
@@ -410,8 +410,8 @@ class _Marked:
         return divides and self.axis not in manual_axes()
 
     def _mark(self, value: object) -> Mark | None:
-        found = self.marks.get(id(value))
-        return None if found is None else found[1]
+        entry = self.marks.get(id(value))
+        return None if entry is None else entry[1]
 
     def _note(self, results: list[Any], mark: Mark) -> list[Array]:
         self.marks[id(results[0])] = results[0], mark

@@ -75,10 +75,10 @@ class Reduction:
         return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
-        """Whether gradients must be held per rank before they are reduced.
+        """Whether gradients must be summed per rank before they are reduced.
 
-        The compiler cannot be told to hold a reduction back, to group it, to run it in another
-        dtype than the compute, or to keep statistics apart, so these need a manual region. All
+        The compiler has no way to postpone a reduction, to group it, to run it in another dtype
+        than the compute, or to keep statistics apart, so these need a manual region. All
         else runs in global view, where the compiler hides each reduction behind the backward pass
         of the layer before.
 
@@ -86,9 +86,9 @@ class Reduction:
             num_microbatches: how many microbatches a step has.
             compute: the compute dtype; None where it does not differ from the parameters'.
         """
-        held_back = self.per != "microbatch" and num_microbatches > 1
+        reduces_late = self.per != "microbatch" and num_microbatches > 1
         recast = None not in (self.dtype, compute) and self.dtype != compute
-        return self.by_hand or held_back or self.is_grouped or recast or not self.sync_buffers
+        return self.by_hand or reduces_late or self.is_grouped or recast or not self.sync_buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +116,11 @@ class AdaptLayers(abc.ABC):
 
         Args:
             model: of shapes.
-            layout: where activations lie.
+            layout: the layout of the activations.
         """
 
     def extend(self, layout: Layout) -> Layout:
-        """Adds what it splits to where the activations of all layers lie."""
+        """Adds what it splits to the layout of the activations of all layers."""
         return layout
 
     @abc.abstractmethod
@@ -132,14 +132,15 @@ class AdaptLayers(abc.ABC):
 class Strategy:
     """A parallelism as a record of policies; `compose` makes one of several.
 
-    Gradients have no policy of their own: they are reduced to where their moments lie, which update
-    them. What a rank holds before that, while it adds microbatches up, follows from the reduction.
+    Gradients have no policy of their own: they are reduced to the sharding of their moments, which
+    update them. What a rank holds before that, while it adds microbatches up, follows from the
+    reduction.
 
     Args:
         name: what tables and conflict messages call it.
         batch_axes: the mesh axes that split dim 0 of the batch.
-        params: where parameters lie between steps.
-        opt_state: where optimizer moments lie, and the gradients that reach them.
+        params: the shardings of parameters between steps.
+        opt_state: those of optimizer moments, and of the gradients that reach them.
         reduction: how gradients become one; None where the strategy has no say.
         wrap: which modules are gathered and freed as one unit, where parameters are split.
         precision: the dtypes; None where the strategy has no say.
@@ -151,7 +152,7 @@ class Strategy:
             instead of once per unit and use; `with_masters` sets it.
         resident: the batch axes along which sharded parameters are never gathered: each rank
             computes with its shard for the samples of all, as with experts.
-        slow: which axis lies between replicas that train on their own, and when they synchronize;
+        slow: which axis separates replicas that train on their own, and when they synchronize;
             None where all ranks take every step together.
 
     Example:
@@ -206,7 +207,7 @@ class Strategy:
         return said or ("microbatch" if splits else "step")
 
     def layout(self, mesh: Mesh) -> Layout:
-        """Where the activations of all layers lie."""
+        """The layout of the activations of all layers."""
         layout = Layout(mesh, self.batch_axes, may_ring=self.pipeline is None)
         for layers in self.layers:
             layout = layers.extend(layout)
@@ -214,7 +215,7 @@ class Strategy:
 
     @property
     def splits(self) -> bool:
-        """Whether parameters or their moments, and so gradients, lie split over an axis."""
+        """Whether parameters or their moments, and so gradients, are split over an axis."""
         return bool(self.params.split_axes or self.opt_state.split_axes)
 
     @property
@@ -258,14 +259,14 @@ def as_strategy(strategy: Strategy | HasStrategy) -> Strategy:
     Raises:
         ConfigError: when it is neither.
     """
-    found = getattr(strategy, "strategy", strategy)
-    if not isinstance(found, Strategy):
+    resolved = getattr(strategy, "strategy", strategy)
+    if not isinstance(resolved, Strategy):
         what = repr(strategy) if isinstance(strategy, str) else f"a {type(strategy).__name__}"
         raise ConfigError(
             f"got {what} for a strategy; give one such as ddp(), or a wrapper such as "
             'DDP(model, world.group("dp"))'
         )
-    return found
+    return resolved
 
 
 def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
@@ -275,9 +276,9 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
         >>> axes_of("dp"), axes_of(["dp", "fsdp"])
         (('dp',), ('dp', 'fsdp'))
     """
-    found = (axes,) if isinstance(axes, str) else axes
-    TEXTS.check("a strategy", "axes", found)
-    if not (named := tuple(found)):
+    names = (axes,) if isinstance(axes, str) else axes
+    TEXTS.check("a strategy", "axes", names)
+    if not (named := tuple(names)):
         raise ConfigError(
             "a strategy got no axes; name at least one axis of the mesh that splits the batch, "
             'such as "dp"'
@@ -372,9 +373,9 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
     """Shards full-precision parameters with the optimizer state where compute is narrower.
 
     Where ranks split the moments of parameters that they hold whole, as in ZeRO-1 and 2, and
-    compute in a narrower dtype, the parameters lie with their moments, and every step begins with
-    an all-gather in the compute dtype. The owners' copies are the masters (Rajbhandari et al.,
-    arXiv:1910.02054, keep them so); what travels is half of what they are.
+    compute in a narrower dtype, the parameters are sharded like their moments, and every step
+    begins with an all-gather in the compute dtype. The owners' copies are the masters
+    (Rajbhandari et al., arXiv:1910.02054, keep them so); what is sent is half of their bytes.
 
     Args:
         strategy: any, with everything said.
@@ -386,8 +387,8 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
     """
     precision, axes = strategy.precision, set(strategy.data_axes)
     splits = not axes.isdisjoint(strategy.opt_state.split_axes)
-    whole = axes.isdisjoint(strategy.params.split_axes)
-    if precision is None or strategy.pipeline is not None or not (splits and whole):
+    replicates = axes.isdisjoint(strategy.params.split_axes)
+    if precision is None or strategy.pipeline is not None or not (splits and replicates):
         return strategy
     if precision.compute.itemsize >= dtype.itemsize:
         return strategy
@@ -416,7 +417,7 @@ def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                     f"{part.name!r}; give each its own mesh axis"
                 )
             axes[axis] = part.name
-    # Ranks that are to have the samples of each other lie next to each other.
+    # Ranks that exchange samples are placed next to each other.
     resident = {axis for part in parts for axis in part.resident}
     return tuple(sorted(axes, key=lambda axis: axis in resident))
 
@@ -470,7 +471,7 @@ def _briefly(value: object, other: object) -> str:
         for field in dataclasses.fields(value)
         if getattr(value, field.name) != getattr(other, field.name)
     ]
-    return ", ".join(f"{name}={_named(own)}" for name, own in differing)
+    return ", ".join(f"{name}={_named(item)}" for name, item in differing)
 
 
 def _named(value: object) -> str:

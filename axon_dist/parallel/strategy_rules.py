@@ -48,9 +48,9 @@ def _rule(
     """
 
     def when(placed: PlacedStrategy) -> Mapping[str, object] | None:
-        found = broken(placed.strategy, placed.world)
-        more = found if isinstance(found, dict) else {}
-        return {"strategy": placed.strategy, "mesh": placed.world.spec, **more} if found else None
+        facts = broken(placed.strategy, placed.world)
+        more = facts if isinstance(facts, dict) else {}
+        return {"strategy": placed.strategy, "mesh": placed.world.spec, **more} if facts else None
 
     return Requirement.row(name, error, sentence, when)
 
@@ -187,9 +187,9 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         lambda strategy, _: strategy.pipeline and strategy.layers and _rings(strategy),
     ),
     _rule(
-        "what goes round a ring is multiplied as it is",
+        "what is sent around a ring is multiplied as it is",
         StrategyConflictError,
-        "tensor_parallel has pieces of activations go round the ranks of {axis!r}, and products "
+        "tensor_parallel sends pieces of activations around the ranks of {axis!r}, and products "
         "in {strategy.precision.products} have one scale for all of them; leave rings out of "
         "tensor_parallel, or use precision bf16",
         lambda strategy, _: (
@@ -200,8 +200,9 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "stages see every sample",
         StrategyConflictError,
         "strategy {strategy.name!r} splits the batch over {strategy.pipeline.axis!r}, along "
-        "which the stages of its pipeline lie, and every stage needs every sample; use another "
-        "axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data parallelism out",
+        "which the stages of its pipeline are placed, and every stage needs every sample; use "
+        "another axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data parallelism "
+        "out",
         lambda strategy, _: strategy.pipeline and strategy.pipeline.axis in strategy.batch_axes,
     ),
     _rule(

@@ -427,7 +427,7 @@ def estimate(
         optimizer: whose state is counted; Adam by default.
         grad_dtype: the dtype that gradients are kept in; the parameters' by default.
         accumulate: microbatches per step. With several, as papers count, the gradients are those
-            held from one to the next, which a reduction once per step leaves whole on every rank;
+            kept from one to the next, which a reduction once per step leaves whole on every rank;
             with 1 they are what the optimizer is given, split like its moments.
 
     Returns:

@@ -469,8 +469,8 @@ class FromMetadata(Policy):
     ) -> Decision:
         """Decides by the annotation of the path, as far as the mesh has its axes."""
         written = dict(self.annotations).get(path, PartitionSpec())
-        every = (axes_of(written, dim) for dim in range(len(written)))
-        spec = spec_of(tuple(axis for axis in axes if axis in mesh.shape) for axes in every)
+        dims = (axes_of(written, dim) for dim in range(len(written)))
+        spec = spec_of(tuple(axis for axis in axes if axis in mesh.shape) for axes in dims)
         check_divides(path, shape, spec, mesh)
         return Decision(spec, self.label, f"annotated {written}" if written else "not annotated")
 

@@ -111,7 +111,7 @@ def _longer(leaf: Any, more: int, weighs: bool) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A batch that lies on the devices as the step wants it.
+    """A batch on the devices, with the shardings that the step takes.
 
     Args:
         arrays: leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
@@ -154,7 +154,7 @@ class BatchLayout:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where every leaf of the placed batch lies."""
+        """The sharding of every leaf of the placed batch."""
         return NamedSharding(self.mesh, batch_spec(self.axes, self.num_microbatches))
 
     @property
@@ -203,7 +203,7 @@ class BatchLayout:
         Raises:
             DivisibilityError: when it cannot be cut evenly.
         """
-        batch, shared = self._whole(batch, self.num_processes)
+        batch, shared = self._padded(batch, self.num_processes)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, everywhere))
 
@@ -220,7 +220,7 @@ class BatchLayout:
         Raises:
             DivisibilityError: when it cannot be cut evenly.
         """
-        batch, shared = self._whole(batch, num_processes)
+        batch, shared = self._padded(batch, num_processes)
         placed = jax.eval_shape(
             lambda rows: jax.tree.map(
                 lambda x: self.split(jnp.concatenate([jnp.asarray(x)] * num_processes)), rows
@@ -230,7 +230,7 @@ class BatchLayout:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return Placed(_lying(placed, self.sharding), _lying(shared, everywhere))
 
-    def _whole(self, batch: Batch, num_processes: int) -> tuple[Batch, PyTree]:
+    def _padded(self, batch: Batch, num_processes: int) -> tuple[Batch, PyTree]:
         """The samples, filled up by each process where there is padding, and what they share."""
         batch, shared = apart(batch)
         if self.padding is not None and samples_of(batch):
@@ -271,20 +271,20 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
         {'scale': array(3., dtype=float32)}
     """
     check_leaves(batch)
-    found = [
+    marked = [
         keys
         for keys, leaf in jax.tree_util.tree_leaves_with_path(batch)
         if isinstance(leaf, Shared)
     ]
-    if not found:
+    if not marked:
         return batch, {}
-    if not all(isinstance(key, jax.tree_util.DictKey) for keys in found for key in keys):
+    if not all(isinstance(key, jax.tree_util.DictKey) for keys in marked for key in keys):
         raise ConfigError(
             f"the batch is a {type(batch).__name__} that has Shared(...) at "
-            f"{path_str(found[0])!r}; only in a dict, or a dict in a dict, has it a name to be "
+            f"{path_str(marked[0])!r}; only in a dict, or a dict in a dict, has it a name to be "
             "found by"
         )
-    rows, shared = parted(batch, {path_str(keys) for keys in found})
+    rows, shared = parted(batch, {path_str(keys) for keys in marked})
     return rows, jax.tree.map(lambda one: _canonical(one.value), shared)
 
 
@@ -298,8 +298,8 @@ def _canonical(value: Any) -> Any:
     """An array of a dtype that JAX has; a number of Python is one of no dims."""
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return value
-    found = np.asarray(value)
-    return found.astype(jax.dtypes.canonicalize_dtype(found.dtype))
+    array = np.asarray(value)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 _SHOWN = 8
@@ -329,26 +329,26 @@ def check_leaves(batch: Batch) -> None:
         what = "None" if batch is None else f"an empty {type(batch).__name__}"
         raise ConfigError(f"the batch is {what}; give arrays, as in " + '{"x": ..., "y": ...}')
     for path, leaf in leaves:
-        where = f"leaf {path!r} of the batch" if path else "the batch"
+        label = f"leaf {path!r} of the batch" if path else "the batch"
         if isinstance(leaf, Shared):
             continue
         if (problem := problem_of(leaf)) is not None:
-            raise DTypeError(f"{where} {problem}")
+            raise DTypeError(f"{label} {problem}")
         if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)):
             continue
         if not hasattr(leaf, "__array__"):
             raise ConfigError(
-                f"{where} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
+                f"{label} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
                 "one batch of them, not what makes batches"
             )
         if isinstance(leaf, np.ndarray):
             if leaf.dtype.kind in "OSUMmV":
                 raise ConfigError(
-                    f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
+                    f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
                     "token ids"
                 )
             if leaf.dtype.itemsize >= 8:
-                check_32_bits(where, leaf)
+                check_32_bits(label, leaf)
 
 
 def samples_of(batch: Batch) -> int:
@@ -390,7 +390,7 @@ def check_fillings(parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str
         ConfigError: naming the number, what counts the fillings, and how to say it.
         UnsupportedError: when a buffer of the model depends on the batch.
     """
-    found = _without_weights(parts, loss_fn, batch, weight)
+    unweighted = _without_weights(parts, loss_fn, batch, weight)
     rows = max(jax.tree.leaves(batch)[0].shape[0], 2)
     use = Traces(parts, loss_fn, over_all=False).use(batch, (rows, 2 * rows))
     if use.failure:
@@ -403,17 +403,15 @@ def check_fillings(parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str
                 "adds. Use a normalisation without statistics, or batches that divide"
             )
     for name, of in use.outputs().items():
-        if name in found:
-            total, own, is_plain = found[name]
-            if problem := _problem(of, total, own, is_plain):
-                raise ConfigError(
-                    f"the {name} of loss_fn {problem}{of.place}, so that the samples that "
-                    f"pad={weight!r} adds would count. {HOW}, with the weights of "
-                    f"batch[{weight!r}]"
-                )
+        if name in unweighted and (problem := _problem(of, *unweighted[name])):
+            raise ConfigError(
+                f"the {name} of loss_fn {problem}{of.place}, so that the samples that "
+                f"pad={weight!r} adds would count. {HOW}, with the weights of "
+                f"batch[{weight!r}]"
+            )
 
 
-def _problem(use: OutputUse, total: Alike, own: Alike, is_plain: bool) -> str:
+def _problem(use: OutputUse, total: Alike, weight: Alike, is_plain: bool) -> str:
     """How a number counts samples of weight 0; "" where it does not."""
     if is_plain and use.kind is Use.CONSTANT:
         return ""
@@ -425,7 +423,7 @@ def _problem(use: OutputUse, total: Alike, own: Alike, is_plain: bool) -> str:
             if total.is_finite
             else "divides by the weights, or takes a logarithm of them, sample by sample"
         )
-    if not is_plain and not own.is_zero:
+    if not is_plain and not weight.is_zero:
         return "has a weight that is not 0 for samples of weight 0"
     if use.kind is not Use.WEIGHTED and not (is_plain and use.kind is Use.SUM):
         return "grows or shrinks with the number of samples, those of weight 0 among them"
@@ -452,8 +450,8 @@ def _without_weights(
         return scalars(pairs.values(), 0.0)
 
     closed = jax.make_jaxpr(run)(*parts.arguments, batch)
-    given = [UNKNOWN] * len(jax.tree.leaves(parts.arguments))
+    inputs = [UNKNOWN] * len(jax.tree.leaves(parts.arguments))
     tops = [path.split("/")[0] for path, _ in leaves_with_paths(batch)]
-    given += [ZERO if top == weight else UNKNOWN for top in tops]
-    values = iter(alike(closed.jaxpr, closed.consts, given))
+    inputs += [ZERO if top == weight else UNKNOWN for top in tops]
+    values = iter(alike(closed.jaxpr, closed.consts, inputs))
     return {name: (next(values), next(values), is_plain) for name, is_plain in names}

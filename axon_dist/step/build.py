@@ -25,7 +25,7 @@ from ..parallel import (
 )
 from ..sharding import FromMetadata, annotations_of
 from .batch import unwrapped
-from .options import StepKeywords, StepOptions, check_arguments, is_told_step, options_of
+from .options import StepKeywords, StepOptions, check_arguments, options_of, takes_step
 from .parts import ModelLike, ModelParts, stored_as, take_apart
 from .replicas import ReplicaForm
 from .rules import check_rules
@@ -62,16 +62,16 @@ def strategy_for(
     both = {field: said_once([strategy, asked], field) for field in ("precision", "remat")}
     merged = dataclasses.replace(strategy, **both)
     reduction, dtypes = merged.reduction or Reduction(), merged.precision
-    own = parts.dtype if dtypes is None else dtypes.reduce_dtype
-    reduction = dataclasses.replace(reduction, per=merged.reduces_per, dtype=reduction.dtype or own)
-    chosen = dataclasses.replace(merged, reduction=reduction)
+    dtype = reduction.dtype or (parts.dtype if dtypes is None else dtypes.reduce_dtype)
+    reduction = dataclasses.replace(reduction, per=merged.reduces_per, dtype=dtype)
+    resolved = dataclasses.replace(merged, reduction=reduction)
     if annotations := annotations_of(parts.abstract):
-        chosen = overlay(chosen, FromMetadata(annotations))
+        resolved = overlay(resolved, FromMetadata(annotations))
     if parts.stacks:
-        chosen = per_layer(chosen, frozenset(parts.stacks))
-    if chosen.precision is None:
-        return chosen
-    return with_masters(chosen, parts.frozen_paths, chosen.precision.param)
+        resolved = per_layer(resolved, frozenset(parts.stacks))
+    if resolved.precision is None:
+        return resolved
+    return with_masters(resolved, parts.frozen_paths, resolved.precision.param)
 
 
 def build_train_step(
@@ -103,7 +103,7 @@ def build_train_step(
         optimizer: any optax transformation; one that looks at the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
             of scalar metrics. One that has to be given a `step`, `loss_fn(model, batch, step)`, is
-            told how many steps have been taken, an int32 scalar.
+            given the number of steps taken, an int32 scalar.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
         world: the devices, and the mesh they form.
         options: what the step does besides its strategy.
@@ -151,17 +151,17 @@ def build_train_step(
     """
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     parts, source = take_apart(model, trainable)
-    chosen = strategy_for(parts, as_strategy(strategy), precision, remat)
-    scales = chosen.precision is not None and chosen.precision.needs_scaling
+    resolved = strategy_for(parts, as_strategy(strategy), precision, remat)
+    scales = resolved.precision is not None and resolved.precision.needs_scaling
     chosen_options = options_of(options, keywords, scales)
-    parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
-    if chosen.precision is not None or frozen_dtype is not None:
-        parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
+    parts = dataclasses.replace(parts, reads_step=takes_step(loss_fn))
+    if resolved.precision is not None or frozen_dtype is not None:
+        parts, source = stored_as(parts, source, resolved.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
     example = None if batch is None else unwrapped(batch)
-    spec = StepSpec(parts, loss_fn, extended, chosen, world, chosen_options, batch=example)
+    spec = StepSpec(parts, loss_fn, extended, resolved, world, chosen_options, batch=example)
     check_rules(spec)
-    form = (StateForm if chosen.slow is None else ReplicaForm)(spec, source)
+    form = (StateForm if resolved.slow is None else ReplicaForm)(spec, source)
     step = TrainStep(spec, form)
     if batch is not None:
         step.check(batch)

@@ -43,19 +43,19 @@ from .spec import StepSpec
 T = TypeVar("T")
 
 
-def elastic_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
-    """Gradients summed along one tree over the logical shards, laid where their moments lie.
+def elastic_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
+    """Gradients summed along one tree over the logical shards, with the sharding of their moments.
 
     Weights are whole for the whole step, and a rank holds log2(V/R) + 2 whole gradients.
 
     Args:
         spec: the step.
-        given: parameters, buffers, batch and scale.
+        arguments: parameters, buffers, batch and scale.
 
     Raises:
         UnsupportedError: for a buffer that depends on the samples of a shard.
     """
-    return local_gradients(spec, given, ElasticPlan)
+    return local_gradients(spec, arguments, ElasticPlan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,15 +67,15 @@ class ElasticPlan(LocalPlan):
     ) -> tuple[PyTree, Any, PyTree]:
         """Runs on one rank: shards in, sums along the tree and new buffers out."""
         spec, shards = self.spec, self.spec.num_ranks
-        whole, others = (
-            self._whole(tree, places)
+        gathered, others = (
+            self._gathered(tree, places)
             for tree, places in ((params, self.param_specs), (frozen, self.frozen_specs))
         )
         forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
         forward = beside(spec.view.with_layer_scan(forward), others)
         sums_of = gradient_sums(forward, scale, parts=shards)
         count = shards // spec.mesh.size
-        sums, buffers = self._folded(sums_of, whole, buffers, batch, count)
+        sums, buffers = self._folded(sums_of, gathered, buffers, batch, count)
 
         def total(x: Array, place: PartitionSpec) -> Array:
             split = {axis: dim for dim in range(len(place)) for axis in axes_of(place, dim)}
@@ -93,9 +93,9 @@ class ElasticPlan(LocalPlan):
         After shard k, level l of the stack holds the sum of a complete subtree of 2^l shards
         wherever bit l of k + 1 is set.
         """
-        # Parts are told by their number alone.
-        own = self.drawing
-        drawing = None if own is None else dataclasses.replace(own, axes=(), ranks=1)
+        # A part draws by its number alone, whatever rank it runs on.
+        by_rank = self.drawing
+        drawing = None if by_rank is None else dataclasses.replace(by_rank, axes=(), ranks=1)
         batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
         start = jax.lax.axis_index(self.axes) * count
 
@@ -175,8 +175,8 @@ def elastic_update(
         The next parameters, laid as their moments, and the next state.
     """
     policy, mesh = spec.stored.storage.strategy.opt_state, spec.mesh
-    found = spec.stored.owners, optimizer_shardings(policy, spec.stored.params, state, mesh)
-    owners, moments = jax.tree.map(lambda place: place.spec, found)
+    places = spec.stored.owners, optimizer_shardings(policy, spec.stored.params, state, mesh)
+    owners, moments = jax.tree.map(lambda place: place.spec, places)
 
     update = functools.partial(updated, spec.stored.update.optimizer.update)
     alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
@@ -217,8 +217,8 @@ def obstacle(spec: StepSpec) -> dict[str, str] | None:
     Returns:
         `why` and `what`; None where it can, or is not asked to.
     """
-    found = (find(spec) for find in (_of_strategy, _of_counts, _of_sums, _of_update))
-    return next(({"why": one[0], "what": one[1]} for one in found if one is not None), None)
+    obstacles = (find(spec) for find in (_of_strategy, _of_counts, _of_sums, _of_update))
+    return next(({"why": one[0], "what": one[1]} for one in obstacles if one is not None), None)
 
 
 Obstacle: TypeAlias = tuple[str, str] | None

@@ -46,9 +46,9 @@ class GlobalGather:
 
     Args:
         mesh: names and sizes of its axes, over all devices.
-        own: where the weight lies between uses.
-        grad: where its gradient lies after the reduction; None for a weight without one.
-        full: where it lies in use; what tensor parallelism splits stays split.
+        own: the spec of the weight between uses.
+        grad: that of its gradient after the reduction; None for a weight without one.
+        full: that of the weight in use; what tensor parallelism splits stays split.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
         in_loop: whether a loop reads it in every turn. Else the compiler gathers the weight, or
             what is multiplied with it, in every turn of the loop. With `in_loop` it is gathered
@@ -76,13 +76,13 @@ class GlobalGather:
 
     def forward(self, weight: Array) -> Array:
         """Returns the gathered weight, its gradient left to the compiler."""
-        lies, full = self._place(self.own, weight), self._place(self.full, weight)
-        found = jax.lax.with_sharding_constraint(weight, lies)
-        found = jax.lax.with_sharding_constraint(found, full)
-        return jax.lax.optimization_barrier(found) if self.in_loop else found
+        stored, full = self._place(self.own, weight), self._place(self.full, weight)
+        gathered = jax.lax.with_sharding_constraint(weight, stored)
+        gathered = jax.lax.with_sharding_constraint(gathered, full)
+        return jax.lax.optimization_barrier(gathered) if self.in_loop else gathered
 
     def backward(self, gradient: Array) -> Array:
-        """Returns the gradient of the whole weight as it lies after the reduction."""
+        """Returns the gradient of the whole weight, sharded as after the reduction."""
         if self.grad is None:
             return gradient
         if self.in_loop:
@@ -94,8 +94,8 @@ class GlobalGather:
 
     def beside(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
-        own, full = spread(self.own, shape), spread(self.full, shape)
-        return dataclasses.replace(self, own=own, full=full)
+        stored, full = spread(self.own, shape), spread(self.full, shape)
+        return dataclasses.replace(self, own=stored, full=full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class LocalGather:
     sum over the ranks that hold copies; the gradient crosses the wire in a dtype of its own.
 
     Args:
-        spec: where the weight lies, batch axes alone.
+        spec: the sharding of the weight, batch axes alone.
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
@@ -188,7 +188,7 @@ class ReduceHeld:
     of one unit runs beside the backward pass of the unit before.
 
     Args:
-        spec: where the total shall lie, batch axes alone.
+        spec: the sharding of the total, batch axes alone.
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
@@ -199,11 +199,11 @@ class ReduceHeld:
     wire: Any
     ndim: int
 
-    def __call__(self, held: Held) -> Array:
+    def __call__(self, bundle: Held) -> Array:
         """Returns the weight; to be called once for each, or sums would count more than once."""
-        spec = PartitionSpec(*tuple(self.spec)[self.ndim - held.weight.ndim :])
+        spec = PartitionSpec(*tuple(self.spec)[self.ndim - bundle.weight.ndim :])
         # Rules that close over values of a trace are different for each weight.
-        dtype = held.slot.dtype
+        dtype = bundle.slot.dtype
 
         def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:
             total = reduce_by(sums + ct.astype(sums.dtype), spec, self.axes, self.wire)
@@ -211,7 +211,7 @@ class ReduceHeld:
 
         weight = jax.custom_vjp(lambda weight, sums, slot: weight)
         weight.defvjp(lambda weight, sums, slot: (weight, sums), backward)
-        return weight(held.weight, held.sums, held.slot)
+        return weight(bundle.weight, bundle.sums, bundle.slot)
 
 
 def global_gather(
@@ -227,23 +227,23 @@ def global_gather(
     """
     strategy, mesh, shape = spec.strategy, spec.mesh, spec.parts.shapes[path]
     gathered_over = {*strategy.data_axes} - {*strategy.resident}
-    own = strategy.params(path, shape, mesh)
-    full = only_axes(own, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
+    sharded = strategy.params(path, shape, mesh)
+    full = only_axes(sharded, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
     if path in spec.parts.frozen_paths:
-        return GlobalGather(mesh, own, None, full, len(shape), path in looped)
-    owner, lies = strategy.opt_state(path, shape, mesh), full if is_whole else own
-    return GlobalGather(mesh, lies, owner, full, len(shape), path in looped)
+        return GlobalGather(mesh, sharded, None, full, len(shape), path in looped)
+    owner, stored = strategy.opt_state(path, shape, mesh), full if is_whole else sharded
+    return GlobalGather(mesh, stored, owner, full, len(shape), path in looped)
 
 
 def local_gather(spec: StepSpec, path: Path) -> LocalGather:
     """How a weight is gathered where each rank of the batch axes differentiates its samples."""
-    own, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
+    sharded, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
     has_grad, ndim = path not in spec.parts.frozen_paths, len(spec.parts.shapes[path])
-    return LocalGather(own, axes, spec.reduction.dtype, ndim, has_grad)
+    return LocalGather(sharded, axes, spec.reduction.dtype, ndim, has_grad)
 
 
 def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
-    """How the gradients that ranks hold back are reduced; None for a weight without one."""
+    """How gradients that are summed per rank are reduced; None for a weight without one."""
     if path in spec.parts.frozen_paths:
         return None
     owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shapes[path])
@@ -251,8 +251,8 @@ def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
 
 
 def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
-    lies = policy(path, spec.parts.shapes[path], spec.mesh)
-    return only_axes(lies, spec.strategy.batch_axes)
+    sharded = policy(path, spec.parts.shapes[path], spec.mesh)
+    return only_axes(sharded, spec.strategy.batch_axes)
 
 
 def gathers_by_units(spec: StepSpec) -> bool:
@@ -273,7 +273,7 @@ def no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
     if strategy.gathers_once:
         return "the parameters are gathered once a step, all of them in the dtype of the compute"
     if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
-        return "no kernel of a layer in fp8 lies split over ranks that have other samples"
+        return "no kernel of a layer in fp8 is split over ranks that have other samples"
     if spec.is_local:
         per, dtype = spec.reduction.per, spec.reduction.dtype
         return f"ranks gather by hand, to reduce gradients per {per} in {dtype}"
@@ -304,7 +304,7 @@ def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: An
 
     Args:
         value: this rank's addend, whole.
-        spec: where the sum shall lie.
+        spec: the sharding of the sum.
         axes: the axes to sum over; those that the spec does not name keep copies.
         wire: the dtype of the sum on the wire; None is that of the value.
 
@@ -326,8 +326,8 @@ def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
         >>> only_axes(PartitionSpec("fsdp", "tp"), ("tp",))
         P(None, 'tp')
     """
-    kept = (tuple(a for a in axes_of(spec, dim) if a in axes) for dim in range(len(spec)))
-    return spec_of(kept)
+    dims = (tuple(a for a in axes_of(spec, dim) if a in axes) for dim in range(len(spec)))
+    return spec_of(dims)
 
 
 def regather_in_backward(primitive: Primitive, *_: object, **__: Any) -> bool:
@@ -354,7 +354,7 @@ def reduce_tree(
 
     Args:
         grads: this rank's addends, whole.
-        specs: where the sums shall lie; buckets are for sums that every rank holds whole.
+        specs: the shardings of the sums; buckets are for sums that every rank holds whole.
         axes: the axes to sum over.
         reduction: in what dtype, and in which groups.
     """

@@ -38,17 +38,17 @@ from .objective import (
     weighed_metrics,
 )
 from .spec import StepSpec
-from .view import spelled
+from .view import rewritten
 
 
-def global_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
-    """Gradients that the compiler partitions, laid where their moments lie.
+def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
+    """Gradients that the compiler partitions, with the sharding of their moments.
 
     Args:
-        spec: the step; the policies of its strategy say where weights and moments lie.
-        given: parameters, buffers, batch and scale.
+        spec: the step; the policies of its strategy give the shardings of weights and moments.
+        arguments: parameters, buffers, batch and scale.
     """
-    params, frozen, buffers, batch, scale = given
+    params, frozen, buffers, batch, scale = arguments
     count, once, owners = spec.num_microbatches, spec.strategy.gathers_once, spec.stored.owners
     looped: frozenset[Path] = frozenset()
     if spec.strategy.splits:
@@ -62,9 +62,9 @@ def global_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult
             lambda path, weight: global_gather(spec, path).forward(weight), spec.view.cast(params)
         )
     if count == 1:
-        found = gradient_means(forward, params, buffers, batch, scale)
-        grads = jax.lax.with_sharding_constraint(found.grads, owners)
-        return found._replace(grads=grads)
+        means = gradient_means(forward, params, buffers, batch, scale)
+        grads = jax.lax.with_sharding_constraint(means.grads, owners)
+        return means._replace(grads=grads)
     sums, buffers = accumulate(
         gradient_sums(forward, scale=scale, parts=count),
         params,
@@ -98,7 +98,7 @@ def global_forward(
     gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
     prepare = spec.view.prepare(gather if spec.strategy.splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
-    return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
+    return spec.view.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
 
 AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
@@ -113,7 +113,7 @@ AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
 SWITCHES: MappingProxyType[str, bool] = MappingProxyType(
     {"deterministic": True, "train": False, "training": False, "is_training": False}
 )
-"""What Linen models call the argument that tells, and its value in evaluation."""
+"""What Linen models call the argument that switches to evaluation, and its value then."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +131,13 @@ class WithArguments:
     def __call__(
         self, call: Function, module: nnx.Module | nn.Module, *args: object, **kwargs: object
     ) -> Any:
-        """Runs the method; a bridged module that is told another method runs that as it is."""
+        """Runs the method; a bridged module called with another method runs that as it is."""
         if kwargs.get("method") is not None:
             return call(module, *args, **kwargs)
-        given = dict(self.arguments)
+        arguments = dict(self.arguments)
         names = [*self.names[: len(args)], *[""] * (len(args) - len(self.names))]
-        placed = [given.pop(name, x) for name, x in zip(names, args, strict=True)]
-        return call(module, *placed, **{**kwargs, **given})
+        placed = [arguments.pop(name, x) for name, x in zip(names, args, strict=True)]
+        return call(module, *placed, **{**kwargs, **arguments})
 
 
 def at_rest(call: Function, module: nnx.Module, *args: object, **kwargs: object) -> Any:
@@ -151,7 +151,7 @@ def evaluation(
 ) -> dict[str, Weighted]:
     """The loss and metrics of a batch with the model in eval mode, computed as in training.
 
-    Modules of NNX are told by `eval()`. A bridged Linen module has nothing to tell: its layers are
+    Modules of NNX are switched by `eval()`. A bridged Linen module has no switch: its layers are
     set at rest while it runs, and so is the argument that it has for it, one of `SWITCHES`.
 
     Args:
@@ -165,7 +165,7 @@ def evaluation(
         that which it has, else that of the loss, which is the number of samples where it is a plain
         number.
     """
-    told = dict(spec.options.eval_kwargs or {})
+    kwargs = dict(spec.options.eval_kwargs or {})
 
     def adapt(model: nnx.Module) -> None:
         model.eval()
@@ -173,8 +173,8 @@ def evaluation(
             if isinstance(module, nnx.bridge.ToNNX):
                 set_at_rest(module)
         for method in ("__call__", BEFORE_HEAD):
-            if told and hasattr(model, method):
-                wrap_calls(model, {method: _told(model, method, told)})
+            if kwargs and hasattr(model, method):
+                wrap_calls(model, {method: _with_arguments(model, method, kwargs)})
         spec.change_layers(model)
 
     outcome = global_forward(spec, adapt)(params, buffers, batch)
@@ -208,15 +208,15 @@ def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming the argument and those there are.
     """
-    taken = _parameters(model)
-    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    parameters = _parameters(model)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in kwargs:
-        if name not in taken:
+        if name not in parameters:
             kind = type(_called(model)).__name__
             raise ConfigError(
                 f"eval_kwargs has {name!r}, and the call of {kind} takes "
-                f"{', '.join(taken) or 'no arguments'}.{did_you_mean(name, taken)}"
+                f"{', '.join(parameters) or 'no arguments'}.{did_you_mean(name, parameters)}"
             )
 
 
@@ -236,23 +236,23 @@ def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
     return {name: mean_loss(x) for name, x in sums.items()}
 
 
-def _told(module: nnx.Module, method: str, told: Mapping[str, Any]) -> WithArguments:
-    """A method given those of some arguments that it takes; a call takes all, as was checked."""
-    taken = _parameters(module, method)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    kept = tuple((name, x) for name, x in told.items() if takes_any or name in taken)
-    return WithArguments(_names(module, method), kept)
+def _with_arguments(module: nnx.Module, method: str, kwargs: Mapping[str, Any]) -> WithArguments:
+    """A method with those of the arguments that it takes; a call takes all, as was checked."""
+    parameters = _parameters(module, method)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    accepted = tuple((name, x) for name, x in kwargs.items() if takes_any or name in parameters)
+    return WithArguments(_names(module, method), accepted)
 
 
 def _parameters(module: nnx.Module, method: str = "__call__") -> Mapping[str, inspect.Parameter]:
-    found = inspect.signature(getattr(type(_called(module)), method)).parameters
-    return {name: found[name] for name in list(found)[1:]}
+    parameters = inspect.signature(getattr(type(_called(module)), method)).parameters
+    return {name: parameters[name] for name in list(parameters)[1:]}
 
 
 def _names(module: nnx.Module, method: str = "__call__") -> tuple[str, ...]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = _parameters(module, method)
-    return tuple(name for name, p in taken.items() if p.kind in positional)
+    parameters = _parameters(module, method)
+    return tuple(name for name, p in parameters.items() if p.kind in positional)
 
 
 def _rest(call: Function, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -268,7 +268,7 @@ def _rest(call: Function, args: Any, kwargs: Any, context: nn.module.Interceptor
 
 @contextmanager
 def _unsaid(module: nn.Module, name: str) -> Iterator[None]:
-    """Takes an attribute of a bound module away: a layer refuses to be told twice."""
+    """Takes an attribute of a bound module away: a layer refuses a value given twice."""
     before = getattr(module, name)
     object.__setattr__(module, name, None)
     try:

@@ -53,8 +53,8 @@ class DeadlockGuard:
             UnsupportedError: when a branch of the traced program has a permutation.
         """
         traced = self._jitted.trace(*args)
-        found = (e for e in in_branches(traced.jaxpr.jaxpr) if e.primitive.name == "ppermute")
-        _refuse({f"ppermute over {equation.params['axis_name']}" for equation in found})
+        permutes = (e for e in in_branches(traced.jaxpr.jaxpr) if e.primitive.name == "ppermute")
+        _refuse({f"ppermute over {equation.params['axis_name']}" for equation in permutes})
         return traced
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
@@ -119,11 +119,11 @@ def check_branches(program: ProgramLike) -> None:
 
 
 def _refuse(permutes: set[str]) -> None:
-    found = sorted(permutes)
-    if found:
+    listed = sorted(permutes)
+    if listed:
         raise UnsupportedError(
             "stages of this pipeline would permute values between devices in a branch that the "
-            f"other stages do not take, and wait for them forever: {', '.join(found[:4])}. A call "
+            f"other stages do not take, and wait for them forever: {', '.join(listed[:4])}. A call "
             "of jax.lax.ppermute does so, and the compiler where a model shifts or slices an array "
             "along a dim that a strategy splits, such as the positions under sequence=True. Leave "
             "that strategy out, or compute such a slice before the model, in the batch"

@@ -1,7 +1,7 @@
-"""Gradients held per rank and reduced once: what the compiler cannot be told in global view.
+"""Gradients held per rank and reduced once: what global view cannot express.
 
 A model that keeps its layers in a list has an array for each of them; the loop that runs them wants
-one for all. Carried from microbatch to microbatch as a list, weights and sums would lie in memory
+one for all. Carried from microbatch to microbatch as a list, weights and sums would be in memory
 twice. Stacked and taken apart again they are the same array to the compiler.
 """
 
@@ -54,7 +54,7 @@ from .view import (
     buffer_partition,
     has_statistics,
     own_buffers,
-    spelled,
+    rewritten,
     stack_buffers,
     synchronise_statistics,
 )
@@ -108,7 +108,7 @@ def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
         >>> stacking_of(shapes, ["layers/10", "layers/2"]).rows
         (('head',), ('layers/2/w', 'layers/10/w'))
     """
-    found: dict[tuple, list[Path]] = {}
+    groups: dict[tuple, list[Path]] = {}
     inside = sorted(units, key=_counted)
     for path, leaf in leaves_with_paths(shapes):
         unit = next((unit for unit in inside if is_inside(path, unit)), None)
@@ -116,8 +116,8 @@ def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
         if unit is not None and re.search(r"\d", unit):
             name = re.sub(r"\d+", "#", unit) + path.removeprefix(unit)
             kind = (name, tuple(leaf.shape), str(leaf.dtype))
-        found.setdefault(kind, []).append(path)
-    return Stacking(tuple(tuple(sorted(paths, key=_counted)) for paths in found.values()), shapes)
+        groups.setdefault(kind, []).append(path)
+    return Stacking(tuple(tuple(sorted(paths, key=_counted)) for paths in groups.values()), shapes)
 
 
 def _counted(path: Path) -> list[tuple[bool, int, str]]:
@@ -127,9 +127,9 @@ def _counted(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def local_gradients(
-    spec: StepSpec, given: GradientArguments, make_plan: type[LocalPlan] | None = None
+    spec: StepSpec, arguments: GradientArguments, make_plan: type[LocalPlan] | None = None
 ) -> GradientResult:
-    """Gradients that run per rank and are reduced by hand, laid where their moments lie.
+    """Gradients that run per rank and are reduced by hand, with the sharding of their moments.
 
     Each rank of the batch axes differentiates its rows of every microbatch and adds up. Either
     weights are made whole once, and one reduction at the end gives every owner its shard of the
@@ -139,25 +139,25 @@ def local_gradients(
 
     Args:
         spec: the step; the `reduction` of its strategy says how gradients become one.
-        given: parameters, buffers, batch and scale.
+        arguments: parameters, buffers, batch and scale.
         make_plan: says what a rank does; None is `LocalPlan`.
     """
     axes = spec.strategy.batch_axes
     # Found outside the region, for a trace inside it would see the samples of one rank.
-    plan = (make_plan or LocalPlan)(spec, draws_of(spec, given.batch, axes))
+    plan = (make_plan or LocalPlan)(spec, draws_of(spec, arguments.batch, axes))
     if gathers_by_units(spec):
-        check_reads(spec, given.batch)
-    whole, buffer_specs = PartitionSpec(), buffer_partition(given.buffers, spec.reduction, axes)
+        check_reads(spec, arguments.batch)
+    full, buffer_specs = PartitionSpec(), buffer_partition(arguments.buffers, spec.reduction, axes)
     batch_specs = batch_spec(axes, spec.num_microbatches)
     mapped = jax.shard_map(
         plan.run,
         mesh=spec.mesh,
         axis_names=frozenset(spec.mesh.axis_names if spec.options.is_elastic else axes),
-        in_specs=(plan.param_specs, plan.frozen_specs, buffer_specs, batch_specs, whole),
-        out_specs=(plan.owner_specs, whole, buffer_specs),
+        in_specs=(plan.param_specs, plan.frozen_specs, buffer_specs, batch_specs, full),
+        out_specs=(plan.owner_specs, full, buffer_specs),
         check_vma=False,
     )
-    grads, (loss, metrics), buffers = mapped(*given)
+    grads, (loss, metrics), buffers = mapped(*arguments)
     return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
 
 
@@ -171,9 +171,9 @@ class LocalPlan:
 
     Attributes:
         axes: the axes that are manual.
-        param_specs: where the trained parameters lie, the manual axes alone.
-        frozen_specs: where the frozen parameters lie, likewise.
-        owner_specs: where the moments of the trained parameters lie, likewise.
+        param_specs: the specs of the trained parameters, the manual axes alone.
+        frozen_specs: those of the frozen parameters, likewise.
+        owner_specs: those of the moments of the trained parameters, likewise.
     """
 
     spec: StepSpec
@@ -188,29 +188,29 @@ class LocalPlan:
         object.__setattr__(self, "axes", axes)
         laid = {
             "param_specs": (strategy.params, parts.params),
-            "frozen_specs": (self.spec.stored.storage.strategy.params, parts.kept),
+            "frozen_specs": (self.spec.stored.storage.strategy.params, parts.stored_frozen),
             "owner_specs": (strategy.opt_state, parts.params),
         }
         for name, (policy, shapes) in laid.items():
-            whole = specs(policy, shapes, self.spec.mesh)
-            lies = jax.tree.map(lambda spec: only_axes(spec, axes), whole)
-            object.__setattr__(self, name, lies)
+            by_leaf = specs(policy, shapes, self.spec.mesh)
+            in_region = jax.tree.map(lambda spec: only_axes(spec, axes), by_leaf)
+            object.__setattr__(self, name, in_region)
 
     def run(
         self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> tuple[PyTree, Any, PyTree]:
         """Runs on one rank: shards in, reduced sums and new buffers out."""
         reduction, count = self.spec.reduction, self.spec.num_microbatches
-        own = own_buffers(buffers, reduction)
+        local = own_buffers(buffers, reduction)
         drawing = self.drawing if count == 1 else None
-        first = own if drawing is None else drawing.before(own, own, 0)
+        first = local if drawing is None else drawing.before(local, local, 0)
         accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
         parts, share = count * self.spec.num_ranks, functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
             # Cast before the gather: in a lower precision half the bytes travel, and the gradient
             # comes back in the dtype of the compute.
-            whole = self._whole(params, self.param_specs)
-            others = self._whole(frozen, self.frozen_specs)
+            gathered = self._gathered(params, self.param_specs)
+            others = self._gathered(frozen, self.frozen_specs)
             # Where statistics are averaged over the ranks, so are the gradients that come back
             # through them: those of losses that must have been divided by one weight.
             averaged = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
@@ -219,10 +219,10 @@ class LocalPlan:
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             if reduction.per == "microbatch" or count == 1:
-                sums, changed = accumulated(sums_of, whole, first, batch)
+                sums, changed = accumulated(sums_of, gathered, first, batch)
             else:
                 last = self._last(forward, others) if self._reduces_within(scale) else None
-                sums, changed = self._held_back(sums_of, whole, first, batch, last)
+                sums, changed = self._unreduced_sums(sums_of, gathered, first, batch, last)
             if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
@@ -232,22 +232,22 @@ class LocalPlan:
             forward = beside(self._scanned(self._plain(gather)), frozen)
             sums_of = gradient_sums(forward, scale, share, parts)
             sums, changed = accumulated(sums_of, params, first, batch)
-        changed = without_rank(changed, own)
+        changed = without_rank(changed, local)
         # Sums of totals and of weights: a mean of means would weigh ranks with few real samples
         # like the others.
         scalars = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
-    def _held_back(
+    def _unreduced_sums(
         self,
         sums_of: SumsFn,
-        whole: PyTree,
+        gathered: PyTree,
         buffers: PyTree,
         batch: Batch,
         reduced: LastFn | None,
     ) -> tuple[Sums, PyTree]:
         """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
-        stacking = stacking_of(whole, self.spec.view.units)
+        stacking = stacking_of(gathered, self.spec.view.units)
 
         def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             # Else the compiler would see through the rows, and stack them anew in every turn.
@@ -261,7 +261,7 @@ class LocalPlan:
             apart = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
             return reduced(apart, stacking.unstack(weights), buffers, batch)
 
-        rows, within = stacking.stack(whole), None if reduced is None else last
+        rows, within = stacking.stack(gathered), None if reduced is None else last
         count, drawing = self.spec.num_microbatches, self.drawing
         sums, buffers = accumulate(
             stacked, rows, buffers, batch, count, last=within, drawing=drawing
@@ -287,34 +287,34 @@ class LocalPlan:
         """
         reduce = functools.partial(reduce_held, self.spec)
 
-        def last(sums: Sums, whole: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
+        def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             units = self.spec.view.units
             once = self._read_once(buffers, batch) if units else frozenset()
-            held = dict(leaves_with_paths(sums.grads))
+            addends = dict(leaves_with_paths(sums.grads))
 
             def forward(slots: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
                 slot = dict(leaves_with_paths(slots))
 
                 def bundle(path, weight):
-                    return Held(weight, held[path], slot[path]) if path in held else weight
+                    return Held(weight, addends[path], slot[path]) if path in addends else weight
 
                 def reduced(path, weight):
                     gather = reduce(path)
                     return weight if gather is None else gather(bundle(path, weight))
 
                 if not units:
-                    return plain(map_with_path(reduced, whole), buffers, batch)
+                    return plain(map_with_path(reduced, weights), buffers, batch)
                 run = self._plain(reduce, bundle=bundle, by_units=once.__contains__)
-                return beside(run, frozen)(whole, buffers, batch)
+                return beside(run, frozen)(weights, buffers, batch)
 
             # The slots are nothing but shapes: what they are the gradient of is what counts.
             slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)
-            # To what is held no weight could be multiplied in any more: so a total, no mean.
+            # No weight can be multiplied into sums that are there already: so a total, no mean.
             run = self._scanned(forward) if units else forward
             totals = gradient_sums(run, common=lambda _: 1)
-            found, buffers = totals(slots, buffers, batch)
-            both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (found.loss, found.metrics))
-            return Sums(found.grads, *both), buffers
+            added, buffers = totals(slots, buffers, batch)
+            both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (added.loss, added.metrics))
+            return Sums(added.grads, *both), buffers
 
         return last
 
@@ -328,11 +328,11 @@ class LocalPlan:
         """The weights that one call of one unit reads; those of Linen are not looked into."""
         spec, samples = self.spec, jax.tree.leaves(batch)[0].shape[0]
         jaxpr = spec.separator.program(batch, samples).jaxpr
-        found = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
+        paths = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
         bridges = ["/".join(map(str, keys)) for keys, _ in bridges_of(spec.parts.abstract)]
-        return frozenset(p for p in found if not any(is_inside(p, bridge) for bridge in bridges))
+        return frozenset(p for p in paths if not any(is_inside(p, bridge) for bridge in bridges))
 
-    def _whole(self, shards: PyTree, places: PyTree) -> PyTree:
+    def _gathered(self, shards: PyTree, places: PyTree) -> PyTree:
         view, int8 = self.spec.view, self.spec.parts.int8
 
         def cast(path: Path, x: Array) -> Array:
@@ -343,7 +343,7 @@ class LocalPlan:
 
     def _scanned(self, forward: Function) -> Any:
         spec = self.spec
-        return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
+        return spec.view.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
     def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
         """The forward pass, its units marked and not yet scanned over."""
@@ -382,9 +382,9 @@ def check_reads(spec: StepSpec, batch: Batch) -> None:
     jaxpr = spec.separator.program(shapes, samples // spec.num_ranks).jaxpr
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
-        own = spec.strategy.params(path, spec.parts.shapes[path], spec.mesh)
+        sharded = spec.strategy.params(path, spec.parts.shapes[path], spec.mesh)
         unit = next((unit for unit in spec.view.units if is_inside(path, unit)), None)
-        if unit is not None and spec_axes(only_axes(own, spec.strategy.batch_axes)):
+        if unit is not None and spec_axes(only_axes(sharded, spec.strategy.batch_axes)):
             raise UnsupportedError(
                 f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "
                 "alone; a rank holds a shard of it there. Leave by_hand=True out, or reduce once "

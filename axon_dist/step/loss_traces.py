@@ -120,12 +120,12 @@ class Traces:
         prepare = self._over_ranks if self._over_all else self.adapt
 
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
-            given, loss_fn, ending = (params, buffers, batch), self._loss_fn, None
+            inputs, loss_fn, ending = (params, buffers, batch), self._loss_fn, None
             if isinstance(loss_fn, PartLoss):
-                own = forward_of(self._parts, loss_fn.loss_fn, prepare)
-                outcome, ending = loss_fn.outcome(own, *given)
+                forward = forward_of(self._parts, loss_fn.loss_fn, prepare)
+                outcome, ending = loss_fn.outcome(forward, *inputs)
             else:
-                outcome = evaluate(self._parts, loss_fn, *given, prepare)
+                outcome = evaluate(self._parts, loss_fn, *inputs, prepare)
             names = tuple(sorted(outcome.metrics))
             is_plain = is_one(outcome.loss.weight)
             learned.update(names=names, is_plain=is_plain, ending=ending)
@@ -133,8 +133,8 @@ class Traces:
             return [*numbers, *jax.tree.leaves(outcome.buffers)]
 
         if self._over_all:
-            whole, mesh = PartitionSpec(), AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
-            run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+            spec, mesh = PartitionSpec(), AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
+            run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         with outside_meshes() if self._over_all else nullcontext():
             program = jax.make_jaxpr(run)(*self._parts.arguments, batch)
         return Traced(program, **learned)
@@ -153,14 +153,14 @@ class Traces:
         Raises:
             UnsupportedError: when the weight of the loss moves with a parameter.
         """
-        parts, whole = self._parts, self.of(batch, sizes[1])
+        parts, full = self._parts, self.of(batch, sizes[1])
         paths = [path for path, _ in leaves_with_paths(parts.weights)]
-        moving = (paths[number] for number in moves_with(whole.program, 1, len(paths)))
-        if found := [path for path in moving if path not in parts.frozen_paths]:
+        moving = (paths[number] for number in moves_with(full.program, 1, len(paths)))
+        if trained := [path for path in moving if path not in parts.frozen_paths]:
             # Weights of parts are added up before anything is divided, so they are held when the
             # loss is differentiated. What no gradient goes through may read parameters.
             raise UnsupportedError(
-                f"the weight of the loss depends on the parameter {found[0]!r}; in "
+                f"the weight of the loss depends on the parameter {trained[0]!r}; in "
                 "Weighted(total, weight) the weight must follow from the batch alone, such as the "
                 "number of its tokens, or go through jax.lax.stop_gradient"
             )
@@ -172,9 +172,9 @@ class Traces:
             why = f"{ALONE} {sizes[0]} samples alone: {str(error)[:200]}"
             lost = OutputUse(Use.COUPLED, why=why)
             return SampleUse(lost, {}, {}, failure=str(error) or why)
-        if (part.names, part.is_plain) != (whole.names, whole.is_plain):
+        if (part.names, part.is_plain) != (full.names, full.is_plain):
             return SampleUse(OutputUse(Use.COUPLED, why=Why.DIFFERS), {}, {})
-        programs = {sizes[0]: part.program, sizes[1]: whole.program}
+        programs = {sizes[0]: part.program, sizes[1]: full.program}
         values = follow_samples(programs.__getitem__, sizes, len(jax.tree.leaves(batch)), zeros)
         total, weight, *rest = values
         metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(part.names)}
@@ -236,35 +236,35 @@ class OfSums(PartLoss):
         """
         ones: set[str] = set()
 
-        def run(*given: Any) -> tuple[dict[str, Any], PyTree]:
-            found = forward(*given)
-            numbers = {**found.metrics, LOSS: found.loss}
+        def run(*inputs: Any) -> tuple[dict[str, Any], PyTree]:
+            outcome = forward(*inputs)
+            numbers = {**outcome.metrics, LOSS: outcome.loss}
             ones.update(
                 n for n, x in numbers.items() if isinstance(x, Weighted) and is_one(x.weight)
             )
             plain = {n for n, x in numbers.items() if not isinstance(x, Weighted)}
             pairs = {n: Weighted(numbers[n], 1.0) for n in plain & self.names}
-            return numbers | pairs, found.buffers
+            return numbers | pairs, outcome.buffers
 
-        given = jax.tree.leaves((params, buffers, batch))
+        leaves = jax.tree.leaves((params, buffers, batch))
         program, shapes = jax.make_jaxpr(run, return_shape=True)(params, buffers, batch)
         structure = jax.tree.structure(shapes)
         places, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
         pairs = [places[name] for name in sorted(self.names)]
         replaced = [x for pair in pairs for x in (pair.total, pair.weight)]
-        ending, results, sums = Ending.of(program, given, replaced)
+        ending, results, sums = Ending.of(program, leaves, replaced)
         numbers, changed = jax.tree.unflatten(structure, results)
         values = [jnp.asarray(x, jnp.float32) for x in sums]
         factors = self.factors or (1.0,) * len(values)
-        kept = {n: x for n, x in numbers.items() if n not in self.names}
-        kept |= {n: Weighted(x.total, 1.0) for n, x in kept.items() if n in ones}
+        metrics = {n: x for n, x in numbers.items() if n not in self.names}
+        metrics |= {n: Weighted(x.total, 1.0) for n, x in metrics.items() if n in ones}
         pairs = zip(values, factors, strict=True)
         # While factors are not known, what is asked is what the sums are to the samples.
         named = [x if self.factors is None else Weighted(x, 1 / factor) for x, factor in pairs]
-        kept |= {sum_name(number): value for number, value in enumerate(named)}
+        metrics |= {sum_name(number): value for number, value in enumerate(named)}
         lead = [values[n] * (slope * factors[n]) for n, slope in self.leads]
-        loss = kept.pop(LOSS, None) or Weighted(sum(lead, jnp.zeros(())), 1.0)
-        return Outcome(loss, kept, changed), ending
+        loss = metrics.pop(LOSS, None) or Weighted(sum(lead, jnp.zeros(())), 1.0)
+        return Outcome(loss, metrics, changed), ending
 
 
 def sum_name(number: int) -> str:
@@ -310,29 +310,29 @@ class LossEnding:
         """
         ones = [np.float32(1)] * len(self.ending.sums)
         by_sum = jax.make_jaxpr(lambda *sums: self.numbers(sums)[LOSS])(*ones)
-        found = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
-        if len(found) < 2:
-            return tuple((number, 1.0) for number in found)
+        leads = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
+        if len(leads) < 2:
+            return tuple((number, 1.0) for number in leads)
         slopes = sources_of(jax.make_jaxpr(self.slopes)(ones).jaxpr)
-        if any(slopes[number] for number in found):
+        if any(slopes[number] for number in leads):
             return None
         with jax.ensure_compile_time_eval():
             values = self.slopes(ones)
-        return tuple((number, float(values[number])) for number in found)
+        return tuple((number, float(values[number])) for number in leads)
 
-    def __call__(self, found: GradientResult) -> GradientResult:
+    def __call__(self, result: GradientResult) -> GradientResult:
         """Replaces the sums among the metrics by the numbers, and multiplies the gradients."""
         count = len(self.ending.sums)
-        rest = dict(found.metrics)
+        rest = dict(result.metrics)
         sums = [rest.pop(sum_name(number)) for number in range(count)]
         numbers = self.numbers(sums)
         numbers = {"loss" if name == LOSS else name: x for name, x in numbers.items()}
-        grads = found.grads
+        grads = result.grads
         if len(self.loss_fn.leads) == 1:
             ((lead, _),) = self.loss_fn.leads
             slope = self.slopes(sums)[lead]
             grads = jax.tree.map(lambda g: g * slope.astype(g.dtype), grads)
-        return found._replace(grads=grads, metrics=rest | numbers)
+        return result._replace(grads=grads, metrics=rest | numbers)
 
 
 def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
@@ -359,8 +359,8 @@ def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
             return Weighted(value.total, value.weight / factor)
         return Weighted(value, 1 / factor)
 
-    def run(model: nnx.Module, batch: Batch, **told: Any) -> Any:
-        returned = loss_fn(model, batch, **told)
+    def run(model: nnx.Module, batch: Batch, **kwargs: Any) -> Any:
+        returned = loss_fn(model, batch, **kwargs)
         loss, *rest = returned if isinstance(returned, tuple) else (returned,)
         if use.loss.factor != 1:
             loss = weighed(loss, use.loss.factor)

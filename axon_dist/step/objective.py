@@ -21,7 +21,7 @@ from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..ops.precision import wide
 from .options import LOSS_SCALE, METRICS
-from .parts import SHARED, STEP, ModelParts, own_and_given
+from .parts import SHARED, STEP, ModelParts, split_inputs
 from .state import FLAG
 
 
@@ -91,15 +91,15 @@ def evaluate(
             or have the name of a number that the step reports itself.
     """
     if isinstance(loss_fn, PartLoss):
-        own = forward_of(parts, loss_fn.loss_fn, prepare)
-        return loss_fn.outcome(own, params, buffers, batch)[0]
+        inner = forward_of(parts, loss_fn.loss_fn, prepare)
+        return loss_fn.outcome(inner, params, buffers, batch)[0]
     model = parts.merge(params, buffers)
     if prepare is not None:
         prepare(model)
     before = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
-    told = {"step": buffers[STEP]} if STEP in buffers else {}
+    kwargs = {"step": buffers[STEP]} if STEP in buffers else {}
     batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
-    returned = _called(loss_fn, model, batch, told)
+    returned = _called(loss_fn, model, batch, kwargs)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
             f"loss_fn returned {len(returned)} values; it must return the loss, or the loss and a "
@@ -119,9 +119,9 @@ def evaluate(
             f"loss_fn returned {type(metrics).__name__} beside the loss; it must be a dict of "
             "scalar metrics"
         )
-    if taken := sorted(RESERVED & {name for name in metrics if isinstance(name, str)}):
+    if reserved := sorted(RESERVED & {name for name in metrics if isinstance(name, str)}):
         raise ConfigError(
-            f"loss_fn returned metrics named {', '.join(taken)}, which the step reports itself; "
+            f"loss_fn returned metrics named {', '.join(reserved)}, which the step reports itself; "
             "give them other names, or leave them out"
         )
     for name, value in metrics.items():
@@ -159,18 +159,18 @@ def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
             )
 
 
-def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, told: dict[str, Any]) -> Any:
+def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[str, Any]) -> Any:
     """What the user's loss returns; what it raises, with the batch that it had.
 
     Raises:
-        ConfigError: when it looks up a key that the batch lacks, or a layer was not told whether
+        ConfigError: when it looks up a key that the batch lacks, or a layer was not given whether
             it trains.
     """
     # Where mesh axes are manual, the axes that Linen models name for activations are no one's.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     try:
         with nn.logical_axis_rules(()) if manual else nullcontext():
-            return loss_fn(model, batch, **told)
+            return loss_fn(model, batch, **kwargs)
     except AxonDistError:
         raise
     except Exception as error:
@@ -181,9 +181,9 @@ def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, told: dict[str, An
                 "what the loss reads, or correct the name"
             ) from error
         untold = "No `(deterministic|use_running_average)` argument was provided to \\w+"
-        if found := re.match(untold, str(error)):
+        if match := re.match(untold, str(error)):
             raise ConfigError(
-                f"{found[0]}. Say it in each layer, or call "
+                f"{match[0]}. Say it in each layer, or call "
                 "model.train() in the function that makes the model; validation switches to "
                 "model.eval() by itself"
             ) from error
@@ -214,8 +214,8 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
             )
         return new.astype(old.dtype)
 
-    own, given = own_and_given(before)
-    return map_with_path(keep, own) | given
+    buffers, inputs = split_inputs(before)
+    return map_with_path(keep, buffers) | inputs
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -277,14 +277,14 @@ def mean_loss(loss: Weighted) -> Array:
 
 def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
     """The metrics as sums over parts of a batch, weighed by the loss where they have no weight."""
-    own = outcome.loss.weight
+    weight = outcome.loss.weight
 
     def weigh(x: Array | Weighted) -> Any:
         if isinstance(x, Weighted):
             return jax.tree.map(_float, x)
         x = _float(x)
         # A mean over nothing may be NaN, and must not spoil the means of others.
-        return x if is_one(own) else jnp.where(_float(own) == 0, 0, x * _float(own))
+        return x if is_one(weight) else jnp.where(_float(weight) == 0, 0, x * _float(weight))
 
     return {name: weigh(value) for name, value in outcome.metrics.items()}
 
@@ -332,7 +332,7 @@ def beside(forward: Forward, frozen: PyTree) -> Forward:
     """
     if not frozen:
         return forward
-    return lambda params, *given: forward(joined(params, frozen), *given)
+    return lambda params, *args: forward(joined(params, frozen), *args)
 
 
 def gradient_sums(
@@ -442,8 +442,8 @@ def _nonzero(weight: Any) -> Array:
 
 def _shapes(batch: Batch) -> str:
     """What a batch is, in a few words."""
-    found = [(path, f"{x.dtype}{list(x.shape)}") for path, x in leaves_with_paths(batch)]
-    return ", ".join(f"{path}: {what}" if path else what for path, what in found[:8])
+    shapes = [(path, f"{x.dtype}{list(x.shape)}") for path, x in leaves_with_paths(batch)]
+    return ", ".join(f"{path}: {what}" if path else what for path, what in shapes[:8])
 
 
 def _kind(value: Any) -> str:

@@ -1,6 +1,6 @@
 """The optimizer of a step: what it is shown of the model, and how its matrices are distributed.
 
-Momenta lie split as the strategy splits parameters, and a product of a matrix with itself needs all
+Momenta are split as the strategy splits parameters, and a product of a matrix with itself needs all
 of it. Gathering every matrix on every device would cost all of the work N times. Instead matrices
 of the same shape are stacked, and one all-to-all turns
 
@@ -79,7 +79,7 @@ def _fitting(
     if (refused := _refusal(optimizer, parts.params)) is None:
         return optimizer
     if isinstance(refused, TypeError) and "'value'" in str(refused):
-        # Some take further arguments, and not this one: they are not told the loss.
+        # Some take further arguments, and not this one: they do not get the loss.
         inner = optimizer
 
         def update(
@@ -129,9 +129,9 @@ def _updated(optimizer: Any, params: PyTree) -> PyTree:
             "(updates, state), as optax transformations do"
         )
     for what, got, wanted in (("updates", changes[0], params), ("a state", changes[1], state)):
-        if (found := jax.tree.structure(got)) != (expected := jax.tree.structure(wanted)):
+        if (structure := jax.tree.structure(got)) != (expected := jax.tree.structure(wanted)):
             raise ConfigError(
-                f"the optimizer's update returned {what} of {found!s:.300}, where it was given "
+                f"the optimizer's update returned {what} of {structure!s:.300}, where it was given "
                 f"{expected!s:.300}; it must return a tree of the same structure"
             )
     for new, old in zip(jax.tree.leaves(changes[0]), jax.tree.leaves(params), strict=True):
@@ -160,8 +160,8 @@ def _as_state(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
     trained = paths_of(parts.params)
-    found = nnx.state(parts.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
-    structure = jax.tree.structure(found)
+    shown = nnx.state(parts.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
+    structure = jax.tree.structure(shown)
     # The leaves of the two forms may be ordered differently: numbers among names.
     numbered = nnx.to_pure_dict(structure.unflatten(range(structure.num_leaves)))
     order = jax.tree.leaves(numbered)
@@ -179,9 +179,9 @@ def _as_state(
     def inside(state: PyTree) -> PyTree:
         """The state as the optimizer itself has it."""
         shapes = jax.eval_shape(lambda params: optimizer.init(show(params)), parts.params)
-        own = jax.tree.structure(shapes)
-        places = jax.tree.leaves(hide(own.unflatten(range(own.num_leaves))))
-        return own.unflatten(_sorted(places, state))
+        form = jax.tree.structure(shapes)
+        places = jax.tree.leaves(hide(form.unflatten(range(form.num_leaves))))
+        return form.unflatten(_sorted(places, state))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> PyTree:
         updates, state = optimizer.update(show(updates), inside(state), show(params), **extra)
@@ -210,8 +210,8 @@ class DistributedUpdate:
         optimizer: the transformation as it runs on them.
         params: their shapes.
         state: the shapes of the optimizer's first state.
-        param_policy: where parameters lie.
-        state_policy: where their gradients and moments lie.
+        param_policy: the shardings of parameters.
+        state_policy: those of their gradients and moments.
         mesh: the devices.
 
     Attributes:
@@ -244,7 +244,7 @@ class DistributedUpdate:
 
     @cached_property
     def _places(self) -> tuple[PartitionSpec, ...]:
-        """How each input of the update lies."""
+        """The sharding of each input of the update."""
         owners = shardings(self.state_policy, self.params, self.mesh)
         moments = optimizer_shardings(self.state_policy, self.params, self.state, self.mesh)
         params = shardings(self.param_policy, self.params, self.mesh)
@@ -259,16 +259,16 @@ class DistributedUpdate:
     @property
     def distributions(self) -> tuple[Distribution, ...]:
         """How the matrices that the optimizer needs whole are distributed, stack by stack."""
-        found: list[Distribution] = []
+        plans: list[Distribution] = []
 
         def note(calls: Sequence[RowCall]) -> list[Array]:
-            found.extend(plan for plan, _ in self._stacks(calls))
+            plans.extend(plan for plan, _ in self._stacks(calls))
             return [call.x for call in calls]
 
         if self.needs_matrices:
             run = functools.partial(run_with_calls, self.program)
             jax.eval_shape(lambda *values: run(values, note), *input_shapes(self.program))
-        return tuple(found)
+        return tuple(plans)
 
     def __call__(
         self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array
@@ -303,8 +303,8 @@ class DistributedUpdate:
         for number, call in enumerate(calls):
             lead, spec = self._specs(call)
             more = tuple(map(id, call.more))
-            own = call.x.shape[call.lead :]
-            key = (call.function, own, call.x.dtype, spec, spec_axes(lead), more)
+            shape = call.x.shape[call.lead :]
+            key = (call.function, shape, call.x.dtype, spec, spec_axes(lead), more)
             groups.setdefault(key, []).append(number)
         return [
             (self._distribution(key, [calls[number] for number in members]), members)
@@ -326,7 +326,7 @@ class DistributedUpdate:
         return Distribution(function, shape, count, spec, apart, moved, tuple(extra), num_ranks)
 
     def _specs(self, call: RowCall) -> tuple[PartitionSpec, PartitionSpec]:
-        """How the dims lie that count matrices, and those of a matrix."""
+        """The specs of the dims that count matrices, and of those of a matrix."""
         if call.origin is None:
             return PartitionSpec(), PartitionSpec()
         number, dims = call.origin
@@ -357,7 +357,7 @@ class Distribution:
         function: what is done to each; equal for all.
         shape: of each.
         count: how many there are, on each rank of the axes `apart`.
-        spec: how each lies before and after.
+        spec: the sharding of each before and after.
         apart: the axes that count matrices already, such as that of a pipeline.
         moved: the axes that split them, which an all-to-all moves to the dim that counts.
         extra: the axes over which they are whole, and which divide the work all the same.
@@ -410,10 +410,10 @@ def _on_device(
     stack = jnp.concatenate([stack, zeros]) if plan.padding else stack
     # XLA:CPU slices the parts out again for its all-to-all, and gives them different layouts.
     stack = jax.lax.optimization_barrier(stack)
-    whole = _exchanged(plan, stack, jax.vmap(lambda x: plan.function(x, *more)))
+    results = _exchanged(plan, stack, jax.vmap(lambda x: plan.function(x, *more)))
     ends, made = 0, []
     for part, x in zip(flat, arrays, strict=True):
-        made.append(whole[ends : ends + part.shape[0]].reshape(x.shape))
+        made.append(results[ends : ends + part.shape[0]].reshape(x.shape))
         ends += part.shape[0]
     return made
 

@@ -59,10 +59,10 @@ def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool
             raise ConfigError(
                 f"build_train_step has no argument {name!r}.{did_you_mean(name, names)}"
             )
-    found = dataclasses.replace(options or StepOptions(), **keywords)
-    scaler = found.scaler or (GradScaler() if scales else None)
-    nonfinite = None if found.nonfinite is None else Nonfinite(found.nonfinite)
-    return dataclasses.replace(found, scaler=scaler, nonfinite=nonfinite)
+    resolved = dataclasses.replace(options or StepOptions(), **keywords)
+    scaler = resolved.scaler or (GradScaler() if scales else None)
+    nonfinite = None if resolved.nonfinite is None else Nonfinite(resolved.nonfinite)
+    return dataclasses.replace(resolved, scaler=scaler, nonfinite=nonfinite)
 
 
 def check_arguments(
@@ -146,8 +146,8 @@ def check_arguments(
 
 def _weights(model: Any) -> dict[Any, Any]:
     """The shape of every weight by its path."""
-    found: Any = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {path: getattr(variable.get_value(), "shape", None) for path, variable in found}
+    flat: Any = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {path: getattr(variable.get_value(), "shape", None) for path, variable in flat}
 
 
 def _axes(mesh: Mesh) -> str:
@@ -159,7 +159,7 @@ def _check_arity(loss_fn: LossFn) -> None:
     if (signature := _signature(loss_fn)) is None:
         return
     try:
-        signature.bind(None, None, **({"step": None} if is_told_step(loss_fn) else {}))
+        signature.bind(None, None, **({"step": None} if takes_step(loss_fn) else {}))
     except TypeError as error:
         raise ConfigError(
             f"loss_fn takes {signature}, and is called as loss_fn(model, batch): {error}; let it "
@@ -167,17 +167,17 @@ def _check_arity(loss_fn: LossFn) -> None:
         ) from error
 
 
-def is_told_step(loss_fn: LossFn) -> bool:
+def takes_step(loss_fn: LossFn) -> bool:
     """Whether a loss function has a parameter `step` that it must be given.
 
     Example:
-        >>> is_told_step(lambda model, batch, *, step: 0.0), is_told_step(lambda model, batch: 0.0)
+        >>> takes_step(lambda model, batch, *, step: 0.0), takes_step(lambda model, batch: 0.0)
         (True, False)
     """
     signature = _signature(loss_fn)
-    found = None if signature is None else signature.parameters.get("step")
+    step = None if signature is None else signature.parameters.get("step")
     positional = inspect.Parameter.POSITIONAL_ONLY
-    return found is not None and found.default is found.empty and found.kind is not positional
+    return step is not None and step.default is step.empty and step.kind is not positional
 
 
 def _signature(function: LossFn) -> inspect.Signature | None:
@@ -232,7 +232,7 @@ class StepOptions:
             with samples of weight 0 (`Padding`), and it is proven of the program that these change
             neither the loss nor a metric nor a buffer; else the step is refused. None refuses
             batches that do not divide.
-        compiler_options: what XLA is told beside and over the options of the chip, which
+        compiler_options: what XLA gets beside and over the options of the chip, which
             `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
             takes one of them away. Every program of the step is compiled with them, and what
             `lower(batch).compile()` shows is what runs.
@@ -244,9 +244,9 @@ class StepOptions:
             microbatches, unless False says that what these find is to be averaged all the same. A
             metric that couples samples beside a loss that does not is refused with microbatches.
         eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
-            as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
-            modules, with the layers of Linen in them, as `evaluation` says; tell models of yours
-            here that must know otherwise.
+            as `{"deterministic": True}`. Modules of NNX are switched by `eval()`, and bridged Linen
+            modules, with the layers of Linen in them, as `evaluation` says; give here what
+            models of yours need besides.
         ema: the decay of a moving average of the trained parameters, which the state then keeps,
             `ema = decay * ema + (1 - decay) * params` after every update, from the first
             parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates

@@ -63,8 +63,8 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
         True
     """
     if isinstance(trainable, (tuple, list)):
-        chosen = [trainable_filter(one) for one in trainable]
-        return lambda keys, variable: any(one(keys, variable) for one in chosen)
+        filters = [trainable_filter(one) for one in trainable]
+        return lambda keys, variable: any(one(keys, variable) for one in filters)
     if isinstance(trainable, str):
         if why := pattern_error(trainable):
             raise ConfigError(
@@ -101,8 +101,8 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
     flat = nnx.to_flat_state(nnx.state(model))
     for one in trainable if isinstance(trainable, (tuple, list)) else (trainable,):
         is_trained = trainable_filter(one)
-        found = [(keys, variable) for keys, variable in flat if is_trained(keys, variable)]
-        if not found:
+        matches = [(keys, variable) for keys, variable in flat if is_trained(keys, variable)]
+        if not matches:
             kinds = sorted({type(variable).__name__ for _, variable in flat})
             paths = ["/".join(map(str, k)) for k, v in flat if isinstance(v, nnx.Param)]
             more = f", ... ({len(paths)} in all)" if len(paths) > 8 else ""
@@ -111,7 +111,7 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
                 f"types {', '.join(kinds) or 'none'} and parameters at the paths "
                 f"{', '.join(paths[:8]) or 'none'}{more}; name one of these"
             )
-        for keys, variable in found:
+        for keys, variable in matches:
             if isinstance(variable, STATE):
                 raise ConfigError(
                     f"trainable={_words(one)} takes in {'/'.join(map(str, keys))!r}, an "
@@ -158,7 +158,7 @@ LINEN_BOX = "linen_meta_type"
 """What `nnx.bridge` notes of a value with axes: how Linen is to box it."""
 
 STEP, SHARED = "axon_step", "axon_shared"
-"""The keys among the buffers under which travels what a loss is told beside the samples."""
+"""The keys among the buffers of what a loss reads beside the samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ModelParts:
         params: nested dict of `ShapeDtypeStruct`, what the optimizer trains.
         buffers: nested dict of `ShapeDtypeStruct`: statistics, random keys and their counts.
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer leaves alone.
-        reads_step: whether the loss is told the number of the step.
+        reads_step: whether the loss takes the number of the step.
         shared: nested dict of `ShapeDtypeStruct`: what a batch has beside its samples.
         others: the paths of the buffers of other kinds than statistics and random streams, which
             are as large as their maker likes.
@@ -222,38 +222,38 @@ class ModelParts:
     def arguments(self) -> tuple[PyTree, PyTree]:
         """What a forward pass takes beside the samples, as shapes: weights, and buffers."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
-        return self.weights, self.with_given(self.buffers, step, self.shared)
+        return self.weights, self.with_inputs(self.buffers, step, self.shared)
 
-    def with_given(self, buffers: PyTree, step: Any, shared: PyTree) -> PyTree:
-        """Buffers as a forward pass takes them: with what the loss is told beside the samples.
+    def with_inputs(self, buffers: PyTree, step: Any, shared: PyTree) -> PyTree:
+        """Buffers as a forward pass takes them: with what the loss reads beside the samples.
 
-        It travels with them, since like them it is no sample's, and like a key that nobody draws
-        from it comes out as it went in.
+        It is passed with them, since like them it belongs to no sample, and like a key that nobody
+        draws from it comes out as it went in.
 
         Args:
             buffers: the model's own.
-            step: how many steps have been taken; left out where the loss is not told.
+            step: how many steps have been taken; left out where the loss does not take it.
             shared: what the batch has beside its samples, a nested dict.
         """
         number = {STEP: step} if self.reads_step else {}
         return {**buffers, **number, **({SHARED: shared} if shared else {})}
 
     @cached_property
-    def kept(self) -> PyTree:
+    def stored_frozen(self) -> PyTree:
         """Nested dict of `ShapeDtypeStruct`: the frozen parameters as the state keeps them."""
         return jax.eval_shape(lambda frozen: narrowed(frozen, self.int8), self.frozen)
 
     @property
     def dtype(self) -> Any:
         """The dtype that the parameters promote to; of complex numbers that of their parts."""
-        found = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.params)))
-        return jnp.finfo(found).dtype if found.kind == "c" else found
+        dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.params)))
+        return jnp.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
     @cached_property
     def counts(self) -> frozenset[Path]:
         """The paths of the counts of random streams."""
-        found = nnx.to_flat_state(nnx.state(self.abstract, nnx.RngCount))
-        return frozenset("/".join(map(str, keys)) for keys, _ in found)
+        flat = nnx.to_flat_state(nnx.state(self.abstract, nnx.RngCount))
+        return frozenset("/".join(map(str, keys)) for keys, _ in flat)
 
     @cached_property
     def abstract(self) -> nnx.Module:
@@ -271,7 +271,7 @@ class ModelParts:
         A parameter in eight bits becomes the value of its Variable as `Int8`.
         """
         values = as_values(weights, self.int8) if self.int8 else weights
-        return nnx.merge(self._unboxed, values, own_and_given(buffers)[0], copy=True)
+        return nnx.merge(self._unboxed, values, split_inputs(buffers)[0], copy=True)
 
     @cached_property
     def _unboxed(self) -> nnx.GraphDef:
@@ -322,11 +322,11 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         >>> parts.params["kernel"].shape
         (2, 3)
     """
-    chosen = trainable_filter(trainable)
+    is_trained = trainable_filter(trainable)
     if isinstance(model, nnx.Module):
         if trainable is not nnx.Param:
             check_trainable(trainable, model)
-        (graphdef, others), trees = _split(model, chosen)
+        (graphdef, others), trees = _split(model, is_trained)
         for path, leaf in leaves_with_paths(trees):
             name = path.partition("/")[2]
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -351,7 +351,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             "of another trace; give the function itself, such as lambda: Model(rngs=nnx.Rngs(0))"
         )
     _check_takes_nothing(model)
-    found: list[Any] = []
+    structure: list[Any] = []
 
     def new() -> tuple[PyTree, PyTree, PyTree]:
         # Annotated models would ask for a mesh in context; the strategy decides instead.
@@ -364,7 +364,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             )
         if trainable is not nnx.Param:
             check_trainable(trainable, made)
-        found[:], trees = _split(made, chosen)
+        structure[:], trees = _split(made, is_trained)
         return trees
 
     def values_of_new() -> tuple[PyTree, PyTree]:
@@ -372,14 +372,14 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         return joined(params, frozen), buffers
 
     shapes = jax.eval_shape(new)
-    graphdef, others = found
+    graphdef, others = structure
     return ModelParts(graphdef, *shapes, others=others), Source(make=values_of_new)
 
 
-def own_and_given(buffers: PyTree) -> tuple[PyTree, PyTree]:
-    """The buffers that are the model's own, and what travels with them."""
-    given = {key: buffers[key] for key in (STEP, SHARED) if key in buffers}
-    return {key: value for key, value in buffers.items() if key not in given}, given
+def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:
+    """The buffers of the model, and the inputs of the loss that travel with them."""
+    inputs = {key: buffers[key] for key in (STEP, SHARED) if key in buffers}
+    return {key: value for key, value in buffers.items() if key not in inputs}, inputs
 
 
 def stored_as(
@@ -426,15 +426,15 @@ def stored_as(
 
 def _forms(parts: ModelParts) -> dict[Path, Int8Form]:
     stacks = tuple(f"{stack}/" for stack in parts.stacks)
-    found = {
+    candidates = {
         path: int8_form(path, leaf, stacked=int(path.startswith(stacks)))
         for path, leaf in leaves_with_paths(parts.frozen)
     }
-    forms = {path: form for path, form in found.items() if form is not None}
+    forms = {path: form for path, form in candidates.items() if form is not None}
     if not forms:
         raise ConfigError(
             "frozen_dtype='int8', and no frozen parameter is a matrix whose columns are long "
-            f"enough to share a scale: {', '.join(found)}; leave the dtype out"
+            f"enough to share a scale: {', '.join(candidates)}; leave the dtype out"
         )
     return forms
 
@@ -465,9 +465,9 @@ def _split(
 
 def _check_takes_nothing(make: Function) -> None:
     # The metaclass of modules hides what a class takes.
-    run, given = (make.__init__, (None,)) if isinstance(make, type) else (make, ())
+    run, args = (make.__init__, (None,)) if isinstance(make, type) else (make, ())
     try:
-        inspect.signature(run).bind(*given)
+        inspect.signature(run).bind(*args)
     except TypeError as error:
         raise ConfigError(
             f"the function that makes the model cannot be called without arguments ({error}); give "

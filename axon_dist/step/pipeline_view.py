@@ -44,14 +44,14 @@ from .microbatches import Draws, draws_of
 from .objective import GradientArguments, GradientResult, Sums, evaluate
 from .spec import StepSpec
 from .storage import nested_metrics, traced, unit_paths
-from .view import ModelChanges, spelled, synchronise_statistics
+from .view import ModelChanges, rewritten, synchronise_statistics
 
 Parted: TypeAlias = dict[int, int]
-"""Of parameters outside the blocks that lie in parts of the vocabulary, number and dim."""
+"""Of parameters outside the blocks that are split by the vocabulary, number and dim."""
 
 
-def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
-    """Gradients by a pipeline, in stored form, laid where their moments lie.
+def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
+    """Gradients by a pipeline, in stored form, with the sharding of their moments.
 
     The pipeline axis and the batch axes are manual: a rank holds its stages and its samples of
     every microbatch, adds up gradients over the whole schedule, and reduces them once. Other axes
@@ -59,27 +59,27 @@ def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResu
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        given: parameters, buffers, batch and scale.
+        arguments: parameters, buffers, batch and scale.
     """
-    plan, (params, frozen, buffers, batch, scale) = StagedPlan.of(spec), given
+    plan, (params, frozen, buffers, batch, scale) = StagedPlan.of(spec), arguments
     if plan.pipeline.num_microbatches == 1:
         batch = jax.tree.map(lambda x: x[None], batch)
     params, frozen = plan.view.cast((params, frozen))
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     parted = plan.parted(buffers, batch) if plan.pipeline.schedule.splits_vocabulary else {}
     draws = draws_of(spec, batch, spec.strategy.batch_axes)
-    rest_lies = [plan.by_tokens(parted.get(i), whole) for i in range(len(plan.rows.rest))]
+    rest_specs = [plan.by_tokens(parted.get(i), replicated) for i in range(len(plan.rows.rest))]
     stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
-    lies: list[Any] = [(plan.row_specs, rest_lies), whole]
+    in_specs: list[Any] = [(plan.row_specs, rest_specs), replicated]
     if plan.rows.untrained is not None:
         stored[1] = plan.rows.untrained.rows_of(frozen), plan.rows.rest_of(frozen)
-        lies[1] = plan.frozen_specs, rest_lies
+        in_specs[1] = plan.frozen_specs, rest_specs
     mapped = jax.shard_map(
         lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, parted),
         mesh=spec.mesh,
         axis_names=frozenset(plan.axes),
-        in_specs=(*lies, whole, PartitionSpec(None, spec.strategy.batch_axes), whole),
-        out_specs=(*plan.grad_specs(parted), whole, whole, whole),
+        in_specs=(*in_specs, replicated, PartitionSpec(None, spec.strategy.batch_axes), replicated),
+        out_specs=(*plan.grad_specs(parted), replicated, replicated, replicated),
         check_vma=False,
     )
     parts = plan.pipeline.num_microbatches * spec.num_ranks
@@ -108,11 +108,11 @@ class StagedPlan:
         view: how a rank sees the model: its blocks are units.
         own_shapes: the shapes of the model's parameters where a rank computes: of its own experts
             alone.
-        row_specs: where the rows of trained parameters lie in the manual region: by stages, and
-            experts as their tokens find them.
+        row_specs: the specs of the rows of trained parameters in the manual region: by stages, and
+            experts over the ranks that their tokens are sent to.
         frozen_specs: likewise those of frozen ones.
         added_over: the batch axes over which the gradients of each row are added up: not those it
-            lies split over, along which the samples of all ranks have come to it.
+            is split over, along which the samples of all ranks are sent to it.
     """
 
     spec: StepSpec
@@ -136,13 +136,13 @@ class StagedPlan:
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
         blocks, looped = unit_paths(called, spec.stored.storage.stacks)
-        of_rank, lies = dict(rows.flat_shapes), []
+        of_rank, row_specs = dict(rows.flat_shapes), []
         manual = (axis, *strategy.resident)
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
             layout = specs(spec.stored.storage.strategy.params, stored, spec.mesh)
             layout = jax.tree.map(lambda each: only_axes(each, manual), layout)
-            lies.append(part.rows_of(layout))
+            row_specs.append(part.rows_of(layout))
             by_slot = flatten(layout)
             for keys, slot in part.slots.items():
                 sharding = NamedSharding(spec.mesh, PartitionSpec(*by_slot[slot][1:]))
@@ -156,16 +156,16 @@ class StagedPlan:
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
             view=ModelChanges(strategy, spec.parts, blocks, looped=looped),
             own_shapes=nest(of_rank),
-            row_specs=lies[0],
-            frozen_specs=lies[1] if rows.frozen else [],
+            row_specs=row_specs[0],
+            frozen_specs=row_specs[1] if rows.frozen else [],
             added_over=[
                 [tuple(axis for axis in batch_axes if axis not in spec_axes(row)) for row in of_row]
-                for of_row in lies[0]
+                for of_row in row_specs[0]
             ],
         )
 
     def parted(self, buffers: PyTree, batch: Batch) -> Parted:
-        """What lies in parts of the vocabulary, of a schedule that has actions for it."""
+        """The parameters split by the vocabulary, of a schedule that has actions for them."""
         trace = self.trace(buffers, batch, in_region=False)
         axis = self.pipeline.axis
         embedding = self.pipeline.schedule.splits_embedding
@@ -181,7 +181,7 @@ class StagedPlan:
         return PartitionSpec(*(None,) * dim, axis)
 
     def grad_specs(self, parted: Parted) -> tuple[PyTree, PyTree]:
-        """Where rows and rest lie when they leave the manual region.
+        """The specs of rows and rest when they leave the manual region.
 
         A reduce-scatter in a region where other axes are automatic would first gather over these.
         There the addends of all ranks leave side by side, and the compiler sums them outside.
@@ -191,12 +191,12 @@ class StagedPlan:
             pairs = map(zip, self.row_specs, self.added_over)
             rows = [[PartitionSpec(axis, by or None, *row[1:]) for row, by in of] for of in pairs]
             return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
-        kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.stored.owners)
+        manual = jax.tree.map(lambda x: only_axes(x.spec, self.axes), self.spec.stored.owners)
         rest = [
             None if spec is None else self.by_tokens(parted.get(i), spec)
-            for i, spec in enumerate(self.rows.rest_of(kept))
+            for i, spec in enumerate(self.rows.rest_of(manual))
         ]
-        return self.rows.trained.rows_of(kept), rest
+        return self.rows.trained.rows_of(manual), rest
 
     def run(
         self,
@@ -220,8 +220,8 @@ class StagedPlan:
         trace = self.trace(drawing, batch)
         lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted}) if parted else []
         looked_up = tuple(each.rows.result for each in lookups)
-        whole = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
-        trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(whole))
+        unparted = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
+        trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unparted))
         programs, count = self.programs(trace), self.pipeline.num_microbatches
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
@@ -232,7 +232,7 @@ class StagedPlan:
         if in_turn:
             check_order(trace, drawing, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
-        ahead = {keys: rest[i] for keys, i in whole.items()}
+        ahead = {keys: rest[i] for keys, i in unparted.items()}
         buffers_at, changed = buffers_over_time(trace, drawing, count, learned, unchanged, ahead)
         leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
 
@@ -285,10 +285,10 @@ class StagedPlan:
         params = jax.eval_shape(self.view.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
-        # Outside of the region the spelling would be for all of the mesh.
-        spelling = functools.partial(spelled, strategy=strategy, mesh=spec.mesh)
+        # Outside of the region the rewriting would be for all of the mesh.
+        rewrite = functools.partial(rewritten, strategy=strategy, mesh=spec.mesh)
         stacks = spec.stored.storage.stacks
-        return traced(run, spelling if in_region else None, stacks, params, buffers, one)
+        return traced(run, rewrite if in_region else None, stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
@@ -330,8 +330,8 @@ class StagedPlan:
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """The sums of addends that left the manual region side by side."""
-        found = jax.tree.map(lambda sharding: sharding.spec, self.spec.stored.owners)
-        own = self.rows.trained.rows_of(found), self.rows.rest_of(found)
+        owners = jax.tree.map(lambda sharding: sharding.spec, self.spec.stored.owners)
+        places = self.rows.trained.rows_of(owners), self.rows.rest_of(owners)
 
         stages = self.pipeline.axis
         others = tuple(axis for axis in self.spec.mesh.axis_names if axis != stages)
@@ -346,5 +346,5 @@ class StagedPlan:
             part = total(x, 1, PartitionSpec(stages, *only_axes(spec, others)))
             return total(part, 0, spec).astype(x.dtype)
 
-        rows = jax.tree.map(lambda x, spec: total(x, 1, spec).astype(x.dtype), rows, own[0])
-        return rows, jax.tree.map(over_all, rest, own[1])
+        rows = jax.tree.map(lambda x, spec: total(x, 1, spec).astype(x.dtype), rows, places[0])
+        return rows, jax.tree.map(over_all, rest, places[1])

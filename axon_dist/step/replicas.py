@@ -80,10 +80,10 @@ def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation
 
 
 def _specs(axis: str) -> Any:
-    """The specs of a state in the region, but for what lies outside of it."""
-    rows, whole = PartitionSpec(axis), PartitionSpec()
+    """The specs of a state in the region, but for what stays outside of it."""
+    rows, full = PartitionSpec(axis), PartitionSpec()
     placed: Any = {name: rows for name in ROWS}
-    return TrainState(step=whole, frozen=whole, ema=whole, outer=whole, meeting=whole, **placed)  # type: ignore[arg-type]
+    return TrainState(step=full, frozen=full, ema=full, outer=full, meeting=full, **placed)  # type: ignore[arg-type]
 
 
 def _own_row(state: TrainState) -> TrainState:
@@ -138,7 +138,7 @@ class Outer:
         return outer, {"opt_state": states, "missing": missing}
 
     def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, Metrics]:
-        """Where it lies: the parameters as those of a replica, alike on all of them.
+        """Its shardings: the parameters as those of a replica, alike on all of them.
 
         Args:
             state: of shapes.
@@ -169,7 +169,7 @@ class Outer:
         # Profilers show a compiled program by the name of its function.
         def outer_step(state: TrainState) -> TrainState:
             rest, params = parted(state.params, paths)
-            kept, outer = parted(state.outer, paths)
+            rest_outer, outer = parted(state.outer, paths)
             others, missing = parted(state.meeting.get("missing", {}), paths)
             grads, missing = self._mean(outer, params, missing)
             states = list(state.meeting["opt_state"])
@@ -183,7 +183,7 @@ class Outer:
             return dataclasses.replace(
                 state,
                 params=joined(rest, params),
-                outer=joined(kept, outer),
+                outer=joined(rest_outer, outer),
                 meeting={"opt_state": tuple(states), **left},
             )
 
@@ -193,9 +193,9 @@ class Outer:
         """Bytes that one device sends over the slow axis in H steps, by the formula."""
         mesh, policy = self.spec.mesh, self.spec.stored.storage.strategy.params
         places = shardings(policy, self.spec.stored.params, mesh)
-        where = dict(leaves_with_paths(places))
+        by_path = dict(leaves_with_paths(places))
         shapes = leaves_with_paths(self.spec.stored.params)
-        sizes = {path: math.prod(where[path].shard_shape(x.shape)) for path, x in shapes}
+        sizes = {path: math.prod(by_path[path].shard_shape(x.shape)) for path, x in shapes}
         return self.plan.wire_bytes(sizes, mesh.shape[self.plan.axis])
 
     @property
@@ -209,8 +209,8 @@ class Outer:
         """The mean of how far the replicas went, each device about its own shards alone."""
         mesh, axis = self.spec.world.mesh, self.plan.axis
         compression, ranks = self.plan.compression, mesh.shape[axis]
-        own = specs(self.spec.stored.storage.strategy.params, outer, mesh)
-        rows = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), own)
+        split = specs(self.spec.stored.storage.strategy.params, outer, mesh)
+        rows = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), split)
 
         def local(outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
             went = jax.tree.map(lambda o, p: o - p[0].astype(o.dtype), outer, params)
@@ -224,7 +224,7 @@ class Outer:
 
         left = rows if compression is not None else missing
         mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(own, rows, left), out_specs=(own, left), check_vma=False
+            local, mesh=mesh, in_specs=(split, rows, left), out_specs=(split, left), check_vma=False
         )
         return mapped(outer, params, missing)
 
@@ -305,7 +305,7 @@ class ReplicaForm(StateForm):
         return GradientResult(*self._on_each(run, state, placed, rows))
 
     def step(
-        self, state: TrainState, placed: Placed, held: Array | None = None
+        self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
         """A step that each replica takes by itself.
 
@@ -319,7 +319,7 @@ class ReplicaForm(StateForm):
         inner, axis = self.inner, self.outer.plan.axis
 
         def run(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
-            new, metrics = one_step(inner, state, placed, held)
+            new, metrics = one_step(inner, state, placed, was_nonfinite)
             return _with_rows(new, _stacked), _stacked(metrics)
 
         out_specs = _specs(axis), PartitionSpec(axis)

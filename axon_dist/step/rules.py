@@ -62,18 +62,18 @@ def _stage_experts(spec: StepSpec) -> Found:
 
         return [path for path, leaf in leaves_with_paths(tree) if split(path, leaf)]
 
-    held, where = along(strategy.params, spec.parts.weights), "in blocks that are not all alike"
+    stray, place = along(strategy.params, spec.parts.weights), "in blocks that are not all alike"
     modules = nnx.iter_modules(spec.parts.abstract)
     mixing = {"/".join(map(str, keys)) for keys, module in modules if has_experts(module)}
-    if others := [path for path in held if path.rpartition("/")[0] not in mixing]:
-        held, where = others, "in a module without the methods mix_experts and feed"
+    if others := [path for path in stray if path.rpartition("/")[0] not in mixing]:
+        stray, place = others, "in a module without the methods mix_experts and feed"
     elif not storage.is_by_vectors:
         rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
         trees = spec.stored.params, spec.stored.frozen
         paths = [path for tree in trees for path in along(storage.strategy.params, tree)]
-        held = [path for path in paths if path not in rows]
-        where = "outside its blocks"
-    return {"path": held[0], "axis": axis, "where": where} if held else None
+        stray = [path for path in paths if path not in rows]
+        place = "outside its blocks"
+    return {"path": stray[0], "axis": axis, "where": place} if stray else None
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -82,9 +82,9 @@ def _statistics(spec: StepSpec) -> Found:
     _, asked = wants_ranks(spec)
     if spec.options.separable:
         asked = [*asked, "separable=True"]
-    found = own_statistics(spec.parts.abstract)
+    statistics = own_statistics(spec.parts.abstract)
     # Where nothing asks for ranks, such a model runs in global view.
-    return {"path": found[0], "asked": " and ".join(asked)} if found and asked else None
+    return {"path": statistics[0], "asked": " and ".join(asked)} if statistics and asked else None
 
 
 def _stage_classes(spec: StepSpec) -> Found:
@@ -118,14 +118,14 @@ def _matrices(spec: StepSpec) -> Found:
 def _loops(spec: StepSpec) -> Found:
     unroll, strategy = spec.options.unroll, spec.strategy
     assert unroll is not None
-    found = {"unroll": unroll, "strategy": strategy.name}
+    facts = {"unroll": unroll, "strategy": strategy.name}
     if strategy.pipeline is not None:
-        return {**found, "why": "runs the blocks of its stages one after another as they are"}
+        return {**facts, "why": "runs the blocks of its stages one after another as they are"}
     if not spec.view.units:
-        return {**found, "why": "neither splits nor recomputes blocks, and runs none as a loop"}
+        return {**facts, "why": "neither splits nor recomputes blocks, and runs none as a loop"}
     if unroll > 1 and strategy.remat is not None and strategy.remat.interval != 1:
         interval = strategy.remat.interval
-        return {**found, "why": f"recomputes groups of interval={interval!r}, which are a loop"}
+        return {**facts, "why": f"recomputes groups of interval={interval!r}, which are a loop"}
     return None
 
 
@@ -171,7 +171,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "parameters that samples travel to are the compiler's to reduce",
         UnsupportedError,
-        "parameters lie split along {axis!r} and the samples of all its ranks travel to them, so "
+        "parameters are split along {axis!r} and the samples of all its ranks travel to them, so "
         "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
         "every microbatch is reduced, in the dtype of the compute",
         lambda spec: _residents(spec) if spec.strategy.resident else None,
@@ -229,7 +229,7 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
 """What a step of a pipeline must fulfil besides."""
 
 
-def _held_alone(spec: StepSpec) -> Found:
+def _stops_replicas(spec: StepSpec) -> Found:
     slow, policy = spec.strategy.slow, spec.options.nonfinite
     if slow is None or policy is None or not policy.holds:
         return None
@@ -251,8 +251,8 @@ def _fragments(spec: StepSpec) -> Found:
 
 def _compressed(spec: StepSpec) -> Found:
     slow = spec.strategy.slow
-    found = leaves_with_paths(spec.stored.params)
-    complex_ = next((p for p, x in found if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
+    leaves = leaves_with_paths(spec.stored.params)
+    complex_ = next((p for p, x in leaves if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
     if slow is None or slow.compression is None or complex_ is None:
         return None
     return {"path": complex_, "how": slow.compression}
@@ -267,7 +267,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         "nonfinite={policy!r} keeps the state of all ranks from the first step that is not finite, "
         "and replicas over axis {axis!r} would have to tell each other on every step; use 'skip', "
         "with which each leaves out its own batch, in a config train: {{nonfinite: skip}}",
-        _held_alone,
+        _stops_replicas,
     ),
     Requirement.row(
         "what is averaged is one",

@@ -69,9 +69,9 @@ class Separation:
 
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
-        found = view + (f", because {self.why}" if self.why else "")
+        text = view + (f", because {self.why}" if self.why else "")
         also = "" if self.averaged == self.why else f", for {self.averaged}"
-        return found + (f"; averaged over microbatches{also}" if self.averaged else "")
+        return text + (f"; averaged over microbatches{also}" if self.averaged else "")
 
 
 BEFORE = (
@@ -123,7 +123,7 @@ class Separator:
         self._spec, self._parts, self._loss_fn = spec, spec.parts, spec.loss_fn
         self._buffers = leaves_with_paths(spec.parts.arguments[1])
         self._microbatches, self._promise = spec.num_microbatches, spec.options.separable
-        self._found: dict[Any, Separation] = {}
+        self._separations: dict[Any, Separation] = {}
         self._traced: dict[bool, Traces] = {}
 
     def of(self, batch: Batch) -> Separation:
@@ -142,9 +142,9 @@ class Separator:
         """
         samples, shapes = self._spec.microbatch(batch)
         key = shape_key(shapes)
-        if key not in self._found:
-            self._found[key] = self._separate(shapes, samples)
-        return self._found[key]
+        if key not in self._separations:
+            self._separations[key] = self._separate(shapes, samples)
+        return self._separations[key]
 
     def coupling(self, batch: Batch) -> str:
         """What couples the samples, so that other microbatches would give another loss; "" if not.
@@ -171,33 +171,33 @@ class Separator:
         ranks = self._spec.num_ranks if per_rank else 1
         if self._microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
-        whole = samples * self._microbatches
-        if self._microbatches > 1 and not self._is_computable(batch, whole, ranks):
+        total = samples * self._microbatches
+        if self._microbatches > 1 and not self._is_computable(batch, total, ranks):
             # A loss of microbatches: of more samples one device could not compute it either.
-            whole = samples
-        if samples // ranks == whole:
-            self._check_buffers(self._traces(ranks).of(batch, whole).program)
+            total = samples
+        if samples // ranks == total:
+            self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
         why, is_needed = "", bool(asked) or self._microbatches > 1
-        sizes = samples // ranks, whole
-        use, found = self._related(batch, sizes, ranks, is_needed)
+        sizes = samples // ranks, total
+        use, separation = self._related(batch, sizes, ranks, is_needed)
         if use.failure and self._microbatches > 1:
             # What all ranks together cannot compute either has another way out.
-            self._use(batch, (samples, whole), 1)
-        if found is None and ranks > 1 and (why := self._obstacle(use)):
+            self._use(batch, (samples, total), 1)
+        if separation is None and ranks > 1 and (why := self._obstacle(use)):
             if asked:
                 raise UnsupportedError(self._refusal(why, asked, samples // ranks))
-            ranks, sizes = 1, (samples, whole)
-            if samples == whole:
+            ranks, sizes = 1, (samples, total)
+            if samples == total:
                 return Separation(self._loss_fn, False, why)
-            use, found = self._related(batch, sizes, 1)
-        is_given = found is not None or use.loss.is_separable
+            use, separation = self._related(batch, sizes, 1)
+        is_given = separation is not None or use.loss.is_separable
         means = self._means(batch, sizes, ranks, use, is_given) if self._buffers else frozenset()
-        if found is not None:
+        if separation is not None:
             is_per_rank = per_rank and not why
-            return dataclasses.replace(found, is_per_rank=is_per_rank, why=why, means=means)
+            return dataclasses.replace(separation, is_per_rank=is_per_rank, why=why, means=means)
         if not self._promise and not use.is_separable:
-            self._check_related(use, samples, whole, ranks)
+            self._check_related(use, samples, total, ranks)
         is_averaged = self._promise is False and self._microbatches > 1
         averaged = use.coupled if is_averaged else ""
         loss_fn = in_parts(self._loss_fn, use)
@@ -210,14 +210,14 @@ class Separator:
         use = self._use(batch, sizes, ranks)
         if not in_sums or use.is_separable:
             return use, None
-        found = self._in_sums(batch, sizes, ranks, use)
+        separation = self._in_sums(batch, sizes, ranks, use)
         metrics = {name: one for name, one in use.metrics.items() if one.is_separable}
-        if found is None and not use.loss.is_separable and metrics != use.metrics:
+        if separation is None and not use.loss.is_separable and metrics != use.metrics:
             alone = dataclasses.replace(use, metrics=metrics)
             if self._in_sums(batch, sizes, ranks, alone) is not None:
-                # Not the loss is what is to be told of, but the metric that keeps it from sums.
+                # Reports the metric, which keeps the loss from being computed by sums.
                 use = dataclasses.replace(use, loss=OutputUse(Use.MEAN))
-        return use, found
+        return use, separation
 
     def _in_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse
@@ -225,32 +225,32 @@ class Separator:
         """How numbers that parts do not give are computed of sums that they do; None if not so."""
         if self._promise is not None or use.failure:
             return None
-        names = {name for name, found in use.metrics.items() if not found.is_separable}
+        names = {name for name, one in use.metrics.items() if not one.is_separable}
         if not use.loss.is_separable:
             # Metrics that are weighed by the loss lose its weight.
-            names |= {name for name, found in use.metrics.items() if found.kind is Use.WEIGHTED}
+            names |= {name for name, one in use.metrics.items() if one.kind is Use.WEIGHTED}
             names.add(LOSS)
         if not names:
             return None
         loss_fn: Any = OfSums(in_parts(self._loss_fn, use), frozenset(names))
         traces = Traces(self._parts, loss_fn, self._traces(ranks).adapt)
-        of_sums, whole = traces.use(batch, sizes), traces.of(batch, sizes[1])
-        sums = [sum_name(number) for number in range(len(whole.ending.sums))]
+        of_sums, traced = traces.use(batch, sizes), traces.of(batch, sizes[1])
+        sums = [sum_name(number) for number in range(len(traced.ending.sums))]
         asked = {n: x for n, x in of_sums.metrics.items() if n in use.metrics or n in sums}
         of_sums = dataclasses.replace(of_sums, metrics=asked)
         numbers = (of_sums.loss, *asked.values())
         is_lost = ranks > 1 and self._obstacle(of_sums) != ""
-        if is_lost or not all(found.is_separable for found in numbers):
+        if is_lost or not all(one.is_separable for one in numbers):
             return None
-        completion = LossEnding(whole.ending, loss_fn)
+        completion = LossEnding(traced.ending, loss_fn)
         if any(asked[name].kind is Use.WEIGHTED for name in sums):
             return None
-        leads = completion.leads(functools.partial(self._moves, whole)) if LOSS in names else ()
+        leads = completion.leads(functools.partial(self._moves, traced)) if LOSS in names else ()
         if leads is None:
             return None
         factors = tuple(asked[name].factor for name in sums)
-        chosen: Any = dataclasses.replace(loss_fn, leads=leads, factors=factors)
-        return Separation(chosen, True, complete=dataclasses.replace(completion, loss_fn=chosen))
+        loss_fn: Any = dataclasses.replace(loss_fn, leads=leads, factors=factors)
+        return Separation(loss_fn, True, complete=dataclasses.replace(completion, loss_fn=loss_fn))
 
     def _moves(self, traced: Traced, number: int) -> bool:
         """Whether a sum moves with a trained parameter."""
@@ -259,9 +259,9 @@ class Separator:
         moving = moves_with(traced.program, output, len(paths))
         return any(paths[at] not in self._parts.frozen_paths for at in moving)
 
-    def _is_computable(self, batch: Batch, whole: int, ranks: int) -> bool:
+    def _is_computable(self, batch: Batch, samples: int, ranks: int) -> bool:
         try:
-            self._traces(ranks).of(batch, whole)
+            self._traces(ranks).of(batch, samples)
         except AxonDistError:
             raise
         except Exception:  # Whatever the user's loss does with more samples.
@@ -316,15 +316,15 @@ class Separator:
             "whole"
         )
 
-    def _check_related(self, use: SampleUse, part: int, whole: int, ranks: int) -> None:
+    def _check_related(self, use: SampleUse, part: int, total: int, ranks: int) -> None:
         """Raises where the loss or a metric of the whole batch does not follow from the parts'."""
         if use.loss.kind is Use.MIXED:
             raise UnsupportedError(self._mixed(use, ranks))
         if self._promise is False:
             return
         count = self._microbatches
-        separable = ((path, found) for path, found in use.buffers.items() if found.is_separable)
-        means = [path for path, found in separable if self._is_statistic(path, found)]
+        separable = ((path, one) for path, one in use.buffers.items() if one.is_separable)
+        means = [path for path, one in separable if self._is_statistic(path, one)]
         if means and use.loss.why == Why.EACH:
             # What a normalisation by the statistics of a batch does, and no comparison of samples.
             warn_of_parts(means[0], count, use.loss.place)
@@ -332,26 +332,26 @@ class Separator:
         if use.loss.kind is Use.COUPLED:
             raise UnsupportedError(
                 f"the loss {use.loss.why}{use.loss.place}, so that {count} microbatches of "
-                f"{part} samples do not give that of {whole}. {_instead_of(use.loss.why, part)}; "
+                f"{part} samples do not give that of {total}. {_instead_of(use.loss.why, part)}; "
                 "or leave the batch whole; or, if what the microbatches find is to be averaged, "
                 "say so: build_train_step(separable=False)"
             )
         # What is said first is what keeps the others, which sums would give, from being computed.
         ends = ("of a total", "totals over", "divides one sum")
         metrics = sorted(use.metrics.items(), key=lambda item: any(e in item[1].why for e in ends))
-        for name, found in metrics:
-            if not found.is_separable:
+        for name, one in metrics:
+            if not one.is_separable:
                 parts = f"{count} microbatches" + (f" on {ranks} ranks" if ranks > 1 else "")
                 raise UnsupportedError(
-                    f"the metric {name!r} {found.why}{found.place}, and the mean of those of "
+                    f"the metric {name!r} {one.why}{one.place}, and the mean of those of "
                     f"{parts} is not that of the whole batch. Return what adds up: Weighted(total, "
                     "weight) for a quotient, sums such as counts of hits and misses, or a function "
                     "of such numbers; or use one microbatch; or build_train_step(separable=True) "
                     "for the mean over the parts"
                 )
 
-    def _is_statistic(self, path: Path, found: OutputUse) -> bool:
-        return found.why != "" and jnp.issubdtype(dict(self._buffers)[path].dtype, jnp.floating)
+    def _is_statistic(self, path: Path, use: OutputUse) -> bool:
+        return use.why != "" and jnp.issubdtype(dict(self._buffers)[path].dtype, jnp.floating)
 
     def _means(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse, is_given: bool
@@ -368,11 +368,11 @@ class Separator:
         self._check_counts(batch, sizes, ranks, use)
         if not is_given:
             return frozenset()
-        found = {path: one for path, one in use.buffers.items() if self._is_statistic(path, one)}
-        for path, one in found.items():
+        means = {path: one for path, one in use.buffers.items() if self._is_statistic(path, one)}
+        for path, one in means.items():
             if not one.is_separable:
                 raise self._in_turn(path, f"{one.why}{one.place}")
-        return frozenset(found)
+        return frozenset(means)
 
     def _in_turn(self, path: Path, what: str) -> UnsupportedError:
         return UnsupportedError(
@@ -400,7 +400,7 @@ class Separator:
             follows = coupled or not sources[after + number].isdisjoint(samples)
             if not follows or jnp.issubdtype(leaf.dtype, jnp.inexact) or is_key(leaf):
                 continue
-            readers = [at for at, found in enumerate(sources) if before + number in found]
+            readers = [at for at, read in enumerate(sources) if before + number in read]
             if readers != [after + number]:
                 what = "and is read by something else" if readers else "whatever it was before"
                 raise self._in_turn(path, f"follows the samples, {what}")
@@ -408,9 +408,9 @@ class Separator:
         if not counts:
             return
         added = self._traces(ranks).use(batch, sizes, counts).buffers
-        for given, path in counts.items():
+        for number, path in counts.items():
             is_sum = same_scale(added[path].factor, sizes[1] / sizes[0])
-            if not (is_sum and is_added_to(program, given, after + given - before)):
+            if not (is_sum and is_added_to(program, number, after + number - before)):
                 what = f" ({added[path].why}{added[path].place})" if not is_sum else ""
                 raise self._in_turn(path, f"follows the samples, and is no sum over them{what}")
 
@@ -442,10 +442,10 @@ class Separator:
         if self._promise is not None:
             return "" if self._promise else "separable=False says that the loss couples samples"
         if not self._spec.reduction.sync_buffers:
-            # Each rank keeps statistics of its own then, as it was told to.
+            # Each rank keeps statistics of its own then, as was asked.
             buffers = use.buffers.items()
-            kept = {path: found for path, found in buffers if not self._is_statistic(path, found)}
-            use = dataclasses.replace(use, buffers=kept)
+            others = {path: one for path, one in buffers if not self._is_statistic(path, one)}
+            use = dataclasses.replace(use, buffers=others)
         return use.coupled
 
     def _refusal(self, why: str, asked: list[str], part: int) -> str:

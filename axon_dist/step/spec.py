@@ -99,8 +99,8 @@ def compiler_options(
         world: the devices, and the mesh they form.
         given: names and values for the compiler; None as a value takes an option of the chip away.
         deterministic: whether every run has to give the same bits, and on any number of devices.
-        strategy: of the step, by which the table of chips tells apart what travels; None tells
-            nothing.
+        strategy: of the step, by which the table of chips distinguishes what is sent; None leaves
+            that open.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
@@ -126,25 +126,25 @@ def compiler_options(
             )
     if is_abstract(world):
         return {name: value for name, value in given.items() if value is not None}
-    own: Mapping[str, OptionValue] = {}
+    defaults: Mapping[str, OptionValue] = {}
     if chip is not None and strategy is None:
-        own = chip.options_for(world.size)
+        defaults = chip.options_for(world.size)
     elif chip is not None and strategy is not None:
         parallel = False if strategy.pipeline else None
         if strategy.layers and parallel is None:
-            # The pieces that go round a ring are several arrays, sent together.
+            # The pieces sent around a ring are several arrays, sent together.
             parallel = all(x.sends_around and x.splits_positions for x in strategy.layers)
-        whole, sums = strategy.keeps_weights_whole, strategy.sends_only_sums
-        own = chip.options_for(world.size, whole, sums, parallel)
-    every = {**own, **fixed, **given}
-    chosen = {name: value for name, value in every.items() if value is not None}
-    of_chip = own.keys() - fixed.keys() - given.keys()
-    return _accepted(world, chosen, of_chip) if chosen else {}
+        keeps_whole, sums = strategy.keeps_weights_whole, strategy.sends_only_sums
+        defaults = chip.options_for(world.size, keeps_whole, sums, parallel)
+    merged = {**defaults, **fixed, **given}
+    options = {name: value for name, value in merged.items() if value is not None}
+    of_chip = defaults.keys() - fixed.keys() - given.keys()
+    return _accepted(world, options, of_chip) if options else {}
 
 
-def _check_values(given: Mapping[str, OptionValue | None]) -> None:
+def _check_values(options: Mapping[str, OptionValue | None]) -> None:
     known = option_names()
-    for name, value in given.items():
+    for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, OptionValue | None):
             raise ConfigError(
                 f"compiler_options has {name!r}: {value!r}; names must be strings, and values "
@@ -158,35 +158,35 @@ def _check_values(given: Mapping[str, OptionValue | None]) -> None:
 
 
 def _accepted(
-    world: World, chosen: Mapping[str, OptionValue], of_chip: Set[str]
+    world: World, options: Mapping[str, OptionValue], of_chip: Set[str]
 ) -> dict[str, OptionValue]:
     """The options without those of the chip that this compiler does not know.
 
     Compiles next to nothing: an unknown name would otherwise come up in the first step.
     """
-    kept, refused = dict(chosen), []
-    whole = NamedSharding(world.mesh, PartitionSpec())
-    while kept:
-        nothing = jax.jit(lambda: jnp.zeros(()), out_shardings=whole, compiler_options=kept)
+    known, refused = dict(options), []
+    replicated = NamedSharding(world.mesh, PartitionSpec())
+    while known:
+        nothing = jax.jit(lambda: jnp.zeros(()), out_shardings=replicated, compiler_options=known)
         try:
             nothing.lower().compile()
             break
         except (RuntimeError, ValueError, TypeError) as error:
-            unknown = [name for name in kept if f"option: '{name}'" in str(error)]
+            unknown = [name for name in known if f"option: '{name}'" in str(error)]
             if not unknown or unknown[0] not in of_chip:
-                raise _refusal(world, kept, error) from error
+                raise _refusal(world, known, error) from error
             refused += unknown
-            kept = {name: value for name, value in kept.items() if name not in unknown}
+            known = {name: value for name, value in known.items() if name not in unknown}
     if refused:
         warn(
             f"the compiler of these {world.backend} devices does not know {', '.join(refused)}, "
             "which the table of chips has for them; steps are compiled without, and may be slower"
         )
-    return kept
+    return known
 
 
-def _refusal(world: World, chosen: Mapping[str, OptionValue], error: Exception) -> ConfigError:
-    listed = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
+def _refusal(world: World, options: Mapping[str, OptionValue], error: Exception) -> ConfigError:
+    listed = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
     return ConfigError(
         f"the compiler of these {world.backend} devices refuses its options ({error}); it was "
         f"given {listed}. Correct the one it names in compiler_options, or take it away there "
@@ -202,7 +202,7 @@ class Stored:
         storage: how the state holds the parameters.
         params: the shapes of the trained parameters.
         frozen: the shapes of the frozen parameters.
-        owners: where the gradients of the trained parameters lie in the end: with their moments.
+        owners: the shardings of the gradients after reduction: those of their moments.
         update: the optimizer, with the matrices that it needs whole distributed over devices.
     """
 
@@ -267,7 +267,7 @@ class StepSpec:
         ranks = math.prod(mesh.shape.get(axis, 1) for axis in strategy.batch_axes)
         reduction = strategy.reduction or Reduction()
         compute = self.parts.dtype if precision is None else precision.compute
-        # Without batch axes no rank has gradients of its own to hold back; and parameters that are
+        # Without batch axes no rank has gradients of its own to sum first; and parameters that are
         # resident are for the samples of other ranks, too.
         is_apart = pipeline is None and not strategy.resident and bool(strategy.batch_axes)
         derived = {
@@ -315,8 +315,8 @@ class StepSpec:
     @cached_property
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
-        given, deterministic = self.options.compiler_options, self.options.deterministic
-        return compiler_options(self.world, given, deterministic, self.strategy)
+        options, deterministic = self.options.compiler_options, self.options.deterministic
+        return compiler_options(self.world, options, deterministic, self.strategy)
 
     @cached_property
     def separator(self) -> Separator:
@@ -344,10 +344,10 @@ class StepSpec:
             self._for_shared[key] = self._changed("stored", parts=parts)
         return self._for_shared[key]
 
-    def _changed(self, *kept: str, **changes: Any) -> StepSpec:
+    def _changed(self, *cached: str, **changes: Any) -> StepSpec:
         """A step with other fields, and what was found out that does not depend on these."""
         other = dataclasses.replace(self, **changes)
-        vars(other).update({name: x for name, x in vars(self).items() if name in kept})
+        vars(other).update({name: x for name, x in vars(self).items() if name in cached})
         return other
 
     @cached_property

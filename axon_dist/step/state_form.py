@@ -38,11 +38,11 @@ from .view import buffer_partition, mean_buffers, stack_buffers
 
 @dataclasses.dataclass(frozen=True)
 class Claims:
-    """Where a strategy says that parameters, gradients and moments lie, and why; prints as tables.
+    """The shardings a strategy claims for parameters, gradients and moments, and why, as tables.
 
     Args:
         params: about the parameters.
-        grads: about the gradients that reach the optimizer: they lie with its moments.
+        grads: about the gradients that reach the optimizer: they are sharded like its moments.
         opt_state: about the optimizer state.
         frozen: about the frozen parameters; of no rows where there are none.
         programs: what a compiled step must show besides; each raises where it does not.
@@ -98,12 +98,12 @@ class Claims:
 
     def __rich__(self) -> Group:
         frozen = [self.frozen] if self.frozen.rows else []
-        every = (self.params, self.grads, self.opt_state, *frozen)
-        return Group(*(one.table() for one in every))
+        explanations = (self.params, self.grads, self.opt_state, *frozen)
+        return Group(*(one.table() for one in explanations))
 
 
 def placed_shape(x: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array with where it lies."""
+    """The shape of an array with its sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -134,8 +134,8 @@ class StateForm:
         reported: where a step leaves its metrics.
         shapes: a `TrainState` of shapes.
         places: a `TrainState` of shardings.
-        owners: where gradients lie in the end: with their moments.
-        claims: where the strategy says that arrays lie, and why.
+        owners: the shardings of the gradients after reduction: those of their moments.
+        claims: the shardings that the strategy claims, and why.
         outer_steps: what replicas that train on their own do in an outer step; none where there is
             one.
     """
@@ -143,38 +143,38 @@ class StateForm:
     def __init__(self, spec: StepSpec, source: Source, strategy: Strategy | None = None):
         self.spec, self.source = spec, source
         parts, stored, mesh = spec.parts, spec.stored, spec.mesh
-        self.whole = self.reported = NamedSharding(mesh, PartitionSpec())
+        self.replicated = self.reported = NamedSharding(mesh, PartitionSpec())
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
         store, one = stored.storage.store, stored.storage.strategy
         state = jax.eval_shape(lambda w, b: self.around(store(w), b), parts.weights, parts.buffers)
-        # Where one replica's parameters lie, trained and frozen.
+        # The shardings of one replica's parameters, trained and frozen.
         self._stored: tuple[Any, Any] = (
             shardings(one.params, stored.params, mesh),
             shardings(one.params, stored.frozen, mesh),
         )
         buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
         if parts.others and spec.reduction.sync_buffers:
-            # What is no layer's statistics lies as parameters would. Rules about paths are about
-            # parameters; what divides any leaf divides these too.
+            # Buffers that are no layer's statistics are sharded as parameters would be. Rules about
+            # paths are about parameters; what divides any leaf divides these too.
             policy = spec.strategy.params.flexible_part
             buffers = map_with_path(
-                lambda path, x, lies: policy(path, x.shape, mesh) if path in parts.others else lies,
+                lambda path, x, spec: policy(path, x.shape, mesh) if path in parts.others else spec,
                 parts.buffers,
                 buffers,
             )
         self._divided = parts.others & {
-            path for path, lies in leaves_with_paths(buffers) if lies != PartitionSpec()
+            path for path, spec in leaves_with_paths(buffers) if spec != PartitionSpec()
         }
         strategy = strategy or one
         rows, moments = state.params, strategy.opt_state
         self.shapes: TrainState = state
         self.owners = shardings(moments, rows, mesh)
         self.places: Any = TrainState(
-            step=self.whole,  # type: ignore[arg-type]
+            step=self.replicated,  # type: ignore[arg-type]
             params=shardings(strategy.params, rows, mesh),
             opt_state=optimizer_shardings(moments, rows, state.opt_state, mesh),
-            buffers=jax.tree.map(lambda lies: NamedSharding(mesh, lies), buffers),
-            scaler=jax.tree.map(lambda _: self.whole, state.scaler),
+            buffers=jax.tree.map(lambda place: NamedSharding(mesh, place), buffers),
+            scaler=jax.tree.map(lambda _: self.replicated, state.scaler),
             frozen=self._stored[1],
             # Made shard by shard where the moments are, which are never less divided than
             # parameters.
@@ -210,7 +210,7 @@ class StateForm:
             return state
         buffers = map_with_path(
             lambda path, x: (
-                jax.lax.with_sharding_constraint(x, self.whole) if path in self._divided else x
+                jax.lax.with_sharding_constraint(x, self.replicated) if path in self._divided else x
             ),
             state.buffers,
         )
@@ -221,10 +221,10 @@ class StateForm:
         return unscaled_gradients(self.spec, state, placed)
 
     def step(
-        self, state: TrainState, placed: Placed, held: Array | None = None
+        self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
         """From one state in device memory to the next."""
-        return one_step(self.spec, state, placed, held)
+        return one_step(self.spec, state, placed, was_nonfinite)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The trained parameters as stored, and the buffers, of the model in a state."""
@@ -239,7 +239,7 @@ class StateForm:
         """What a forward pass takes beside the samples, as a state and a batch hold it."""
         params, buffers = self.model_of(state)
         weights = self.spec.stored.storage.forward(params, state.frozen)
-        return weights, self.spec.parts.with_given(buffers, state.step, shared)
+        return weights, self.spec.parts.with_inputs(buffers, state.step, shared)
 
     @cached_property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
@@ -253,21 +253,21 @@ class StateForm:
             places = joined(*self._stored)
         else:
             places = shardings(LargestDim(tuple(mesh.axis_names)), parts.weights, mesh)
-        where: dict[Path, Any] = dict(leaves_with_paths(places))
-        where |= {path: where[f"{path}/{NUMBERS}"] for path in parts.int8}
+        by_path: dict[Path, Any] = dict(leaves_with_paths(places))
+        by_path |= {path: by_path[f"{path}/{NUMBERS}"] for path in parts.int8}
         shapes = weight_shapes(parts)
-        return {path: placed_shape(x, where.get(path, self.whole)) for path, x in shapes.items()}
+        return {p: placed_shape(x, by_path.get(p, self.replicated)) for p, x in shapes.items()}
 
     def weights(self, state: TrainState) -> dict[Path, Array]:
         """The arrays of `weight_targets` with the values of a state."""
         targets, values = self.weight_targets, self.values
-        where = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
+        places = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
         if self.spec.stored.storage.rows is not None:
             values = jax.jit(
-                lambda state: self.values(self.on_device(state)), out_shardings=(where, self.whole)
+                lambda s: self.values(self.on_device(s)), out_shardings=(places, self.replicated)
             )
-        found = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
-        return {path: found[path] for path in targets}
+        arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
+        return {path: arrays[path] for path in targets}
 
     def born(self, weights: Mapping[Path, Array]) -> TrainState:
         """Makes the first state, every array where it lives.
@@ -285,14 +285,14 @@ class StateForm:
         # Parameters first, moments second: what drawing the former took is free again by then.
         world, is_placed = self.spec.world, self.source.make is None and not weights
         if is_placed:
-            given, buffers = self.source.arrays or ({}, {})
+            params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
-                agree(world, "parameters of the model", checksums(given))
-            values = self.spec.stored.storage.store(given), buffers
-            stored, buffers = jax.device_put(values, (self._stored, self.whole))
+                agree(world, "parameters of the model", checksums(params))
+            values = self.spec.stored.storage.store(params), buffers
+            stored, buffers = jax.device_put(values, (self._stored, self.replicated))
         else:
             stored, buffers = self._drawn(weights)
-        # A given module keeps its arrays: on the device it lies on, placing makes no copy.
+        # A given module keeps its arrays: placing one on the device where it is makes no copy.
         donated = () if is_placed else (0,)
         complete = jax.jit(self.around, out_shardings=self.places, donate_argnums=donated)
         state = complete(stored, buffers)
@@ -354,7 +354,7 @@ class StateForm:
         # Rows of a pipeline and whole numbers are other arrays than what they are made from.
         is_same = self.spec.stored.storage.rows is None and not self.spec.parts.int8
         donated = 0 if is_same else ()
-        places = (self._stored, self.whole)
+        places = (self._stored, self.replicated)
         return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
 
     def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
@@ -365,20 +365,20 @@ class StateForm:
             got, wanted = (f"{x.dtype}{list(x.shape)}" for x in (array, targets[path]))
             if got != wanted:
                 raise ConfigError(f"{path!r} is {wanted} in the model; got {got}; convert it first")
-        # What lies there already is not copied; what is a module's own stays usable.
-        given = {path: jax.device_put(x, targets[path].sharding) for path, x in weights.items()}
+        # An array that is in its place is not copied; those of a module stay usable.
+        arrays = {path: jax.device_put(x, targets[path].sharding) for path, x in weights.items()}
         if self.source.arrays is not None:
-            own = (pair for tree in self.source.arrays for pair in leaves_with_paths(tree))
-            given |= {
+            pairs = (pair for tree in self.source.arrays for pair in leaves_with_paths(tree))
+            arrays |= {
                 path: jax.device_put(x, targets[path].sharding, may_alias=False)
-                for path, x in own
-                if path in targets and path not in given
+                for path, x in pairs
+                if path in targets and path not in arrays
             }
         elif self.spec.world.num_processes > 1:
             # Processes that hold different shards have no parameters to compare.
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
-        return self._factory()(given)
+        return self._factory()(arrays)
 
 
 def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:

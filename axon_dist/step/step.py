@@ -51,7 +51,7 @@ class TrainStep:
         layout: how batches are cut.
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
-        claims: where the strategy says that arrays lie, and why; `init` checks it.
+        claims: the shardings that the strategy claims, and why; `init` checks them.
         on_device: (state) -> the same state, all of it in device memory.
         form: what its states look like, and how the first one is made.
     """
@@ -63,7 +63,7 @@ class TrainStep:
         self.storage, self.compiler_options = spec.stored.storage, spec.compiler_options
         self.form, self._agreed = form, set[str]()
         # Whether the state stays as it was from the first step that is not finite.
-        self._holds = bool(spec.options.nonfinite and spec.options.nonfinite.holds)
+        self._keeps_state = bool(spec.options.nonfinite and spec.options.nonfinite.holds)
         self._last: weakref.ref[TrainState] | None = None
         self.layout: BatchLayout = BatchLayout.of(spec)
         self.abstract_state: TrainState = form.shapes
@@ -77,16 +77,16 @@ class TrainStep:
 
         # Profilers show a compiled program by the name of its function.
         def train_step(
-            state: TrainState, placed: Placed, held: Array | None = None
+            state: TrainState, placed: Placed, was_nonfinite: Array | None = None
         ) -> tuple[TrainState, Metrics]:
-            return form.step(on_device(state), placed, held)
+            return form.step(on_device(state), placed, was_nonfinite)
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
         self._evaluate = jit(
             lambda state, placed: evaluation(
                 spec.together(), *form.arguments(on_device(state), placed.shared), placed.arrays
             ),
-            out_shardings=form.whole,
+            out_shardings=form.replicated,
         )
         self._differentiate = jit(
             lambda state, placed: form.gradients(on_device(state), placed)[:2],
@@ -95,7 +95,7 @@ class TrainStep:
         self._outer_steps = [
             jit(run, donate_argnums=0, out_shardings=form.places) for run in form.outer_steps
         ]
-        self._report = jax.jit(shared_metrics, out_shardings=form.whole)
+        self._report = jax.jit(shared_metrics, out_shardings=form.replicated)
         self._counted: tuple[Callable[[], TrainState | None], int] = (lambda: None, 0)
         self._means = jax.jit(means)
 
@@ -155,7 +155,7 @@ class TrainStep:
         return self.form.lower_factory()
 
     def __call__(
-        self, state: TrainState, batch: Batch | Placed, held: Array | None = None
+        self, state: TrainState, batch: Batch | Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
         """Takes one step; the arrays of the state given are used up.
 
@@ -163,9 +163,9 @@ class TrainStep:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
                 of this one; or what `place` returned.
-            held: the metric `nonfinite` of the step before. Where `nonfinite` is `"stop"` or
-                `"rollback"`, the state then stays what it was before the first such step, without
-                the host having to look; elsewhere it is ignored.
+            was_nonfinite: the metric `nonfinite` of the step before. Where the option `nonfinite`
+                is `"stop"` or `"rollback"`, the state then stays what it was before the first such
+                step, without the host having to look; elsewhere it is ignored.
 
         Returns:
             The next state, and the metrics as scalars on the devices, not waited for.
@@ -178,27 +178,27 @@ class TrainStep:
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
-        held = self._held(held) if self._holds else None
+        was_nonfinite = self._flag(was_nonfinite) if self._keeps_state else None
         if self.world.num_processes > 1:
-            self._agree_on_program(state, placed, held)
+            self._agree_on_program(state, placed, was_nonfinite)
         # How many steps it has taken is asked of the devices where it is not this step's.
-        last, taken = self._counted
+        last, count = self._counted
         if self._outer_steps and last() is not state:
-            taken = int(state.step)
+            count = int(state.step)
         try:
-            state, metrics = self._step(state, placed, held)
+            state, metrics = self._step(state, placed, was_nonfinite)
         except AxonDistError as error:
             if self.spec.batch is None:
                 error.args = (f"{error}. build_train_step(batch=...) says so at build",)
             raise
         except jax.errors.UnexpectedTracerError as error:
-            told = f"{ESCAPED}. build_train_step(batch=...) says so at build"
-            raise UnsupportedError(told) from error
+            message = f"{ESCAPED}. build_train_step(batch=...) says so at build"
+            raise UnsupportedError(message) from error
         if self._outer_steps:
             metrics = self._report(metrics)
-            for number in self.form.due(taken + 1):
+            for number in self.form.due(count + 1):
                 state = self._outer_steps[number](state)
-            self._counted = weakref.ref(state), taken + 1
+            self._counted = weakref.ref(state), count + 1
         self._last = weakref.ref(state)
         self._in_flight.add(metrics["loss"])
         return state, metrics
@@ -210,11 +210,11 @@ class TrainStep:
             agree(self.world, "step", {"program": digest(self._step.lower(*args))})
             self._agreed.add(shapes)
 
-    def _held(self, held: Array | None) -> Array:
-        """The flag of the step before; for the first step one that lies like all later ones."""
-        if held is not None:
-            return held
-        return jax.make_array_from_callback((), self.form.whole, lambda _: np.zeros((), bool))
+    def _flag(self, was_nonfinite: Array | None) -> Array:
+        """The flag of the step before; for the first step one sharded like all later ones."""
+        if was_nonfinite is not None:
+            return was_nonfinite
+        return jax.make_array_from_callback((), self.form.replicated, lambda _: np.zeros((), bool))
 
     def place(self, batch: Batch) -> Placed:
         """Puts a batch on the devices, so that a later step does not wait for it."""
@@ -253,8 +253,8 @@ class TrainStep:
             batch: as for a step.
 
         Returns:
-            A tree like the parameters, laid out as a step has them: each part where the moments
-            lie that it updates; and the metrics.
+            A tree like the parameters, sharded as a step has them: like the moments that they
+            update; and the metrics.
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
@@ -382,8 +382,9 @@ class TrainStep:
 
     def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
         """The arguments of the step as shapes."""
-        held = jax.ShapeDtypeStruct((), bool, sharding=self.form.whole) if self._holds else None
-        return self.form.placed_shapes, self.layout.abstract(batch, num_processes), held
+        flag = jax.ShapeDtypeStruct((), bool, sharding=self.form.replicated)
+        placed = self.layout.abstract(batch, num_processes)
+        return self.form.placed_shapes, placed, flag if self._keeps_state else None
 
 
 class PortableForm:
@@ -434,10 +435,10 @@ class PortableForm:
         )
         portable = jax.eval_shape(to_model, step.abstract_state)
         mesh = step.world.mesh
-        where = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
-        self.target = jax.tree.map(placed_shape, portable, where)
+        places = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
+        self.target = jax.tree.map(placed_shape, portable, places)
         on_device = step.on_device
-        self._to_model = jax.jit(lambda state: to_model(on_device(state)), out_shardings=where)
+        self._to_model = jax.jit(lambda state: to_model(on_device(state)), out_shardings=places)
         self._to_rows = jax.jit(to_rows, out_shardings=step.state_shardings)
 
     def of(self, state: TrainState) -> TrainState:

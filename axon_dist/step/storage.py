@@ -164,12 +164,12 @@ def storage_of(
 
 
 def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
-    """The model's own dict; what is kept in eight bits lies as the weights would."""
+    """The model's own dict; what is kept in eight bits is sharded as the weights would be."""
     if not parts.int8:
         return Storage(strategy, frozen=parts.frozen_paths)
     shapes = {path: form.shape for path, form in parts.int8.items()}
     strategy = dataclasses.replace(strategy, params=InPlaceOf(strategy.params, shapes))
-    return Storage(strategy, frozen=paths_of(parts.kept), int8=parts.int8)
+    return Storage(strategy, frozen=paths_of(parts.stored_frozen), int8=parts.int8)
 
 
 def _stages(
@@ -197,8 +197,8 @@ def _stages(
         stages = Stages(blocks, boundaries, table.placement, table.num_devices)
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
-    held = {stacks.in_model(keys) for keys in leaves}
-    shared = (*stages.shared, *_tied(parts.abstract, held, blocks))
+    in_model = {stacks.in_model(keys) for keys in leaves}
+    shared = (*stages.shared, *_tied(parts.abstract, in_model, blocks))
     return dataclasses.replace(stages, shared=shared), stacks
 
 
@@ -225,11 +225,11 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
 
 
 def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> UnsupportedError:
-    where = ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
+    kinds = ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
     repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
     return UnsupportedError(
         f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
-        f"block{'s' * (len(blocks) != 1)} to cut between ({where}). Use fewer stages, "
+        f"block{'s' * (len(blocks) != 1)} to cut between ({kinds}). Use fewer stages, "
         f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
         f"stage its module: Pipeline.from_modules([...]){repeated}"
     )
@@ -237,14 +237,14 @@ def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> U
 
 def _tied(model: nnx.Module, leaves: Collection[Keys], blocks: Sequence[Keys]) -> list[Keys]:
     """The keys of what several blocks have in common, or a block with what is in none."""
-    found = []
+    tied = []
     for paths in nnx.find_duplicates(model):
         owners = {_owner(tuple(path), blocks) for path in paths}
         keys = next((tuple(p) for p in paths if any(_is_in(k, [tuple(p)]) for k in leaves)), None)
         # A block that stands in two places is one block, called twice.
         if keys is not None and keys not in blocks and len(owners) > 1:
-            found.append(keys)
-    return found
+            tied.append(keys)
+    return tied
 
 
 def _owner(keys: Keys, blocks: Sequence[Keys]) -> int | None:
@@ -275,25 +275,25 @@ def block_keys(
         >>> block_keys(model)
         [('layers', 0)]
     """
-    found: list[Keys] = []
+    outermost: list[Keys] = []
     stacks = {**_stacked(model), **loops}
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         # A list in a list only holds blocks; what a block holds in lists is found after the block.
         listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
         listed = (listed and jax.tree.leaves(nnx.state(module, nnx.Param))) or keys in stacks
-        chosen = type(module).__name__ in classes if classes else listed
-        if chosen and not _is_in(keys, found):
-            found.append(keys)
+        is_block = type(module).__name__ in classes if classes else listed
+        if is_block and not _is_in(keys, outermost):
+            outermost.append(keys)
     if loops and not classes:
         in_linen: Iterable[Keys] = loops
     else:
         in_linen = linen_named(model, classes) if classes else linen_blocks(model)
     # Of those within each other the outermost.
     for keys in sorted(in_linen, key=len):
-        if not _is_in(keys, found):
-            found.append(keys)
+        if not _is_in(keys, outermost):
+            outermost.append(keys)
     blocks = []
-    for keys in found:
+    for keys in outermost:
         layers = [(*keys, row) for row in range(stacks.get(keys, 0))]
         blocks += layers if keys in stacks else [keys]
     return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
@@ -321,7 +321,7 @@ def _counted(key: str | int) -> tuple[bool, list[str | int]]:
 
 def traced(
     run: Callable[[PyTree, PyTree, Batch], Outcome],
-    spelled: Callable[[Function], Function] | None,
+    rewritten: Callable[[Function], Function] | None,
     stacks: Stacks,
     params: PyTree,
     buffers: PyTree,
@@ -331,7 +331,7 @@ def traced(
 
     Args:
         run: (params of the model, buffers, batch) -> outcome, its blocks marked as units.
-        spelled: changes the function that is traced; None leaves it as it is.
+        rewritten: changes the function that is traced; None leaves it as it is.
         stacks: the modules of the model that hold many blocks.
         params: shapes, the blocks of stacks by themselves.
         buffers: arrays or shapes, as the model has them or with those of blocks by themselves.
@@ -346,39 +346,39 @@ def traced(
         loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
         return loss.total, loss.weight, _flat(weighed_metrics(outcome)), outcome.buffers
 
-    spelling = forward if spelled is None else spelled(forward)
+    program = forward if rewritten is None else rewritten(forward)
     if stacks.depths:
         # A loop over stacked blocks, as the model has it, hides which of them a call reads.
-        layers = by_rows(spelling)
+        layers = by_rows(program)
 
         def of_rows(params: PyTree, apart: PyTree, batch: Batch) -> Any:
-            given = stacks.together(params, Stacked), buffers_together(apart, Stacked)
-            *results, after = layers(*given, batch)
+            inputs = stacks.together(params, Stacked), buffers_together(apart, Stacked)
+            *results, after = layers(*inputs, batch)
             # As they came: where each block has its own, by themselves.
-            own = stacks.buffers_apart(after) if has_apart(apart) else after
-            return jax.tree.map(whole, (*results, own))
+            buffers = stacks.buffers_apart(after) if has_apart(apart) else after
+            return jax.tree.map(whole, (*results, buffers))
 
-        spelling = of_rows
-    return trace_loss(spelling, params, buffers, batch)
+        program = of_rows
+    return trace_loss(program, params, buffers, batch)
 
 
 def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:
     """Metrics by name and part: those with a weight of their own have two."""
-    found: dict[tuple[str, str], Array] = {}
+    flat: dict[tuple[str, str], Array] = {}
     for name, value in metrics.items():
         if isinstance(value, Weighted):
-            found[name, "total"] = jnp.asarray(value.total)
-            found[name, "weight"] = jnp.asarray(value.weight)
+            flat[name, "total"] = jnp.asarray(value.total)
+            flat[name, "weight"] = jnp.asarray(value.weight)
         else:
-            found[name, ""] = value
-    return found
+            flat[name, ""] = value
+    return flat
 
 
-def nested_metrics(found: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
+def nested_metrics(flat: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
     """The inverse of `_flat`."""
-    alone = {name: value for (name, part), value in found.items() if not part}
-    own = {name for name, part in found if part}
-    return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
+    alone = {name: value for (name, part), value in flat.items() if not part}
+    weighted = {name for name, part in flat if part}
+    return {**alone, **{n: Weighted(flat[n, "total"], flat[n, "weight"]) for n in weighted}}
 
 
 def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path], frozenset[Path]]:
@@ -410,17 +410,17 @@ def loops_in(parts: ModelParts, loss_fn: LossFn, batch: Batch) -> dict[Keys, int
         loss = evaluate(parts, loss_fn, params, buffers, batch, lambda _: None).loss
         return loss.total, loss.weight
 
-    given = weights, buffers, batch
+    arguments = weights, buffers, batch
     names = list(flatten(weights))
-    inputs = looped_inputs(jax.make_jaxpr(run)(*given))
+    inputs = looped_inputs(jax.make_jaxpr(run)(*arguments))
     lengths = {names[at]: n for at, n in inputs.items() if at < len(names)}
-    found: dict[Keys, int] = {}
+    loops: dict[Keys, int] = {}
     for keys in sorted(modules, key=len):
         below = {lengths.get(leaf) for leaf in names if leaf[: len(keys)] == keys}
         length = below.pop() if len(below) == 1 else None
-        if length is not None and not any(keys[:end] in found for end in range(len(keys))):
-            found[keys] = length
-    return found
+        if length is not None and not any(keys[:end] in loops for end in range(len(keys))):
+            loops[keys] = length
+    return loops
 
 
 def calls_in(

@@ -18,7 +18,7 @@ from .global_view import global_gradients
 from .local_view import local_gradients
 from .objective import GradientArguments, GradientResult
 from .options import LOSS_SCALE, StepOptions
-from .parts import SHARED, own_and_given
+from .parts import SHARED, split_inputs
 from .pipeline_view import pipeline_gradients
 from .spec import StepSpec
 from .state import FLAG, TrainState
@@ -98,8 +98,8 @@ def skip_overflow(
     Returns:
         The state that it leads to; counts of random draws advance either way.
     """
-    kept = _update_if(finite, new, old)
-    return dataclasses.replace(kept, scaler=scaler.update(old.scaler, finite))
+    state = _update_if(finite, new, old)
+    return dataclasses.replace(state, scaler=scaler.update(old.scaler, finite))
 
 
 def undo_nonfinite(
@@ -108,7 +108,7 @@ def undo_nonfinite(
     finite: Array,
     new: TrainState,
     old: TrainState,
-    held: Array | None,
+    was_nonfinite: Array | None,
 ) -> tuple[TrainState, Array]:
     """Keeps the old state where the loss or a gradient is not finite.
 
@@ -120,11 +120,12 @@ def undo_nonfinite(
         finite: whether the gradients are.
         new: the state that the step would lead to.
         old: the state that it started from.
-        held: whether a step before was not finite, where the policy keeps the state from then on.
+        was_nonfinite: whether a step before was not finite, where the policy keeps the state from
+            then on.
 
     Returns:
         The state that it leads to, and a boolean scalar: whether it was kept. Skipped steps count
-        as steps, held ones never happened.
+        as steps, those undone never happened.
     """
     lost = ~finite
     if options.scaler is not None:
@@ -133,14 +134,14 @@ def undo_nonfinite(
     assert options.nonfinite is not None
     if not options.nonfinite.holds:
         return _update_if(~lost, new, old), lost
-    lost = lost if held is None else lost | held
+    lost = lost if was_nonfinite is None else lost | was_nonfinite
     return keep_if(~lost, new, old), lost
 
 
 def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     """The new state, without its update where that does not apply; random counts advance."""
 
-    def kept(n, o):
+    def select(n, o):
         return jnp.where(applies, n, o) if jnp.issubdtype(n.dtype, jnp.inexact) else n
 
     return dataclasses.replace(
@@ -148,11 +149,11 @@ def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
         params=keep_if(applies, new.params, old.params),
         opt_state=keep_if(applies, new.opt_state, old.opt_state),
         ema=keep_if(applies, new.ema, old.ema),
-        buffers=jax.tree.map(kept, new.buffers, old.buffers),
+        buffers=jax.tree.map(select, new.buffers, old.buffers),
     )
 
 
-def mean_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
+def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
     """Computes mean gradients in the view that the strategy needs.
 
     A loss that couples samples cannot be computed rank by rank, which only the program for a batch
@@ -160,24 +161,24 @@ def mean_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        given: parameters, buffers, batch and scale.
+        arguments: parameters, buffers, batch and scale.
 
     Returns:
-        Gradients in stored form, where their moments lie; metrics; and the new buffers.
+        Gradients in stored form, sharded like their moments; metrics; and the new buffers.
     """
-    shared = given.buffers.get(SHARED)
+    shared = arguments.buffers.get(SHARED)
     here = spec.with_shared(shared) if shared else spec
-    found = here.separator.of(given.batch)
+    separation = here.separator.of(arguments.batch)
     if spec.strategy.pipeline is not None:
         view = pipeline_gradients
     elif spec.options.is_elastic:
         view = elastic_gradients
     else:
-        view = local_gradients if found.is_per_rank and spec.is_local else global_gradients
-    if found.loss_fn is not spec.loss_fn:
-        here = here.with_loss(found.loss_fn)
-    result = view(here, given)
-    return result if found.complete is None else found.complete(result)
+        view = local_gradients if separation.is_per_rank and spec.is_local else global_gradients
+    if separation.loss_fn is not spec.loss_fn:
+        here = here.with_loss(separation.loss_fn)
+    result = view(here, arguments)
+    return result if separation.complete is None else separation.complete(result)
 
 
 def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> GradientResult:
@@ -193,18 +194,18 @@ def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> Gra
     """
     scaler = spec.options.scaler
     scale = None if scaler is None else state.scaler.scale
-    buffers = spec.parts.with_given(state.buffers, state.step, placed.shared)
-    given = GradientArguments(state.params, state.frozen, buffers, placed.arrays, scale)
-    found = mean_gradients(spec, given)
-    grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
-    return found._replace(
+    buffers = spec.parts.with_inputs(state.buffers, state.step, placed.shared)
+    arguments = GradientArguments(state.params, state.frozen, buffers, placed.arrays, scale)
+    result = mean_gradients(spec, arguments)
+    grads = result.grads if scaler is None else scaler.unscale(result.grads, state.scaler)
+    return result._replace(
         grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params),
-        buffers=own_and_given(found.buffers)[0],
+        buffers=split_inputs(result.buffers)[0],
     )
 
 
 def one_step(
-    spec: StepSpec, state: TrainState, placed: Placed, held: Array | None = None
+    spec: StepSpec, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
 ) -> tuple[TrainState, Metrics]:
     """From one state to the next.
 
@@ -212,7 +213,7 @@ def one_step(
         spec: model, loss, optimizer, strategy, devices and options of the step.
         state: in device memory.
         placed: the batch.
-        held: the flag of the step before.
+        was_nonfinite: the flag of the step before.
 
     Returns:
         The next state, and metrics.
@@ -231,7 +232,7 @@ def one_step(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)
-    # What a watched optimizer has to tell of its step.
+    # The metrics of a watched optimizer.
     for one in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
         measured |= one.metrics if isinstance(one, Watched) else {}
     if "param_norm" in options.metrics:
@@ -249,5 +250,5 @@ def one_step(
         measured[LOSS_SCALE] = new.scaler.scale
     if options.nonfinite is not None:
         loss, finite = metrics["loss"], are_finite(grads, measured)
-        new, measured[FLAG] = undo_nonfinite(options, loss, finite, new, state, held)
+        new, measured[FLAG] = undo_nonfinite(options, loss, finite, new, state, was_nonfinite)
     return new, {**metrics, **measured}

@@ -33,7 +33,7 @@ from ..parallel import (
 )
 from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
-from .parts import ModelParts, own_and_given
+from .parts import ModelParts, split_inputs
 
 MakeGather: TypeAlias = Callable[[Path], Any]
 """The path of a parameter -> the function that gathers it; None where it is whole."""
@@ -176,18 +176,18 @@ class ModelChanges:
         group = 1
         if strategy.remat is not None:
             remat, group, unroll = strategy.remat.remat, strategy.remat.group_size, unroll or 1
-        # Of pieces that go round a ring the compiler fetches none before its time.
+        # The compiler prefetches none of the pieces that are sent around a ring.
         prefetch = all(map(sends_pieces, strategy.layers))
         return scan_over_layers(forward, group, remat, prefetch=prefetch, unroll=unroll)
 
 
-def spelled(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
+def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
     """A forward pass without the operations that the SPMD partitioner gets wrong or gathers.
 
     Args:
         forward: of arrays.
         strategy: its batch axes say which ranks have which samples; in stages of a pipeline
-            slices are spelled too.
+            slices are rewritten too.
         mesh: names and sizes of its axes, over all devices.
 
     Returns:
@@ -250,16 +250,16 @@ def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
 
 
 def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
-    """Where a batch lies: samples over the batch axes, microbatches in front of them."""
+    """The spec of a batch: samples over the batch axes, microbatches in front of them."""
     return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
 
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
     """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     if reduction.sync_buffers:
-        return jax.tree.map(lambda _: whole, buffers)
-    return _of_ranks(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: whole)
+        return jax.tree.map(lambda _: replicated, buffers)
+    return _of_ranks(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: replicated)
 
 
 def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
@@ -279,14 +279,14 @@ def _of_ranks(
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> PyTree:
     """Maps over the statistics of the model, of which ranks may have their own."""
-    own, given = own_and_given(buffers)
+    buffers, inputs = split_inputs(buffers)
 
     def one(leaf: Any) -> Any:
         is_statistic = not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
         is_own = is_statistic and not reduction.sync_buffers
         return (function if is_own else otherwise)(leaf)
 
-    return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
+    return jax.tree.map(one, buffers) | jax.tree.map(otherwise, inputs)
 
 
 def own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
@@ -324,9 +324,9 @@ def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
         num_microbatches: into how many a batch is cut.
     """
     named = {id(module): keys for keys, module in nnx.iter_modules(model)}
-    found = [named[id(m)] for m in _batch_norms(model) if not m.use_running_average]
-    if found:
-        warn_of_parts("/".join(map(str, found[0])) or type(model).__name__, num_microbatches)
+    norms = [named[id(m)] for m in _batch_norms(model) if not m.use_running_average]
+    if norms:
+        warn_of_parts("/".join(map(str, norms[0])) or type(model).__name__, num_microbatches)
 
 
 def warn_of_parts(path: Path, num_microbatches: int, place: str = "") -> None:

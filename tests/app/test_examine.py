@@ -19,10 +19,10 @@ def ran(monkeypatch):
     """The programs that calls of steps made the runtime hold, as text."""
     texts, call = [], TrainStep.__call__
 
-    def watched(step, state, batch, held=None):
+    def watched(step, state, batch, was_nonfinite=None):
         client = step.world.mesh.devices.flat[0].client
         before = [id(program) for program in client.live_executables()]
-        result = call(step, state, batch, held)
+        result = call(step, state, batch, was_nonfinite)
         new = (p for p in client.live_executables() if id(p) not in before)
         texts.extend(program.hlo_modules()[0].to_string() for program in new)
         return result

@@ -74,7 +74,7 @@ class FakeStep:
     def init(self):
         return FakeState(jnp.int32(0), {"w": jnp.ones(3)})
 
-    def __call__(self, state, batch, held=None):
+    def __call__(self, state, batch, was_nonfinite=None):
         self.taken += 1
         self.before(self.taken)
         self.batches.append(batch)
@@ -417,7 +417,7 @@ def test_a_signal_traces_the_next_steps(world, tmp_path):
 
 def test_spikes_are_counted_and_told_and_in_no_mean(world):
     class Spiking(FakeStep):
-        def __call__(self, state, batch, held=None):
+        def __call__(self, state, batch, was_nonfinite=None):
             state, metrics = super().__call__(state, batch)
             return state, metrics | {"spike": jnp.float32(self.taken == 3)}
 

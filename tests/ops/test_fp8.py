@@ -295,8 +295,8 @@ def test_weights_that_travel_as_bytes_change_no_bit():
         (fsdp(min_elements=8, reduction=Reduction(by_hand=True)), "fsdp=8", {}, "gather by hand"),
         (fsdp(min_elements=8, reduction=Reduction(per="step")), "fsdp=8", {"accumulate": 2},
          "reduce gradients per step in float32"),
-        (zero(1, min_elements=8), "dp=8", {}, "no kernel of a layer in fp8 lies split"),
-        (fsdp(min_elements=10**6), "fsdp=8", {}, "no kernel of a layer in fp8 lies split"),
+        (zero(1, min_elements=8), "dp=8", {}, "no kernel of a layer in fp8 is split"),
+        (fsdp(min_elements=10**6), "fsdp=8", {}, "no kernel of a layer in fp8 is split"),
         (pipelined(2, 2), "pp=2,dp=4", {}, "a pipeline over 'pp' gathers its stages once"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from axon_dist.jaxpr.rewrite import Rewriting
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.nn import Layout, linear_cross_entropy
 from axon_dist.parallel import LossOverMesh, fsdp, pipelined, tensor_parallel
-from axon_dist.step.view import spelled
+from axon_dist.step.view import rewritten
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -47,7 +47,7 @@ def test_equals_the_dense_loss_and_reduces_the_head_once(classes, num_chunks):
 
 def test_nothing_is_rewritten_on_one_device():
     loss = lambda h, k: linear_cross_entropy(h, k, LABELS).total
-    assert spelled(loss, ddp(), World.emulate(1, "dp=1").mesh) is loss
+    assert rewritten(loss, ddp(), World.emulate(1, "dp=1").mesh) is loss
 
 
 VOCABULARY, LENGTH = 32768, 1024

@@ -190,7 +190,7 @@ EXAMPLES = {
         lambda: build(compose(pipelined(2, 4), context_parallel()), "pp=2,cp=4"),
         r"ring of axis 'cp'",
     ),
-    "what goes round a ring is multiplied as it is": (
+    "what is sent around a ring is multiplied as it is": (
         lambda: build(
             tensor_parallel({"up$": "column"}, sequence=True, rings=True), "tp=8", precision="fp8"
         ),
@@ -270,7 +270,7 @@ EXAMPLES = {
         lambda: build(
             ddp(), model=lambda: Net(width=16), precision=MixedPrecision.fp8(gather="fp8")
         ),
-        "'ddp' no kernel of a layer in fp8 lies split over ranks that have other samples; leave",
+        "'ddp' no kernel of a layer in fp8 is split over ranks that have other samples; leave",
     ),
     "statistics are of the whole batch": (
         lambda: build(ddp(bucket_capacity=9), model=lambda: Net(Seen)),

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import Reduction, Weighted, build_train_step, compose, ddp, fsdp, pipelined
-from axon_dist.step.options import is_told_step
+from axon_dist.step.options import takes_step
 from tests.one_device import trained
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
@@ -65,7 +65,7 @@ def test_a_loss_is_told_how_many_steps_were_taken(axes, strategy, options, make_
 
 def test_only_a_parameter_that_must_be_given_is_told():
     """A default is a number that somebody has chosen."""
-    assert is_told_step(loss_fn)
-    assert is_told_step(lambda model, batch, *, step: 0.0)
-    assert not is_told_step(lambda model, batch, step=1: 0.0)
-    assert not is_told_step(print)
+    assert takes_step(loss_fn)
+    assert takes_step(lambda model, batch, *, step: 0.0)
+    assert not takes_step(lambda model, batch, step=1: 0.0)
+    assert not takes_step(print)

@@ -80,10 +80,10 @@ def test_an_overflow_keeps_the_state_and_lowers_the_scale():
     assert (float(taken.scaler.scale), int(taken.scaler.good_steps)) == (8, 1)
 
 
-def undo(policy, loss, finite, held=None, scale=None):
+def undo(policy, loss, finite, was_nonfinite=None, scale=None):
     options = StepOptions(nonfinite=policy, scaler=None if scale is None else SCALER)
     new, lost = undo_nonfinite(
-        options, jnp.float32(loss), finite, state(2, scale), state(1, scale), held
+        options, jnp.float32(loss), finite, state(2, scale), state(1, scale), was_nonfinite
     )
     return numbers(new), bool(lost)
 
@@ -100,13 +100,13 @@ def test_a_loss_or_a_gradient_alone_undoes_a_step(policy, loss, finite):
 @pytest.mark.parametrize("policy", Nonfinite)
 def test_a_finite_step_stays(policy):
     assert undo(policy, 1.0, YES) == (NEW, False)
-    assert undo(policy, 1.0, YES, held=NO) == (NEW, False)
+    assert undo(policy, 1.0, YES, was_nonfinite=NO) == (NEW, False)
 
 
 def test_what_is_held_stays_held():
-    assert undo(Nonfinite.STOP, 1.0, YES, held=YES) == (OLD, True)
-    assert undo(Nonfinite.ROLLBACK, 1.0, YES, held=YES) == (OLD, True)
-    assert undo(Nonfinite.STOP, np.nan, YES, held=NO) == (OLD, True)
+    assert undo(Nonfinite.STOP, 1.0, YES, was_nonfinite=YES) == (OLD, True)
+    assert undo(Nonfinite.ROLLBACK, 1.0, YES, was_nonfinite=YES) == (OLD, True)
+    assert undo(Nonfinite.STOP, np.nan, YES, was_nonfinite=NO) == (OLD, True)
 
 
 @pytest.mark.parametrize("policy", [Nonfinite.SKIP, Nonfinite.STOP])
