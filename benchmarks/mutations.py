@@ -286,7 +286,7 @@ MUTATIONS = (
         "jaxpr/test_linen.py",
     ),
     row(
-        "jaxpr/linen.py", "kept.append(equation)", "kept.append(equation), known.clear()",
+        "jaxpr/linen.py", "remaining.append(equation)", "remaining.append(equation), known.clear()",
         "jaxpr/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
     ),
     row(

@@ -433,7 +433,7 @@ class Separator:
         )
         guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
         return (
-            f"the loss {use.loss.why} ({use.loss.where}). Each of {ranks * self._microbatches} "
+            f"the loss {use.loss.why} ({use.loss.line}). Each of {ranks * self._microbatches} "
             f"parts of the batch would count that term, as one device would not. {guard}"
             "build_train_step(separable=True) takes the mean over the parts all the same"
         )
