@@ -71,7 +71,7 @@ class Reduction:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether several gradients travel together, in an order of their own."""
+        """Whether several gradients are reduced together, in an order of their own."""
         return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
@@ -220,7 +220,7 @@ class Strategy:
 
     @property
     def sends_only_sums(self) -> bool:
-        """Whether nothing travels but sums of gradients: data parallelism over whole parameters."""
+        """Whether only sums of gradients are sent: data parallelism over replicated parameters."""
         others = self.splits or self.layers or self.pipeline is not None
         return bool(self.batch_axes) and not others
 

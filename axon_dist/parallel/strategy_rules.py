@@ -200,9 +200,8 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "stages see every sample",
         StrategyConflictError,
         "strategy {strategy.name!r} splits the batch over {strategy.pipeline.axis!r}, along "
-        "which the stages of its pipeline are placed, and every stage needs every sample; use "
-        "another axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data "
-        "parallelism out",
+        "which its pipeline places its stages, and every stage needs every sample; use another "
+        "axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data parallelism out",
         lambda strategy, _: strategy.pipeline and strategy.pipeline.axis in strategy.batch_axes,
     ),
     _rule(

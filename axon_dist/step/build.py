@@ -122,9 +122,9 @@ def build_train_step(
         frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None
             keeps each in its own. `"int8"` keeps matrices as whole numbers with a bfloat16 scale
             for each output (`precision.int8_form` says of which), and vectors in their own: the
-            step equals the model with `int8 * scale` in their place, in their own dtype. They lie
-            and travel as eight bits and are widened in the block that reads them; within bridged
-            Linen modules they are widened before they travel. Not for pipelines.
+            step equals the model with `int8 * scale` in their place, in their own dtype. They are
+            stored and sent as eight bits and widened in the block that reads them; within bridged
+            Linen modules they are widened before they are sent. Not for pipelines.
         **keywords: fields of `StepOptions` by name, such as `accumulate=4`, in place of `options`
             or over those that it has.
 
@@ -153,13 +153,13 @@ def build_train_step(
     parts, source = take_apart(model, trainable)
     resolved = strategy_for(parts, as_strategy(strategy), precision, remat)
     scales = resolved.precision is not None and resolved.precision.needs_scaling
-    chosen_options = options_of(options, keywords, scales)
+    resolved_options = options_of(options, keywords, scales)
     parts = dataclasses.replace(parts, reads_step=takes_step(loss_fn))
     if resolved.precision is not None or frozen_dtype is not None:
         parts, source = stored_as(parts, source, resolved.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
     example = None if batch is None else unwrapped(batch)
-    spec = StepSpec(parts, loss_fn, extended, resolved, world, chosen_options, batch=example)
+    spec = StepSpec(parts, loss_fn, extended, resolved, world, resolved_options, batch=example)
     check_rules(spec)
     form = (StateForm if resolved.slow is None else ReplicaForm)(spec, source)
     step = TrainStep(spec, form)

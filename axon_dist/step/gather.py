@@ -184,8 +184,8 @@ class ReduceHeld:
     """Reduces the gradients of all microbatches where the last one's gradient is made.
 
     Forward it gives the weight; on the way back the gradient of the weight is added to the sums
-    held, and the total, reduced to its owner, becomes the gradient of the slot. So the reduction
-    of one unit runs beside the backward pass of the unit before.
+    of the microbatches before, and the total, reduced to its owner, becomes the gradient of the
+    slot. So the reduction of one unit overlaps with the backward pass of the unit before.
 
     Args:
         spec: the sharding of the total, batch axes alone.

@@ -1,4 +1,4 @@
-"""Gradients held per rank and reduced once: what global view cannot express.
+"""Gradients summed per rank and reduced once: what global view cannot express.
 
 A model that keeps its layers in a list has an array for each of them; the loop that runs them wants
 one for all. Carried from microbatch to microbatch as a list, weights and sums would be in memory
@@ -53,7 +53,7 @@ from .view import (
     batch_spec,
     buffer_partition,
     has_statistics,
-    own_buffers,
+    rank_buffers,
     rewritten,
     stack_buffers,
     synchronise_statistics,
@@ -201,13 +201,13 @@ class LocalPlan:
     ) -> tuple[PyTree, Any, PyTree]:
         """Runs on one rank: shards in, reduced sums and new buffers out."""
         reduction, count = self.spec.reduction, self.spec.num_microbatches
-        local = own_buffers(buffers, reduction)
+        local = rank_buffers(buffers, reduction)
         drawing = self.drawing if count == 1 else None
         first = local if drawing is None else drawing.before(local, local, 0)
         accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
         parts, share = count * self.spec.num_ranks, functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
-            # Cast before the gather: in a lower precision half the bytes travel, and the gradient
+            # Cast before the gather: in a lower precision half the bytes are sent, and the gradient
             # comes back in the dtype of the compute.
             gathered = self._unsharded(params, self.param_specs)
             others = self._unsharded(frozen, self.frozen_specs)
@@ -336,7 +336,7 @@ class LocalPlan:
         view, int8 = self.spec.view, self.spec.parts.int8
 
         def cast(path: Path, x: Array) -> Array:
-            # The scales of eight bits stay as they are, and so travel with them.
+            # The scales of eight bits stay as they are, and are gathered with them.
             return x if path.rpartition("/")[0] in int8 else view.cast(x)
 
         return jax.tree.map(all_gather_by, map_with_path(cast, shards), places)

@@ -157,8 +157,8 @@ class Traces:
         paths = [path for path, _ in leaves_with_paths(parts.weights)]
         moving = (paths[number] for number in moves_with(full.program, 1, len(paths)))
         if trained := [path for path in moving if path not in parts.frozen_paths]:
-            # Weights of parts are added up before anything is divided, so they are held when the
-            # loss is differentiated. What no gradient goes through may read parameters.
+            # Weights of parts are added up before anything is divided, so they are constant when
+            # the loss is differentiated. What no gradient goes through may read parameters.
             raise UnsupportedError(
                 f"the weight of the loss depends on the parameter {trained[0]!r}; in "
                 "Weighted(total, weight) the weight must follow from the batch alone, such as the "

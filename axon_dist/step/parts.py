@@ -377,7 +377,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
 
 
 def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:
-    """The buffers of the model, and the inputs of the loss that travel with them."""
+    """The buffers of the model, and the inputs of the loss that are passed with them."""
     inputs = {key: buffers[key] for key in (STEP, SHARED) if key in buffers}
     return {key: value for key, value in buffers.items() if key not in inputs}, inputs
 

@@ -106,7 +106,7 @@ class StagedPlan:
         axes: the axes that are manual.
         is_whole_mesh: whether no axis is left to the compiler.
         view: how a rank sees the model: its blocks are units.
-        own_shapes: the shapes of the model's parameters where a rank computes: of its own experts
+        rank_shapes: the shapes of the model's parameters where a rank computes: of its own experts
             alone.
         row_specs: the specs of the rows of trained parameters in the manual region: by stages, and
             experts over the ranks that their tokens are sent to.
@@ -121,7 +121,7 @@ class StagedPlan:
     axes: tuple[str, ...]
     is_whole_mesh: bool
     view: ModelChanges
-    own_shapes: PyTree
+    rank_shapes: PyTree
     row_specs: list[list[PartitionSpec]]
     frozen_specs: list[list[PartitionSpec]]
     added_over: list[list[tuple[str, ...]]]
@@ -155,7 +155,7 @@ class StagedPlan:
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
             view=ModelChanges(strategy, spec.parts, blocks, looped=looped),
-            own_shapes=nest(of_rank),
+            rank_shapes=nest(of_rank),
             row_specs=row_specs[0],
             frozen_specs=row_specs[1] if rows.frozen else [],
             added_over=[
@@ -281,7 +281,7 @@ class StagedPlan:
 
         policy = None if strategy.remat is None else strategy.remat.remat
         prepare = self.view.prepare(None, also, policy)
-        shapes = self.own_shapes if in_region else self.rows.shapes
+        shapes = self.rank_shapes if in_region else self.rows.shapes
         params = jax.eval_shape(self.view.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)

@@ -182,7 +182,7 @@ class Separator:
         sizes = samples // ranks, total
         use, separation = self._related(batch, sizes, ranks, is_needed)
         if use.failure and self._microbatches > 1:
-            # What all ranks together cannot compute either has another way out.
+            # Raises here where all ranks together cannot compute it either: the advice is another.
             self._use(batch, (samples, total), 1)
         if separation is None and ranks > 1 and (why := self._obstacle(use)):
             if asked:
@@ -388,7 +388,7 @@ class Separator:
     ) -> None:
         """Raises for a count that follows the samples, unless a sum over them is added to it.
 
-        What reads such a count before the step's end finds what other microbatches have left.
+        A read of such a count before the end of the step sees what other microbatches have left.
         """
         program = self.program(batch, sizes[1])
         shapes, sources = self._buffers, sources_of(program.jaxpr)

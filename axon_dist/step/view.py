@@ -289,7 +289,7 @@ def _of_ranks(
     return jax.tree.map(one, buffers) | jax.tree.map(otherwise, inputs)
 
 
-def own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
+def rank_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
     """The statistics of this rank, inside `shard_map`."""
     return _of_ranks(reduction, lambda x: x[0], buffers)
 

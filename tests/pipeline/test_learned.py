@@ -46,7 +46,7 @@ def borrowing_loss(params, buffers, batch):
     return total + jnp.sum(again), weight, metrics, after
 
 
-def own_buffers():
+def rank_buffers():
     return {name: jnp.float32(0.1 * number) for number, name in enumerate(OWN)}
 
 
@@ -57,7 +57,7 @@ KINDS = {"uniform": UniformStages.find, "switch": SwitchStages}
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_stages_tell_the_loss_and_keep_their_own(kind, placed):
-    params, buffers, batch = params_of(), own_buffers(), microbatch(1)
+    params, buffers, batch = params_of(), rank_buffers(), microbatch(1)
     storage = stored(params, *PLACED[placed])
     trace, data = traced(telling_loss, params, buffers, batch)
     programs = KINDS[kind](trace, storage).programs()
@@ -91,7 +91,7 @@ def test_the_stages_tell_the_loss_and_keep_their_own(kind, placed):
 
 
 def test_a_buffer_that_two_stages_read_is_no_stages_own():
-    params, buffers = params_of(), own_buffers()
+    params, buffers = params_of(), rank_buffers()
     storage = stored(params, *PLACED["two_ranks"])
     trace, _ = traced(borrowing_loss, params, buffers, microbatch(0))
     assert UniformStages.find(trace, storage) is None
@@ -104,12 +104,12 @@ def test_a_buffer_that_two_stages_read_is_no_stages_own():
 
 
 def test_what_is_read_needs_the_order_of_the_microbatches():
-    trace, _ = traced(telling_loss, params_of(), own_buffers(), microbatch(0))
+    trace, _ = traced(telling_loss, params_of(), rank_buffers(), microbatch(0))
     turned = Schedule.from_csv("0F1,0F0,,0B1,0B0\n,1F1+1B1,1F0+1B0,,\n", "turned")
-    check_order(trace, own_buffers(), build_schedule("1f1b", 2, 2), {0: 0, 1: 1})
-    check_order(trace, own_buffers(), turned, {})
+    check_order(trace, rank_buffers(), build_schedule("1f1b", 2, 2), {0: 0, 1: 1})
+    check_order(trace, rank_buffers(), turned, {})
     with pytest.raises(UnsupportedError, match=r"'own1' of stage 1 .*'turned' .*all named ones"):
-        check_order(trace, own_buffers(), turned, {1: 1})
+        check_order(trace, rank_buffers(), turned, {1: 1})
 
 
 def test_buffers_of_stacked_blocks_are_taken_apart_but_for_streams():
