@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
-from ..jaxpr.pieces import Piece, as_it_lies, cut
+from ..jaxpr.pieces import Piece, cut, unconstrained
 from ..jaxpr.walk import depends_on, interpret, needed_for, opened, struct_of
 
 
@@ -116,7 +116,7 @@ class StageProgram:
             return otherwise()
         if self.stages == (which,):
             return then()
-        laid = [lambda run=run: as_it_lies(run()) for run in (then, otherwise)]
+        laid = [lambda run=run: unconstrained(run()) for run in (then, otherwise)]
         return jax.lax.cond(stage == which, *laid)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..core.compat import eval_equation
 from ..core.typing import Array
 from ..jaxpr.layer_scan import SHARED, Chain, find_chains
-from ..jaxpr.pieces import Piece, as_it_lies
+from ..jaxpr.pieces import Piece, unconstrained
 from ..jaxpr.walk import made_by, variables
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Wire
@@ -175,7 +175,7 @@ class UniformStages(CutLoss):
             else:
                 none = zeros(jax.eval_shape(run, wire)[1])
                 branches = [run, lambda wire, none=none: (wire, none)]
-                laid = [lambda wire, do=do: as_it_lies(do(wire)) for do in branches]
+                laid = [lambda wire, do=do: unconstrained(do(wire)) for do in branches]
                 wire, results = jax.lax.cond(row < sizes[stage], *laid, wire)
             left.append(results)
         homes = {number: stages.stage_of(number) for number, _ in self.learned.values()}
