@@ -70,7 +70,7 @@ class Piece:
         for equation in self.equations:
             results = eval_equation(equation, values_of(values, equation.invars))
             pairs = zip(equation.outvars, results, strict=True)
-            values.update({v: whole(x) if v in self.pinned else x for v, x in pairs})
+            values.update({v: replicated(x) if v in self.pinned else x for v, x in pairs})
         return values_of(values, self.outputs)
 
 
@@ -188,7 +188,7 @@ def _is_ending(equation: JaxprEqn) -> bool:
     return names <= _OF_SCALARS and all(map(_is_number, (*equation.invars, *equation.outvars)))
 
 
-def whole(x: Array) -> Array:
+def replicated(x: Array) -> Array:
     """Replicates a value over the mesh axes whose sharding is left to the compiler."""
     return _sharded(x, lambda _: PartitionSpec())
 

@@ -1,13 +1,13 @@
-"""Rows: a program about stacked layers, computed layer by layer.
+"""Runs a program on stacked layers row by row, one row for each layer.
 
-A model may keep the weights of equal layers in one array, a row for each, and loop over it. Who has
-to tell the layers apart, as a pipeline does that gives each to one rank, sees such an array as its
-rows: a loop over it becomes the chain of calls that it is, an operation on its elements becomes one
-for each row, and a sum over all of it a sum of sums. What else reads it gets it whole.
+A model may store the weights of equal layers in one array, one row per layer, and loop over it. A
+pipeline assigns layers to ranks, and represents such an array as its rows (`Stacked`): a loop over
+it becomes a chain of calls, an elementwise operation becomes one operation per row, and a sum over
+the array becomes a sum of the rows' sums. Other operations read the array itself.
 
-Most of an optimizer works element by element, wherever elements lie. What does not, such as the
-orthogonalisation of a momentum, is one operation here that holds for each of many arrays; whoever
-runs the program may bring arrays of the same shape together, and run it for all of them at once.
+Most operations of an optimizer are elementwise. One that is not, such as the orthogonalisation of a
+momentum, is one operation here (`matrixwise`) that is batched over arrays: a caller may stack
+arrays of equal shape, and run it for all of them at once.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _run(equation: JaxprEqn, operands: Sequence[RowValue]) -> Sequence[RowValue]
 
 
 def _scan(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue]:
-    """A loop over layers, each iteration by itself."""
+    """A loop over layers, unrolled into its iterations."""
     (loop,), closed = inners(equation), equation.params["jaxpr"]
     consts, carry, stacked = loop.parts(operands)
     order = range(equation.params["length"])
