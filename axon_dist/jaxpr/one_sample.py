@@ -178,7 +178,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
     """
     shapes = [canonical(v, *s, ratio) for v, s in zip(values, op.inputs, strict=True)]
     if op.name == "gather":
-        return _gathered_rows(op, values)
+        return _rows_in_windows(op, values)
     if op.name == "reduce_sum":
         ends = {math.prod(shape) for shape in op.outputs[0]}
         value = values[0]
@@ -201,7 +201,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
     return output if isinstance(output, Value) else output[0]
 
 
-def _gathered_rows(op: Operation, values: list[Value]) -> Value | None:
+def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
     """A gather of each sample's entries from its own row, which the part reads as a window."""
     table, indices = values[:2]
     one, other = op.params["dimension_numbers"], op.others["dimension_numbers"]

@@ -41,7 +41,7 @@ from .walk import (
 
 
 class Stacked:
-    """An array of shape [L, ...], known as its L rows.
+    """An array of shape [L, ...], represented by its L rows.
 
     Args:
         rows: arrays of the same shape and dtype.
@@ -65,7 +65,7 @@ class Stacked:
 
 
 RowValue: TypeAlias = Array | Stacked
-"""A value of a program, known as a whole or as its rows."""
+"""A value of a program: an array, or its rows."""
 
 
 def by_rows(function: Function) -> Function:
@@ -97,7 +97,7 @@ def by_rows(function: Function) -> Function:
 
 
 def whole(value: RowValue) -> Array:
-    """The array itself, where it is known as rows."""
+    """The array itself, stacked where it is represented by rows."""
     return value.whole if isinstance(value, Stacked) else value
 
 
@@ -121,7 +121,7 @@ def _run(equation: JaxprEqn, operands: Sequence[RowValue]) -> Sequence[RowValue]
     shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
     if not shape or 0 in dims or shape[0] == 1:
         return results
-    # All rows are the same, and made of something smaller.
+    # All rows are equal, and a broadcast of a smaller array.
     row = jax.lax.broadcast_in_dim(whole(operands[0]), shape[1:], [dim - 1 for dim in dims])
     return [Stacked([row] * shape[0], results[0])]
 
@@ -154,7 +154,7 @@ def _elementwise(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowVa
 
 
 def _column(value: RowValue, length: int) -> Sequence[Array]:
-    """What each row is computed with: a number is the same for all, as is a dim of size one."""
+    """The operands of each row; a scalar is the same for all rows, as is a dim of size one."""
     if isinstance(value, Stacked) or (jnp.ndim(value) > 0 and value.shape[0] == length):
         return _rows_of(value, length)
     return [value if jnp.ndim(value) == 0 else _rows_of(value, 1)[0]] * length
@@ -167,7 +167,7 @@ def _by_row(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] 
     if known is None or not isinstance(stacked, Stacked) or equation.primitive.name not in BY_ROW:
         return None
     row = equation.replace(params=_of_a_row(equation.params))
-    # What is left to do within a row may be nothing.
+    # No dim may be left to reduce within a row.
     is_done = row.params.get("axes") == ()
 
     def run(x):
@@ -202,7 +202,7 @@ def _of_a_row(params: Params) -> Params:
 
 
 def _cond(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] | None:
-    """Takes all branches and selects, row by row; a branch would need all rows in one place."""
+    """Runs all branches and selects row by row; a branch would need all rows on one rank."""
     which, *values = operands
     if equation.effects or has_units(equation) or isinstance(which, Stacked):
         return None
@@ -222,7 +222,7 @@ def _select(which: Array, cases: Sequence[RowValue]) -> RowValue:
 
 
 def select_case(which: Array, cases: Sequence[Array]) -> Array:
-    """What a branch gives, by its number or a boolean, where all of them are computed."""
+    """The result of the branch with an index, or a boolean, where all have been computed."""
     return jax.lax.select_n(_case_number(which, len(cases)), *cases)
 
 

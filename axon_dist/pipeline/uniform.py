@@ -30,7 +30,7 @@ class UniformStages(CutLoss):
     The sequential program it equals:
 
         x = prologue(rest, batch)
-        for n in range(blocks): x, report[n], left[n] = unit(weights(n), shared, x)
+        for n in range(num_blocks): x, report[n], left[n] = unit(weights(n), shared, x)
         loss = epilogue(rest, batch, x, report)
 
     Results of blocks that the loss reads, such as the load-balancing terms of experts, are sent
