@@ -77,7 +77,7 @@ class Inner:
 
     @property
     def form(self) -> tuple[tuple[int, ...], int, int]:
-        """What is given to it, shared and carried, by numbers."""
+        """The positions of its operands, and how many of them are shared and carried."""
         return self.operands, self.num_shared, self.num_carried
 
     def inputs(self, values: Sequence[T]) -> list[T]:
@@ -99,13 +99,13 @@ class Inner:
         """The fixed point of a loop's carry: the values that another iteration leaves unchanged.
 
         Args:
-            carry: what is known of what the loop begins with.
-            run: what is known of the outputs of a turn, from what is known of what it carries.
-            join: what is known of either of two.
+            carry: the abstract values of the first carry.
+            run: (values of the carry) -> values of the outputs of an iteration.
+            join: (two values) -> the value that holds for both.
 
         Returns:
-            What is known of what it carries, and of the other outputs of a turn; None where that
-            does not settle.
+            The values of the carry, and of the other outputs of an iteration; None where no fixed
+            point is reached.
         """
         for _ in range(_TURNS):
             outputs = run(carry)
