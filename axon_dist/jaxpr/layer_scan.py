@@ -51,12 +51,12 @@ stacks, which takes a tenth of the time of four small blocks, and more memory; b
 take time to compile, each."""
 
 Protect: TypeAlias = Callable[[Function, int], Function]
-"""Puts what runs so many times under `jax.checkpoint`, or leaves it as it is."""
+"""(function, how many times it runs) -> it under `jax.checkpoint`, or unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Calls of one unit program that feed each other.
+    """A chain of calls of one unit program, each of which reads the results of the one before.
 
     Args:
         calls: positions of the equations, in order.
@@ -95,7 +95,7 @@ class LayerScan:
         length, unit = len(chain.calls), jaxpr.eqns[chain.calls[0]].params["jaxpr"]
         if length > (self.unroll or UNROLLED) or self.group(length) > 1:
             return True
-        # What a unit keeps that loops itself, as over time, is on stacks anyway.
+        # The residuals of a unit that loops itself, as over time, are stacked in any case.
         return self.unroll is None and any(e.primitive.name in LOOPS for e in equations(unit))
 
     def protect(self, body: Function, times: int) -> Function:
@@ -165,7 +165,7 @@ def find_chains(jaxpr: Jaxpr) -> list[Chain]:
     roles: tuple[str | int, ...] | None = None
     tainted = made_by(jaxpr.eqns[call] for call in current)
     for call in calls[1:]:
-        # What depends on the calls so far is known up to the last of them: nothing is read twice.
+        # Dependence on the calls so far is known up to the last call: no equation is read twice.
         tainted = depends_on(jaxpr, tainted, call, start=current[-1] + 1)
         link = _link(jaxpr, current[-1], call, tainted)
         if link is not None and roles in (None, link):
@@ -206,7 +206,7 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
 
 
 def _kind(aval: Aval) -> Hashable:
-    """What a carried value has to keep."""
+    """The properties that must not change from one carried value to the next."""
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
 
 
@@ -264,13 +264,13 @@ def _run(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> Seque
 
 
 def _scan_of_model(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> list[Array]:
-    """A loop that the model itself has: what one iteration runs is protected."""
+    """A loop of the model itself, with the body of its iteration under a checkpoint."""
     (loop,), params, closed = inners(equation), equation.params, equation.params["jaxpr"]
     values = [_as_array(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
     consts, carry, stacked = loop.parts(values)
     is_one = _runs_one_unit(closed.jaxpr)
-    # The protection stands around the iteration: a checkpoint of the model's own within would have
-    # it recomputed twice.
+    # The checkpoint is around the iteration: with the model's own checkpoint inside, it would be
+    # recomputed twice.
     compute = functools.partial(_evaluate, closed, how=None if is_one else how)
 
     def body(carry: Sequence[Array], rows: Sequence[Array]) -> tuple[list[Array], list[Array]]:
@@ -293,7 +293,7 @@ def _scan_of_model(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan
 def _remat_of_model(
     equation: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[Array], how: LayerScan
 ) -> Sequence[Array]:
-    """A checkpoint that the model itself has: it keeps what both it and ours would keep."""
+    """A checkpoint of the model itself: it saves what both its policy and ours save."""
     policy = equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
     barrier = equation.params["prevent_cse"]
     is_one = _runs_one_unit(jaxpr)
@@ -330,14 +330,14 @@ def _policies(jaxpr: Jaxpr) -> list[RematPolicy]:
 
 
 def _both(*candidates: RematPolicy | None) -> RematPolicy:
-    """Keeps what all of some policies keep, where the first that moves it elsewhere says."""
+    """A policy that saves what all of some policies save, and offloads as the first that does."""
     policies = [policy for policy in candidates if policy is not None]
     if len(policies) == 1:
         return policies[0]
 
     def policy(*args: Any, **params: Any) -> object:
         answers = [one(*args, **params) for one in policies]
-        # A policy says yes or no, or gives an object for "recompute", "save" or "offload".
+        # A policy returns a boolean, or an object for "recompute", "save" or "offload".
         dropped = [one for one in answers if not one or type(one).__name__ == "RecomputeType"]
         moved = [one for one in answers if hasattr(one, "src")]
         return (*dropped, *moved, True)[0]
@@ -438,7 +438,7 @@ def grouped_scan(
 
 
 def _read_elsewhere(jaxpr: Jaxpr, chain: Chain) -> list[int]:
-    """Which results of the calls something reads besides the next call of the chain."""
+    """The results of the calls that other equations than the chain's next call read."""
     last = chain.calls[-1]
     readers = [e for i, e in enumerate(jaxpr.eqns) if i not in chain.calls]
     used = variables([*(v for e in readers for v in e.invars), *jaxpr.outvars])

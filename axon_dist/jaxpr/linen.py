@@ -32,7 +32,7 @@ from .walk import inners, opened, same_program, struct_of, values_of, variables
 Keys: TypeAlias = tuple[Any, ...]
 
 Gathers: TypeAlias = tuple[Callable[[Array], Array] | None, ...]
-"""How each of the first values of a program is gathered; None for one that is whole."""
+"""The gather function of each of the first values of a program; None for an unsharded value."""
 
 RunUnit: TypeAlias = Callable[[ClosedJaxpr, Gathers, list[Array]], list[Array]]
 """(program, how its values are gathered, values) -> results, as the equation of a unit."""
@@ -41,7 +41,7 @@ SAME_SHARE = 0.5
 """The least share of leaves that two modules have alike to be blocks of one kind."""
 
 MAKES_KEYS = frozenset({"random_fold_in", "random_wrap", "random_unwrap"})
-"""The primitives by which Flax makes a key for a place in a model."""
+"""The primitives by which Flax derives the random key of a module from its path."""
 
 
 def bridges_of(model: nnx.Module) -> Iterator[tuple[Keys, nnx.bridge.ToNNX]]:
@@ -163,7 +163,7 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
             continue
         for each in fit:
             inner = [(each, *below) for below in _blocks(tree[each], composite)]
-            # One of a kind is a block where it stands in a list, as a block does that is shared.
+            # A single one is a block where it is in a list, as a block that layers share is.
             blocks += inner or ([(each,)] if len(fit) > 1 or not name else [])
     for key, child in tree.items():
         if isinstance(child, dict) and key not in fitting:
@@ -182,7 +182,7 @@ def _are_alike(trees: Sequence[Mapping[str, PyTree]]) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitPrograms:
-    """The programs of the units of one trace: calls share one where they compute the same.
+    """The programs of the units of one trace: calls with equal programs share one.
 
     That two calls are equal is seen from what they have traced to, and not from their modules and
     arguments: a call may read globals, context variables, the type of a flag or an object that has
@@ -207,7 +207,7 @@ class UnitPrograms:
 
 
 def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
-    """A program that is given what it has read of the trace around it, and that."""
+    """The program with the outer trace's values that it closes over as inputs, and these values."""
     pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
     consts = {v: x for v, x in pairs if not isinstance(x, Tracer)}
@@ -219,7 +219,7 @@ def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
 def without_keys(
     closed: ClosedJaxpr, operands: Sequence[Array], keys: Container[int]
 ) -> tuple[ClosedJaxpr, list[Array]]:
-    """Takes what makes keys of given keys and numbers out of a traced program.
+    """Moves the derivation of random keys, from known keys and constants, out of a program.
 
     Args:
         closed: a closed jaxpr.
@@ -227,7 +227,7 @@ def without_keys(
         keys: the positions of the operands that are keys, from which Flax derives others.
 
     Returns:
-        The program, and what a call of it is given.
+        The program, and the operands of a call of it.
     """
     closed, read = without_tracers(closed)
     jaxpr, values, count = closed.jaxpr, [*operands, *read], len(operands)
@@ -295,7 +295,7 @@ class LinenUnits:
         gathers = {path: v.get_metadata()[self.metadata] for path, v in params.items()}
         stacked = by_path.items() if self.stacked else ()
         shapes = {path: v.get_value().shape for path, v in stacked if isinstance(v, nnx.Param)}
-        # Linen takes a variable with metadata of ours for a boxed value.
+        # Linen would treat a variable with our metadata as a boxed value.
         for variable in params.values():
             variable.del_metadata(self.metadata)
         try:
@@ -308,7 +308,7 @@ class LinenUnits:
 
 @dataclasses.dataclass(eq=False)
 class Intercepted:
-    """Makes the outermost calls of blocks equations, while one call of a bridge runs.
+    """Turns the outermost calls of blocks into equations, during one call of a bridge.
 
     Args:
         units: which blocks, and how.
@@ -395,7 +395,7 @@ class Intercepted:
         leaves, structure = jax.tree.flatten((state, rngs, arrays))
         gathers = self._of_leaves(state, paths)
         gathers += (None,) * (len(leaves) - len(gathers))
-        # Traced with whole weights: the gathers stand before the program, where they compare.
+        # Traced with gathered weights: the gathers are outside the programs that are compared.
         gathered = [
             leaf if gather is None else jax.eval_shape(gather, leaf)
             for leaf, gather in zip(leaves, gathers, strict=True)
@@ -406,7 +406,7 @@ class Intercepted:
         keys = range(first, first + len(jax.tree.leaves(rngs)))
         program, values = without_keys(closed, leaves, keys)
         if not program.jaxpr.eqns:
-            # A method that says a size or gives a parameter is no call that computes.
+            # A method that returns a size or a parameter computes nothing, and is no unit.
             returned = variables(program.jaxpr.outvars)
             pairs = itertools.zip_longest(program.jaxpr.invars, values, gathers)
             operands = [g(x) if g and v in returned else x for v, x, g in pairs]
@@ -431,7 +431,7 @@ class Intercepted:
 
 
 def _outermost(scopes: PyTree) -> list[Path]:
-    """The paths of those scopes that lie in no other, as Flax packs their variables."""
+    """The paths of the scopes that are inside no other, as Flax packs their variables."""
     paths = list(dict.fromkeys(scope.path for scope in jax.tree.leaves(scopes)))
 
     def is_below(one, other):

@@ -1,10 +1,10 @@
-"""Parts of one sample: their program leaves out, or squeezes away, what does nothing to one.
+"""Compares the program of a part with one sample with that of the whole batch.
 
-Where the dim that counts samples has size 1, JAX and users write other programs than where it is
-longer: arrays are reshaped without it, and what would repeat or sum one entry is not there. Such
-equations only give the same entries in the same order another shape. They are *relays*: what is
-known of their results is read off the program of the whole, and the shape that an array has in the
-part is looked at where an operation reads it.
+Where the dim that counts samples has size 1, JAX and users write another program than where it is
+larger: arrays are reshaped without that dim, and an equation that would repeat or sum one entry is
+left out. An equation that one of the programs has alone and that only changes the shape of the same
+entries is called a *relay*. The value of its result is derived from the program of the whole batch,
+and the shape that the array has in the part's program is checked where an operation reads it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .sample_values import (
 from .walk import shape_of
 
 Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
-"""An equation of the part and the same of the whole; None where one of them has no such relay."""
+"""An equation of the part and of the whole; None for a relay that one program does not have."""
 
 
 def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Sequence[Aligned] | None:
-    """The equations of two programs side by side, but for relays; None where others differ."""
+    """Pairs the equations of two programs up to relays; None where other equations differ."""
     pairs: list[Aligned] = []
     mine, theirs = list(part.eqns), list(whole.eqns)
     while mine or theirs:
@@ -53,12 +53,12 @@ def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Sequence[Aligned] | None:
 
 
 def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
-    """Notes what an equation makes that one of the programs has alone.
+    """Sets the value of the result of an equation that only one of the programs has.
 
     Args:
-        known: of the variables of both.
+        known: the values of the variables of both.
         pair: the equation.
-        ratio: how many samples the whole has.
+        ratio: the number of samples of the whole batch.
 
     Returns:
         Whether it is a relay.
@@ -94,16 +94,16 @@ def is_loose(value: Value, small: Shape, large: Shape, ratio: float) -> bool:
 
 
 def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape | None:
-    """The shape that an array of the part has, where it has all dims that the whole's has.
+    """The shape of a part's array with all the dims that the whole batch's array has.
 
     Args:
-        value: what it is.
+        value: the abstract value of the array.
         small: its shape in the program of the part.
-        large: that in the program of the whole.
-        ratio: how many samples the whole has.
+        large: its shape in the program of the whole.
+        ratio: the number of samples of the whole batch.
 
     Returns:
-        The shape; None where the part's array can be no reshaping of it.
+        The shape; None where the part's array is no reshape of it.
     """
     if value.dim is not None:
         size = large[value.dim] / ratio
@@ -118,15 +118,15 @@ def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape |
 
 
 def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
-    """What an equation makes that, in the part, gives the same entries in another shape.
+    """The value of an equation's result that is, in the part, a reshape of the operand.
 
     Args:
-        op: as the program of the whole has it, and the operand's shape in that of the part.
+        op: as in the program of the whole, with the operand's shape in that of the part.
         value: of the operand.
-        ratio: how many samples the whole has.
+        ratio: the number of samples of the whole batch.
 
     Returns:
-        What it is; None where it is more than a relay.
+        The value; None where the equation is more than a relay.
     """
     (small, large), (_, result) = op.inputs[0], op.outputs[0]
     source = canonical(value, small, large, ratio)
@@ -163,22 +163,22 @@ def _repeats_samples(op: Operation, value: Value, small: Shape) -> bool:
 
 
 def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
-    """What an operation makes of arrays of which some have lost, in the part, the samples' dim.
+    """The value of an operation on arrays, some of which lack the samples' dim in the part.
 
     Args:
         op: the operation.
         values: of its operands.
-        ratio: how many samples the whole has.
+        ratio: the number of samples of the whole batch.
 
     Returns:
-        What it is; None where that is not known.
+        The value; None where it is unknown.
 
     Raises:
         Coupling: when the result depends on several samples.
     """
     shapes = [canonical(v, *s, ratio) for v, s in zip(values, op.inputs, strict=True)]
     if op.name == "gather":
-        return _indexed_rows(op, values)
+        return _rows_in_windows(op, values)
     if op.name == "reduce_sum":
         ends = {math.prod(shape) for shape in op.outputs[0]}
         value = values[0]
@@ -201,8 +201,8 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
     return output if isinstance(output, Value) else output[0]
 
 
-def _indexed_rows(op: Operation, values: list[Value]) -> Value | None:
-    """Look-ups of each sample in its own row, where a part's only row is a window."""
+def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
+    """A gather of each sample's entries from its own row, which the part reads as a window."""
     table, indices = values[:2]
     one, other = op.params["dimension_numbers"], op.others["dimension_numbers"]
     if not (table.is_rows and indices.is_rows and table.dim is not None) or indices.numbers:

@@ -1,10 +1,10 @@
-"""Whose values a traced program computes.
+"""Partitions a traced program by the owners of the values that it computes.
 
-The leaves that a program is given belong to owners, such as the blocks of a pipeline, or to all.
-What is made of one owner's values is that owner's; what is made of several owners' values, such as
-a norm over all gradients, is everybody's again, and has to be small, for it needs the values of
-all of them in one place. So a program falls into the parts of its owners, each of which is run
-where the owner's values live, and into what all share.
+Each input of the program has an owner, such as a block of a pipeline, or is shared by all of them.
+A value that is computed from one owner's values has the same owner. A value that is computed from
+several owners' values, such as a norm over all gradients, is shared; it must be small, because
+every rank needs its operands. The result is one part of the program per owner, which runs on the
+ranks that store the owner's values, and one shared part, which every rank runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .rows import select_case
 from .walk import OPENED, Aval, called, interpret, struct_of
 
 Owner: TypeAlias = Hashable
-"""Whoever has values of its own; None stands for all."""
+"""An owner of values, such as a block; None for values that all owners share."""
 
 SMALL = 1024
-"""The most elements of a value that one owner hands to the others."""
+"""The most elements of a value that one owner sends to the others."""
 
 
 Atom: TypeAlias = int
-"""The number of a value of a program: an input, a constant, or what an operation makes."""
+"""The number of a value of a program: an input, a constant, or the result of an operation."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,10 +41,10 @@ class OwnedOperation:
 
     Args:
         equation: of a jaxpr, for its primitive and parameters.
-        inputs: what it reads.
-        outputs: what it makes.
-        owner: whose they are.
-        level: how many times values have gone from owners to all before it can run.
+        inputs: the values that it reads.
+        outputs: the values that it computes.
+        owner: of the outputs.
+        level: how many exchanges of values between owners have to come before it.
     """
 
     equation: JaxprEqn
@@ -55,7 +55,7 @@ class OwnedOperation:
 
     @property
     def key(self) -> Hashable | None:
-        """A key that only operations have that compute the same; None where none is known."""
+        """A key that only operations with equal results share; None where none is known."""
         if self.equation.effects:
             return None
         key = self.equation.primitive, tuple(sorted(self.equation.params.items()))
@@ -68,19 +68,19 @@ class OwnedOperation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnedProgram:
-    """A program whose operations are each one owner's, or everybody's.
+    """A program in which each operation has one owner, or is shared.
 
     Args:
         operations: in order.
-        by_owner: the operations of each owner, and of all, in order.
+        by_owner: the operations of each owner, and under None those that are shared, in order.
         inputs: of the program.
         outputs: what it returns.
-        homes: whose each output shall be.
+        homes: the owner that needs each output; None where all need it.
         constants: the values that are parts of the program.
-        owners: of every value, by its number; constants are everybody's.
+        owners: of every value, by its number; constants are shared.
         avals: of every value, by its number: shape and dtype.
         levels: of every value, by its number.
-        num_levels: rounds in which owners run their parts, everybody's operations before each.
+        num_levels: rounds in which the owners' parts run, each after its shared operations.
         value_numbers: of every value, by its number, a key that only equal values share, as in
             global value numbering: a rate that is cast twice has one key.
     """
@@ -106,22 +106,22 @@ def owned(
     results: Sequence[Path],
     small: int = SMALL,
 ) -> OwnedProgram:
-    """Finds out whose the values of a program are.
+    """Infers the owner of every value of a program.
 
     Args:
         closed: a closed jaxpr.
-        owners: whose each input is; None for everybody's.
-        names: what messages call each input.
-        homes: whose each output shall be.
-        results: what messages call each output.
-        small: the most elements of a value that everybody makes, where one owner alone reads it.
+        owners: of each input; None where it is shared.
+        names: of the inputs, for error messages.
+        homes: the owner that needs each output; None where all need it.
+        results: names of the outputs, for error messages.
+        small: the most elements of a value that stays shared where only one owner reads it.
 
     Returns:
         The program.
 
     Raises:
-        UnsupportedError: naming the value and the operation, where one that is too large to be
-            handed around would have to be.
+        UnsupportedError: when one owner needs a value of another that has more than `SMALL`
+            elements; it names the value and the operation.
 
     Example:
         >>> closed = jax.make_jaxpr(lambda x, y: (x / (x.sum() + y.sum()), y * 2))(
@@ -141,7 +141,7 @@ def owned(
 
 
 class _Flat:
-    """A program on its way to being flat."""
+    """Builds an `OwnedProgram`: calls are inlined and every value gets an owner."""
 
     def __init__(self, small: int):
         self.small = small
@@ -155,7 +155,7 @@ class _Flat:
     def new(
         self, aval: Aval, owner: Owner = None, name: Path = "", value: Array | None = None
     ) -> Atom:
-        """A value; that of a constant is known."""
+        """Adds a value and returns its number; only a constant has a `value`."""
         number = len(self.avals)
         self.avals.append(aval)
         self.owners.append(owner)
@@ -177,7 +177,7 @@ class _Flat:
             return self.follow(inner.jaxpr, inner.consts, operands)
         if equation.primitive.name == "cond" and self._is_shared_choice(equation, operands):
             return self._choose(equation, operands)
-        owner = self._whose(operands)
+        owner = self._owner_of(operands)
         named = [self.names[a] for a in operands if self.owners[a] is not None]
         name = named[0] if named else ""
         outputs = tuple(self.new(v.aval, owner, name) for v in equation.outvars)
@@ -186,24 +186,24 @@ class _Flat:
             self.common.update(outputs)
         return outputs
 
-    def _whose(self, operands: Sequence[Atom]) -> Owner:
-        """Whose an operation is: arrays draw it to their owner, numbers follow."""
+    def _owner_of(self, operands: Sequence[Atom]) -> Owner:
+        """The owner of an operation: that of its arrays, or of its scalars where it has none."""
         varying = [a for a in operands if a not in self.constants]
         arrays = [a for a in varying if self.avals[a].size > 1]
         if not arrays and not self.common.isdisjoint(varying):
-            # What is added to a sum over owners is a part of that sum, not the last owner's.
+            # A term that is added to a sum over owners keeps that sum shared.
             return None
         mine = {self.owners[a] for a in arrays or varying} - {None}
         return next(iter(mine)) if len(mine) == 1 else None
 
     def _is_shared_choice(self, equation: JaxprEqn, operands: Sequence[Atom]) -> bool:
-        """Whether a branch is taken for several owners at once, by a number that all know."""
+        """Whether a shared scalar selects a branch that reads values of several owners."""
         which, *rest = operands
         whose = {self.owners[a] for a in rest if a not in self.constants}
         return self.owners[which] is None and not equation.effects and len(whose) > 1
 
     def _choose(self, equation: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
-        """Runs all branches, and selects: owner by owner, which one equation could not."""
+        """Inlines all branches and a select per result, for one equation has only one owner."""
         which, *rest = operands
         by_branch = [self.follow(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
         results: list[Atom] = []
@@ -217,11 +217,11 @@ class _Flat:
         return results
 
     def settle(self, outputs: Sequence[Atom], homes: Sequence[Owner]) -> None:
-        """Drops what nobody reads, and gives what one side alone reads to that side.
+        """Eliminates dead operations, and moves others to the owner that reads their results.
 
-        Large values that everybody could make and one owner reads are its own, such as zeros of a
-        leaf's shape. Numbers made of an owner's numbers that only others read are everybody's, such
-        as the first terms of a sum over all.
+        A large shared value that one owner alone reads, such as zeros of a leaf's shape, becomes
+        that owner's. A scalar that is computed from an owner's scalars and read only by others,
+        such as the first terms of a sum over all owners, becomes shared.
         """
         readers: dict[Atom, set[Owner]] = {}
         for atom, home in zip(outputs, homes, strict=True):
@@ -253,7 +253,7 @@ class _Flat:
         homes: Sequence[Owner],
         results: Sequence[Path],
     ) -> OwnedProgram:
-        """The program, once it is settled whose all values are; see `owned`."""
+        """Computes the levels, checks what owners exchange, and returns the program."""
         levels, operations = [0] * len(self.avals), list[OwnedOperation]()
         by_owner: dict[Owner, list[OwnedOperation]] = {}
         for op in self.operations:
@@ -292,7 +292,7 @@ class _Flat:
         )
 
     def _number_values(self, operations: Sequence[OwnedOperation]) -> tuple[Hashable, ...]:
-        """See `OwnedProgram`; `operations` are everybody's."""
+        """Numbers the values of the shared operations; see `OwnedProgram.value_numbers`."""
         numbers: list[Hashable] = [*range(len(self.avals))]
         for atom, value in self.constants.items():
             aval = self.avals[atom]
@@ -315,15 +315,15 @@ def as_array(value: Array, aval: Aval) -> Array:
 
 
 def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], frozenset[Atom]]:
-    """The sums that all shall know: each as its value and the terms, however they are bracketed.
+    """The sums over owners that all need, each with its terms, however they are bracketed.
 
     Args:
-        program: the program; what in it is no chain of additions of numbers stays as it is.
+        program: the program; only chains of additions of shared scalars are such sums.
 
     Returns:
-        For the value of each sum its terms; and the partial sums that nothing else reads.
+        The terms of each sum, by its value; and the partial sums that nothing else reads.
     """
-    # By the value of each sum of two numbers that all know; an unknown name is no addition.
+    # The two operands of each shared addition of scalars, by its result.
     made = {
         op.outputs[0]: op.inputs
         for op in program.by_owner.get(None, ())

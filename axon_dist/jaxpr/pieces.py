@@ -1,4 +1,4 @@
-"""Pieces of a traced program: the equations that some of its values need, and no others."""
+"""Slices of a traced program: the equations that some of its values need, and no others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Piece:
         equations: in order.
         outputs: the variables or literals it computes.
         needs: the variables that must be known beforehand.
-        pinned: the variables that every rank of a stage shall hold whole.
+        pinned: the variables that stay replicated over the mesh axes left to the compiler.
     """
 
     equations: tuple[JaxprEqn, ...]
@@ -70,7 +70,7 @@ class Piece:
         for equation in self.equations:
             results = eval_equation(equation, values_of(values, equation.invars))
             pairs = zip(equation.outvars, results, strict=True)
-            values.update({v: whole(x) if v in self.pinned else x for v, x in pairs})
+            values.update({v: replicated(x) if v in self.pinned else x for v, x in pairs})
         return values_of(values, self.outputs)
 
 
@@ -80,13 +80,13 @@ def cut(
     known: Iterable[Var] = (),
     pinned: frozenset[Var] = frozenset(),
 ) -> Piece:
-    """The piece of a jaxpr that computes some values from others.
+    """The backward slice of a jaxpr: the equations that compute some values from others.
 
     Args:
         jaxpr: an open jaxpr.
         outputs: variables of it, or literals.
         known: variables that need not be computed; inputs of the jaxpr never are.
-        pinned: variables of it that every rank of a stage shall hold whole.
+        pinned: variables of it that stay replicated over the mesh axes left to the compiler.
 
     Returns:
         The piece.
@@ -107,11 +107,11 @@ def cut(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ending:
-    """The last operations of a program: scalars of scalars.
+    """The last operations of a program, which compute scalars from scalars.
 
     Args:
-        piece: computes the results of the sums that it begins with.
-        sums: those.
+        piece: computes the results from `sums`.
+        sums: the scalars that these operations read, such as the sums over a batch.
         consts: values of the program that it reads.
     """
 
@@ -123,12 +123,12 @@ class Ending:
     def of(
         cls, program: ClosedJaxpr, values: Sequence[Array], ends: Sequence[int]
     ) -> tuple[Ending, list[Array], list[Array]]:
-        """Runs a program apart from its last operations.
+        """Runs a program, and separates the operations that end it.
 
         Args:
             program: a closed jaxpr.
             values: its inputs.
-            ends: the positions of the results, numbers, whose last operations are asked for.
+            ends: the positions of the scalar results whose last operations are separated.
 
         Returns:
             The last operations, all results, and the sums that these operations begin with.
@@ -147,10 +147,10 @@ class Ending:
         return ending, outputs[:count], outputs[count:]
 
     def __call__(self, sums: Sequence[Array]) -> list[Array]:
-        """Runs them.
+        """Runs the last operations again, on other sums.
 
         Args:
-            sums: those of the whole batch.
+            sums: their operands, such as the sums over the whole batch.
         """
         pairs = zip(self.sums, sums, strict=True)
         operands = {v: jnp.asarray(x).astype(dtype_of(v)) for v, x in pairs}
@@ -158,7 +158,7 @@ class Ending:
 
 
 def _scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> ClosedJaxpr:
-    """The same program, with calls that give scalars of arrays written out.
+    """The same program, with the calls inlined that compute scalars from arrays.
 
     Args:
         program: a closed jaxpr.
@@ -179,7 +179,7 @@ def _is_number(atom: Atom) -> bool:
 
 
 _OF_SCALARS = EACH | CALLS | RESHAPES | {"copy_p", "custom_jvp_call"}
-"""What may stand in an ending: it computes of scalars whatever device it runs on."""
+"""The operations of an `Ending`: on scalars they give the same result on every device."""
 
 
 def _is_ending(equation: JaxprEqn) -> bool:
@@ -188,22 +188,22 @@ def _is_ending(equation: JaxprEqn) -> bool:
     return names <= _OF_SCALARS and all(map(_is_number, (*equation.invars, *equation.outvars)))
 
 
-def whole(x: Array) -> Array:
-    """Keeps the compiler from splitting a value over the axes that are left to it."""
-    return _laid(x, lambda _: PartitionSpec())
+def replicated(x: Array) -> Array:
+    """Replicates a value over the mesh axes whose sharding is left to the compiler."""
+    return _sharded(x, lambda _: PartitionSpec())
 
 
-def as_it_lies(tree: PyTree) -> PyTree:
-    """The results of a branch, said to lie wherever the compiler likes.
+def unconstrained(tree: PyTree) -> PyTree:
+    """The results of a branch, with an unconstrained sharding.
 
-    XLA compares what the results of the branches of a conditional say about their layout, and
-    fails ("Inconsistent conditional sharding") where one says how it lies and another does not.
+    XLA compares the shardings of the results of a conditional's branches, and fails
+    ("Inconsistent conditional sharding") where one result has a sharding and another has none.
     """
     free = PartitionSpec.UNCONSTRAINED
-    return jax.tree.map(lambda x: _laid(x, lambda ndim: PartitionSpec(*(free,) * ndim)), tree)
+    return jax.tree.map(lambda x: _sharded(x, lambda ndim: PartitionSpec(*(free,) * ndim)), tree)
 
 
-def _laid(x: Array, spec_of: Callable[[int], PartitionSpec]) -> Array:
+def _sharded(x: Array, spec_of: Callable[[int], PartitionSpec]) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return x
@@ -211,10 +211,10 @@ def _laid(x: Array, spec_of: Callable[[int], PartitionSpec]) -> Array:
 
 
 CASTS = frozenset({"convert_element_type"})
-"""Operations that give a table in another dtype, and nothing else."""
+"""Operations that only change the dtype of a table."""
 
 BOUNDS = jax.lax.GatherScatterMode
-"""What is made of ids that a table has no row for."""
+"""How a gather treats ids that are out of bounds of a table."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,11 +223,11 @@ class TableRows:
 
     Args:
         equation: a gather, or a call of a program that is one.
-        operands: what the equation reads beside the table.
-        ids: the values of the operands -> the ids, integers of any shape, in the table or not.
+        operands: the other operands of the equation.
+        ids: the values of the operands -> the ids, integers of any shape, also out of bounds.
         casts: the dtypes that the table, or its rows, are cast to, in order.
-        mode: what is made of ids that the table has no row for.
-        fill: what these rows are filled with, where they are filled; None is not a number.
+        mode: how ids that are out of bounds are treated.
+        fill: the value of rows that are out of bounds, where `mode` fills them; None for NaN.
     """
 
     equation: JaxprEqn
@@ -245,10 +245,10 @@ class TableRows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Readers:
-    """What reads an input of a program.
+    """The equations that read an input of a program.
 
     Args:
-        rows: what reads rows of it by ids.
+        rows: the lookups of rows of it by ids.
         others: the other equations that read it; None for the program's own outputs.
         forms: its variable, and those that are casts of it.
     """
@@ -259,7 +259,7 @@ class Readers:
 
 
 def readers_of(jaxpr: Jaxpr, table: Var) -> Readers:
-    """What reads a table `[N, D]`, in a program and the calls that it makes.
+    """The equations that read a table `[N, D]`, in a program and in the programs that it calls.
 
     Args:
         jaxpr: open, its units as calls.
@@ -295,7 +295,7 @@ def readers_of(jaxpr: Jaxpr, table: Var) -> Readers:
 
 
 def _rows_of(equation: JaxprEqn, read: set[Var]) -> TableRows | None:
-    """The rows that an equation reads of a table with some forms; None where it does otherwise."""
+    """The lookup that an equation is, of a table or a cast of it; None where it is none."""
     places = [i for i, atom in enumerate(equation.invars) if atom in read]
     if len(places) != 1:
         return None
@@ -353,7 +353,7 @@ Names: TypeAlias = Sequence[str | None]
 def _readers(
     jaxpr: Jaxpr, names: Names, passed: Collection[str] = CASTS
 ) -> Iterator[tuple[JaxprEqn | None, Names]]:
-    """What reads inputs with names, None for the program's own outputs; some pass a name on."""
+    """The equations that read named inputs, with the name of each operand; None for the outputs."""
     known = {v: name for v, name in zip(jaxpr.invars, names, strict=False) if name}
 
     for equation in jaxpr.eqns:
@@ -366,7 +366,7 @@ def _readers(
 
 
 def read_outside_units(jaxpr: Jaxpr, names: Names) -> Iterator[str]:
-    """The inputs that are computed with elsewhere than in the units they are handed to.
+    """The named inputs that are read outside the units that they are operands of.
 
     Args:
         jaxpr: whose first inputs have names; units in it are marked.
@@ -433,15 +433,15 @@ SLICES = frozenset({"dynamic_slice", "gather"})
 
 
 def read_in_loops(jaxpr: Jaxpr, names: Names, in_loop: bool = False) -> frozenset[str]:
-    """The inputs that a loop reads in every turn, as a recurrent layer reads its weights.
+    """The inputs that a loop reads in every iteration, as a recurrent layer reads its weights.
 
-    What is handed to units that are called in a loop, and what a loop takes rows of, is not among
-    them; nor is what functions with derivatives of their own read.
+    Operands of units that a loop calls, and inputs that a loop only slices, are not among them;
+    nor are the operands of functions with custom derivatives.
 
     Args:
         jaxpr: whose first inputs have names; units in it may be marked.
         names: of these inputs.
-        in_loop: whether it runs in every turn of a loop itself.
+        in_loop: whether the program is itself the body of a loop.
 
     Returns:
         The names.
@@ -453,7 +453,7 @@ def read_in_loops(jaxpr: Jaxpr, names: Names, in_loop: bool = False) -> frozense
         kind = equation.primitive.name
         if is_unit(equation) or kind in CALLS | REMATS | LOOPS | {"cond"}:
             for inner in inners(equation):
-                # What turns change is no input any more.
+                # A carry that iterations change is no longer the input.
                 shared = inner.inputs(labels)[: inner.num_shared]
                 read |= read_in_loops(inner.program.jaxpr, shared, in_loop or kind in LOOPS)
         elif in_loop and kind not in SLICES:

@@ -37,7 +37,7 @@ Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Array]], Sequence[Array] | Non
 """(equation, operands) -> its results, or None where it may stay as it is."""
 
 OPENED = CALLS | REMATS | LOOPS | {"cond"}
-"""What runs inner programs and says all about them in its parameters."""
+"""The primitives that run inner programs, which are all in their parameters."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Rewriting:
                 recorded = *jax.make_jaxpr(traced, return_shape=True)(*args), scalars
             closed, shapes, numbers = recorded
             if not any(isinstance(const, Tracer) for const in closed.consts):
-                # What it closes over is of no trace that will have ended by the next call.
+                # It closes over no tracer, whose trace would have ended by the next call.
                 traces[key] = recorded
             if self.concerns(closed.jaxpr):
                 results = _Run(self, {}).program(closed.jaxpr, closed.consts, leaves)
@@ -126,7 +126,7 @@ def _pruned(jaxpr: Jaxpr, branch_of: Callable[[Any], int], done: dict[int, tuple
             return value
         if id(value) not in done:
             new = _pruned(program, branch_of, done)
-            # The old one is held beside the new, for an id is of one object while that lives.
+            # A reference to the old program is kept, so that its id is not used again.
             done[id(value)] = value, new if program is value else ClosedJaxpr(new, value.consts)
         return done[id(value)][1]
 
@@ -225,7 +225,7 @@ class ByRank:
     batch: tuple[str, ...]
 
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
-        """Computes one convolution; None where nothing is left to the compiler."""
+        """Computes one convolution; None where no axis is left to the compiler."""
         here = jax.sharding.get_abstract_mesh()
         manual = () if here.empty else tuple(here.manual_axes)
         left = tuple(axis for axis in self.mesh.axis_names if axis not in manual)
@@ -257,7 +257,7 @@ class ByRank:
             ins, addends = (samples, whole, results), _at(0, batch)
             pull = mapped(local, ins, (samples, addends))
             of_samples, of_kernel = pull(*saved, cotangent)
-            # Added up by the compiler, which gives every owner its shard at once.
+            # Summed by the compiler, which reduce-scatters it to the shards.
             return of_samples, jax.lax.reduce_sum(of_kernel, (0,))
 
         forward = mapped(run, (samples, whole), results)
@@ -276,7 +276,7 @@ class ByRank:
 
 
 def refuse(equation: JaxprEqn) -> None:
-    """Raises for a convolution that stands where it cannot be rewritten.
+    """Raises for a convolution inside a program that cannot be rewritten.
 
     Raises:
         UnsupportedError: always.

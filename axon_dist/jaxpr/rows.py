@@ -1,13 +1,13 @@
-"""Rows: a program about stacked layers, computed layer by layer.
+"""Runs a program on stacked layers row by row, one row for each layer.
 
-A model may keep the weights of equal layers in one array, a row for each, and loop over it. Who has
-to tell the layers apart, as a pipeline does that gives each to one rank, sees such an array as its
-rows: a loop over it becomes the chain of calls that it is, an operation on its elements becomes one
-for each row, and a sum over all of it a sum of sums. What else reads it gets it whole.
+A model may store the weights of equal layers in one array, one row per layer, and loop over it. A
+pipeline assigns layers to ranks, and represents such an array as its rows (`Stacked`): a loop over
+it becomes a chain of calls, an elementwise operation becomes one operation per row, and a sum over
+the array becomes a sum of the rows' sums. Other operations read the array itself.
 
-Most of an optimizer works element by element, wherever elements lie. What does not, such as the
-orthogonalisation of a momentum, is one operation here that holds for each of many arrays; whoever
-runs the program may bring arrays of the same shape together, and run it for all of them at once.
+Most operations of an optimizer are elementwise. One that is not, such as the orthogonalisation of a
+momentum, is one operation here (`matrixwise`) that is batched over arrays: a caller may stack
+arrays of equal shape, and run it for all of them at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .walk import (
 
 
 class Stacked:
-    """An array of shape [L, ...], known as its L rows.
+    """An array of shape [L, ...], represented by its L rows.
 
     Args:
         rows: arrays of the same shape and dtype.
@@ -65,7 +65,7 @@ class Stacked:
 
 
 RowValue: TypeAlias = Array | Stacked
-"""A value of a program, known as a whole or as its rows."""
+"""A value of a program: an array, or its rows."""
 
 
 def by_rows(function: Function) -> Function:
@@ -97,7 +97,7 @@ def by_rows(function: Function) -> Function:
 
 
 def whole(value: RowValue) -> Array:
-    """The array itself, where it is known as rows."""
+    """The array itself, stacked where it is represented by rows."""
     return value.whole if isinstance(value, Stacked) else value
 
 
@@ -121,13 +121,13 @@ def _run(equation: JaxprEqn, operands: Sequence[RowValue]) -> Sequence[RowValue]
     shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
     if not shape or 0 in dims or shape[0] == 1:
         return results
-    # All rows are the same, and made of something smaller.
+    # All rows are equal, and a broadcast of a smaller array.
     row = jax.lax.broadcast_in_dim(whole(operands[0]), shape[1:], [dim - 1 for dim in dims])
     return [Stacked([row] * shape[0], results[0])]
 
 
 def _scan(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue]:
-    """A loop over layers, each iteration by itself."""
+    """A loop over layers, unrolled into its iterations."""
     (loop,), closed = inners(equation), equation.params["jaxpr"]
     consts, carry, stacked = loop.parts(operands)
     order = range(equation.params["length"])
@@ -154,7 +154,7 @@ def _elementwise(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowVa
 
 
 def _column(value: RowValue, length: int) -> Sequence[Array]:
-    """What each row is computed with: a number is the same for all, as is a dim of size one."""
+    """The operands of each row; a scalar is the same for all rows, as is a dim of size one."""
     if isinstance(value, Stacked) or (jnp.ndim(value) > 0 and value.shape[0] == length):
         return _rows_of(value, length)
     return [value if jnp.ndim(value) == 0 else _rows_of(value, 1)[0]] * length
@@ -167,7 +167,7 @@ def _by_row(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] 
     if known is None or not isinstance(stacked, Stacked) or equation.primitive.name not in BY_ROW:
         return None
     row = equation.replace(params=_of_a_row(equation.params))
-    # What is left to do within a row may be nothing.
+    # No dim may be left to reduce within a row.
     is_done = row.params.get("axes") == ()
 
     def run(x):
@@ -202,7 +202,7 @@ def _of_a_row(params: Params) -> Params:
 
 
 def _cond(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] | None:
-    """Takes all branches and selects, row by row; a branch would need all rows in one place."""
+    """Runs all branches and selects row by row; a branch would need all rows on one rank."""
     which, *values = operands
     if equation.effects or has_units(equation) or isinstance(which, Stacked):
         return None
@@ -222,7 +222,7 @@ def _select(which: Array, cases: Sequence[RowValue]) -> RowValue:
 
 
 def select_case(which: Array, cases: Sequence[Array]) -> Array:
-    """What a branch gives, by its number or a boolean, where all of them are computed."""
+    """The result of the branch with an index, or a boolean, where all have been computed."""
     return jax.lax.select_n(_case_number(which, len(cases)), *cases)
 
 

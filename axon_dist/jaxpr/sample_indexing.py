@@ -1,4 +1,4 @@
-"""Operations that pick, write, cut out and join, and what they do to the dependence on samples."""
+"""The sample proof's rules for operations that gather, scatter, slice, split and concatenate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of equations: one of the program of a part of the batch, one of that of the whole."""
+"""Pairs of equal equations: one from a part's program, one from the whole batch's."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Operation:
         others: those for the whole.
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
-        kinds: those of the numbers of the first operand and the first result, such as "f" or "i".
-        generator: of a random key as the first operand, what draws with it.
+        kinds: the NumPy kinds of the first operand and the first result, such as "f" or "i".
+        generator: the dtype of the first operand where that is a random key, else "".
     """
 
     name: str
@@ -60,7 +60,7 @@ class Operation:
 
     @cached_property
     def factors(self) -> Factors:
-        """What it does with dims, where there are most samples.
+        """The factors of its dims, in the program of the whole batch.
 
         Raises:
             LookupError: when that is not known.
@@ -73,7 +73,7 @@ class Operation:
 
     @property
     def roles(self) -> set[Role | None]:
-        """What it does along the dims of its operands that count samples."""
+        """The roles of the dims of its operands that count samples."""
         return {
             self.factors.role(number, dim)
             for number, shapes in enumerate(self.inputs)
@@ -81,7 +81,7 @@ class Operation:
         }
 
     def moved(self, value: Value, operand: int = 0) -> Value:
-        """What is made of rows, in the dim of the results that counts their samples then.
+        """The rows of a result, with the dim of the result that counts their samples.
 
         Raises:
             Coupling: when there is none.
@@ -116,37 +116,37 @@ def all_constant(values: Sequence[Value]) -> bool:
 
 
 def only_numbers(value: Value) -> Value:
-    """A value of which all is the position of its sample, or nothing."""
+    """A value all of whose columns are the sample's position, or none; others raise `Coupling`."""
     if value.numbers not in ((), (True,)):
         raise Coupling(Why.NUMBERS)
     return value
 
 
 def is_turn(value: Value, count: int) -> bool:
-    """Whether it is the number of the sample that a loop over so many is at."""
+    """Whether it is the index of the current iteration of a loop over `count` samples."""
     return value.is_rows and value.dim is None and value.numbers == (True,) and value.over == count
 
 
 def not_numbered(value: Value) -> Value:
-    """A value that is no position of a sample, and no sum that a loop is still at."""
+    """A value without sample positions that is no loop's running sum; others raise `Coupling`."""
     if value.numbers or value.kind is Kind.CARRY:
         raise Coupling(Why.NUMBERS)
     return value
 
 
 Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
-"""An equation of the program of a part, and the same of that of the whole."""
+"""An equation of the part's program, and the same equation of the whole batch's."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PairValues:
-    """What is known of the variables of two programs, which have to stand at the same places.
+    """The abstract values of the variables of two programs, in which these must correspond.
 
     Args:
-        constant: what is known of a literal, by its values in both.
-        values: what each variable of the whole is; all have a number.
-        numbers: that of the value that each variable of the part is.
-        mates: for each variable of the whole, that of the part that is the same.
+        constant: (a literal in both programs) -> its abstract value.
+        values: of each variable of the whole; all have a value number.
+        numbers: the value number of each variable of the part.
+        mates: for each variable of the whole, the variable of the part that corresponds to it.
     """
 
     constant: Callable[[Constant, Constant], Value]
@@ -155,11 +155,11 @@ class PairValues:
     mates: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
 
     def write(self, part: Atom, whole: Atom, value: Value) -> None:
-        """Notes what a variable of the whole is, and which of the part's is the same."""
+        """Sets the value of a variable of the whole, and the part's variable that corresponds."""
         self.values[whole], self.mates[whole], self.numbers[part] = value, part, value.number
 
     def read(self, part: Atom, whole: Atom) -> Value:
-        """What is known of two atoms; they are coupled where they are not the same."""
+        """The value of two atoms; it is coupled where they do not correspond."""
         if isinstance(part, Literal) or isinstance(whole, Literal):
             if isinstance(part, Literal) and isinstance(whole, Literal):
                 return self.constant(part.val, whole.val)
@@ -169,7 +169,7 @@ class PairValues:
 
 
 def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -> bool:
-    """Whether lists of two programs or equations are of one length each."""
+    """Whether the named lists of two programs or equations have equal lengths."""
     return all(len(getattr(one, name)) == len(getattr(other, name)) for name in names)
 
 
@@ -179,7 +179,7 @@ _SIZED = frozenset(
         "indices_are_sorted", "unique_indices", "sharding", "out_sharding", "result_avals",
     }
 )  # fmt: skip
-"""Parameters that follow from sizes, which rules look at, or that change no number."""
+"""Parameters that follow from sizes, which the rules compare, or that change no number."""
 
 
 def are_alike(op: Operation) -> bool:
@@ -222,18 +222,18 @@ _FOLDED: MappingProxyType[str, Callable[..., Constant]] = MappingProxyType(
         "and": np.bitwise_and, "or": np.bitwise_or, "div": np.divide,
     }
 )  # fmt: skip
-"""What is computed of numbers that differ between a part and the whole."""
+"""The operations on scalars that are folded where these differ between part and whole."""
 
 
 def folded(op: Operation, known: list[tuple[Number, Number]]) -> tuple[Number, Number] | None:
-    """The results for a part and the whole of an operation on numbers that depend on the size.
+    """Folds an operation on scalar constants that differ between the part and the whole.
 
     Args:
         op: the operation.
-        known: its operands, in both.
+        known: the operands, for the part and for the whole.
 
     Returns:
-        Two numbers; None where its operands do not differ, or it is not known how to compute it.
+        The results for both; None where the operands do not differ, or the operation is unknown.
     """
     if all(a == b or (a != a and b != b) for a, b in known):
         return None
@@ -261,7 +261,7 @@ def _run_of(op: Operation) -> Callable[..., Constant] | None:
 
 
 def operation(pair: Pair) -> Operation:
-    """What a rule gets to see of an equation."""
+    """The `Operation` that the rules read, of a pair of equations."""
     one, two = pair
     sides = (one.invars, two.invars), (one.outvars, two.outvars)
     inputs, outputs = (
@@ -275,7 +275,7 @@ def operation(pair: Pair) -> Operation:
 
 
 def _kind(atoms: Sequence[Atom]) -> str:
-    """The kind of numbers that the first is, as NumPy calls it; all floats are "f", and keys."""
+    """The NumPy kind of the first atom's dtype; all floats, and random keys, are "f"."""
     dtype = (dtype_of(atoms[0]) if atoms else None) or np.float32
     # Extended floats are of kind V for NumPy.
     is_float = (atoms and is_key(atoms[0].aval)) or jnp.issubdtype(dtype, jnp.floating)
@@ -317,7 +317,7 @@ def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
 
 
 def differing(part: Jaxpr, whole: Jaxpr, line: str) -> list[Value]:
-    """The results of programs that are not the same; the longer one has what the other lacks."""
+    """The coupled results of two programs that differ, with a line of the longer one."""
     if not line:
         at = max((0, 1), key=lambda number: len((part, whole)[number].eqns))
         line = source_line((part, whole)[at].eqns[-1])
@@ -353,7 +353,7 @@ def draws(called: ClosedJaxpr) -> str:
 
 
 def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
-    """What a marked function gives: rows of rows."""
+    """The results of a function that the user marks as per-sample: rows of rows."""
     problem = next((v for v in operands if v.kind is Kind.COUPLED), None)
     if any(v.kind is Kind.CARRY for v in operands):
         problem = coupled(Why.LOOPED, "")

@@ -1,7 +1,7 @@
-"""What each operation does to the dependence on samples: one small rule for every family.
+"""The transfer functions of the sample proof: one rule for each family of operations.
 
-A rule gets the operation as it stands in the programs for two numbers of samples, so that the dims
-that count samples are those whose size differs.
+A rule gets an operation with its shapes in the part's and in the whole batch's program; the dims
+that count samples are those whose sizes differ. It returns the abstract values of the results.
 """
 
 from __future__ import annotations

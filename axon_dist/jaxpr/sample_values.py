@@ -1,12 +1,13 @@
-"""How a value of a program depends on the samples of a batch: what sums and products make of it.
+"""The abstract values of the sample proof: how an array depends on the samples of a batch.
 
-Two programs are read: that of the whole batch, and that of one of its equal parts, which runs on
-each of them. Dims that differ count samples. A value of the whole is described relative to the
-parts by a kind (how it combines) and a scale (how many times larger it is). So `1/B` is a constant,
-1/4 as large for the whole as for one of four parts; the mean of the samples' losses is that of the
-parts' means, and their sum is 4 times the mean of the parts' sums. Scales are read off the
-constants of the two programs: they hold for these sizes alone. The kinds of the outputs decide how
-the loss is combined over parts: as a mean, a sum, a weighted mean, or not at all.
+Two programs are compared: that of the whole batch, and that of one of its equal parts. Dims whose
+sizes differ count samples. A value of the whole batch is described relative to the parts' values
+by a kind (how it is combined from them) and a scale (by which factor it is larger). For example,
+`1/B` is a constant that is 1/4 as large for the whole batch as for one of four parts; the mean of
+the samples' losses is the mean of the parts' means, and their sum is 4 times the mean of the parts'
+sums. Scales come from the constants of the two programs, and hold for these two sizes alone. The
+kinds of the outputs decide how a loss is combined over parts: as a mean, a sum, a weighted mean, or
+not at all.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from typing import TypeAlias
 from ..core.typing import Path
 
 Number: TypeAlias = bool | int | float
-"""A scalar as a number of Python."""
+"""A scalar as a Python number."""
 
 
 class Kind(enum.Enum):
-    """What a value is to the samples.
+    """How the value of the whole batch follows from the values of its parts.
 
-    CONSTANT is the same whatever the samples are; where it has dims that grow, along them too.
-    ROWS has a dim that counts samples: those of the parts, one behind another, are the whole's.
-    TOTAL is a sum over the samples of something that each gives for itself: that of the whole is
-    the mean of those of the parts, times the scale.
-    RATIO is one total over another.
-    CARRY is what a loop over the samples adds to.
+    CONSTANT does not depend on the samples; all entries along a dim that counts samples are equal.
+    ROWS has a dim that counts samples: the parts' values, concatenated along it, are the whole's.
+    TOTAL is a sum over the samples of a term that depends on one sample each: the whole's value is
+    the mean of the parts' values, times the scale.
+    RATIO is the quotient of two totals.
+    CARRY is the carry of a loop over the samples that adds a term per sample.
     MIXED is a sum of terms that grow differently with the number of samples.
-    COUPLED is all else.
+    COUPLED is every other value.
     """
 
     CONSTANT = "constant"
@@ -46,7 +47,7 @@ class Kind(enum.Enum):
 
 
 class Why(enum.StrEnum):
-    """What makes a value depend on several samples, or on how many there are."""
+    """The reasons why a value depends on several samples, or on their number."""
 
     DIFFERS = (
         "is another program for another number of samples, as a loop of Python over them or a "
@@ -93,19 +94,19 @@ class Value:
     Args:
         kind: see `Kind`.
         scale: how many times larger it is for the whole batch than for a part.
-        dim: of ROWS, the dim that counts samples; None where it is one sample of a loop over them.
-        outer: of ROWS, how many blocks of all samples lie one after another in the dim.
-        numbers: of ROWS, by column of the last dim, whether it holds the position of the sample;
-            `(True,)` where all of it does, and empty where nothing does.
-        over: of RATIO, the number of the total that it was divided by; of the number of a sample in
-            a loop over all of them, how many a part has.
-        slot: of CARRY, which of the values that the loop carries.
-        known: the values of a scalar, or of an array of one value, in the programs of a part and of
-            the whole, where these say it.
+        dim: of ROWS, the dim that counts samples; None for the one sample of a loop's iteration.
+        outer: of ROWS, how many times the sequence of all samples is repeated along the dim.
+        numbers: of ROWS, for each column of the last dim, whether it is the sample's position in
+            the batch; `(True,)` where the whole value is, and empty where no column is.
+        over: of RATIO, the value number of the divisor; of the sample's position in a loop over the
+            samples, how many samples a part has.
+        slot: of CARRY, its position among the loop's carries.
+        known: the values of a scalar, or of an array of equal entries, in the programs of a part
+            and of the whole, where they are constants there.
         made: whether it is a random key created inside the loss, hence equal on all ranks.
-        why: of MIXED and COUPLED, what made it so.
-        line: the line of the user's that did.
-        number: equal for equal computations.
+        why: of MIXED and COUPLED, the reason.
+        line: the user's line that is the reason.
+        number: its value number, equal for equal computations.
     """
 
     kind: Kind = Kind.CONSTANT
@@ -123,12 +124,12 @@ class Value:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is the same whatever the samples are."""
+        """Whether it does not depend on the samples."""
         return self.kind is Kind.CONSTANT
 
     @property
     def is_rows(self) -> bool:
-        """Whether it holds something for every sample."""
+        """Whether it has a row for every sample."""
         return self.kind is Kind.ROWS
 
     @property
@@ -138,7 +139,7 @@ class Value:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether it is another number for the whole batch than for a part, by its size alone."""
+        """Whether it has another scale for the whole batch than for a part."""
         return not same_scale(self.scale, 1.0)
 
     @property
@@ -173,12 +174,12 @@ class Mixing(Coupling):
 
 
 def coupled(why: str, line: str) -> Value:
-    """A value of which nothing more is known."""
+    """A COUPLED value, with the reason and the user's line."""
     return Value(Kind.COUPLED, why=why, line=line)
 
 
 def with_line(value: Value, at: str) -> Value:
-    """The value with the line that it comes from, where it is one to complain of."""
+    """The value with the line that an error will name, where it has a reason and no line yet."""
     if value.kind in (Kind.MIXED, Kind.RATIO, Kind.COUPLED) and not value.line:
         return dataclasses.replace(value, line=at)
     return value
@@ -344,14 +345,14 @@ class Use(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class OutputUse:
-    """What one number is to the samples.
+    """How one output depends on the samples.
 
     Args:
         kind: see `Use`.
         factor: what the mean over equal parts of a batch is multiplied by to give the number of the
             whole batch: 1 for a mean, the number of parts for a sum.
-        why: of MIXED, COUPLED and of a buffer that is not CONSTANT, what is done to the samples.
-        line: the line of the user's that does it.
+        why: of MIXED, COUPLED and of a buffer that is not CONSTANT, the reason.
+        line: the user's line that is the reason.
     """
 
     kind: Use
@@ -361,12 +362,12 @@ class OutputUse:
 
     @property
     def is_separable(self) -> bool:
-        """Whether the parts of a batch give it, each on its own."""
+        """Whether it can be combined from the values of the parts."""
         return self.kind not in (Use.MIXED, Use.COUPLED)
 
     @property
     def place(self) -> str:
-        """The line of the user's as it follows what is said; "" where none is known."""
+        """The user's line in brackets, as the end of a sentence; "" where none is known."""
         return f" ({self.line})" if self.line else ""
 
     def __str__(self) -> str:
@@ -375,14 +376,14 @@ class OutputUse:
 
 @dataclasses.dataclass(frozen=True)
 class SampleUse:
-    """What one evaluation of a loss makes of the samples.
+    """How the outputs of a loss function depend on the samples of its batch.
 
     Args:
         loss: the loss; where it has a weight, their quotient.
         metrics: by name.
         buffers: the new values, by path.
         is_plain: whether the loss is a number without a weight of its own.
-        failure: what the loss function says where it cannot be computed of a part of the batch.
+        failure: the error of the loss function where it fails on a part of the batch.
 
     Example:
         >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", line="a.py:3")
@@ -402,7 +403,7 @@ class SampleUse:
 
     @property
     def is_separable(self) -> bool:
-        """Whether the parts of a batch give the loss and all metrics, each on its own."""
+        """Whether the loss and all metrics can be combined from the values of the parts."""
         return all(use.is_separable for use in (self.loss, *self.metrics.values()))
 
     def outputs(self) -> dict[str, OutputUse]:
@@ -413,7 +414,7 @@ class SampleUse:
 
     @property
     def coupled(self) -> str:
-        """What the parts of a batch cannot give, in words; "" where they can give everything."""
+        """The first output that is not combined from the parts, and why; "" where there is none."""
         for name, use in self.outputs().items():
             if use.why:
                 return f"the {name} {use.why}{use.place}"
@@ -432,15 +433,15 @@ def use_of(
     is_plain: bool = True,
     parts: float = 1,
 ) -> SampleUse:
-    """Reads off what was found out about the outputs of a loss function.
+    """Summarises the abstract values of the outputs of a loss function.
 
     Args:
-        loss: what the total of the loss is to the samples.
-        weight: what it is divided by.
-        metrics: by name, with what each is divided by.
+        loss: the value of the total of the loss.
+        weight: the value of its divisor.
+        metrics: the value and the divisor of each metric, by name.
         buffers: the new values, by path.
         is_plain: whether the loss is a number without a weight of its own.
-        parts: into how many the batch is cut.
+        parts: the number of parts of the batch.
 
     Returns:
         The uses.

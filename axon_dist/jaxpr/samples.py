@@ -1,11 +1,12 @@
-"""What a program makes of the samples of its batch: followed equation by equation.
+"""Proves how the outputs of a program depend on the samples of its batch.
 
-The program is traced for the whole batch, and for one of the equal parts that it is cut into. Both
-traces must be the same operations on the same values; the dims and constants in which they differ
-are those that depend on the number of samples. From the inputs, whose dim 0 counts samples, every
-value is followed by the rules of `sample_rules`, until it is known of each output whether it is a
-mean over the samples, a sum, one row for each, the same for all batches, or something that the
-parts of a batch cannot give on their own.
+This is an abstract interpretation of two traces: one of the program on the whole batch, and one on
+one of the equal parts that the batch is split into. Both traces must have the same operations on
+the same values; the dims and constants that differ between them are those that depend on the
+number of samples. Dim 0 of the batch counts samples. The rules of `sample_rules` derive the
+abstract value (`sample_values.Value`) of each result from those of the operands, so that each
+output is shown to be a mean over the samples, a sum, one row per sample, independent of the
+samples, or a value that cannot be combined from those of the parts.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ from .sample_values import (
 from .walk import Inner, called, inners
 
 RANKS = "samples_of_all_ranks"
-"""The mesh axis over which an analysed program may add up what all ranks know then."""
+"""The mesh axis over which an analysed program may sum values of all ranks."""
 
 
 def follow_samples(
@@ -76,12 +77,12 @@ def follow_samples(
     num_batch: int,
     zeros: Container[int] = (),
 ) -> list[Value]:
-    """Follows the samples through a program.
+    """Derives how each output of a program depends on the samples of its batch.
 
     Args:
         trace: `trace(samples)` gives the closed jaxpr for a batch of so many samples.
         sizes: the numbers of samples of a part and of the whole, the latter a multiple.
-        num_batch: how many of its last inputs are leaves of the batch, samples in dim 0.
+        num_batch: how many of its last inputs are leaves of the batch, with samples in dim 0.
         zeros: the numbers of the inputs that are 0.
 
     Returns:
@@ -106,11 +107,11 @@ def follow_samples(
 
 
 class Walk:
-    """The following of a pair of programs.
+    """The abstract interpreter of a pair of programs.
 
     Args:
-        ratio: how many times more samples the whole has than a part.
-        is_single: whether a part has one sample alone.
+        ratio: the number of samples of the whole batch, divided by that of a part.
+        is_single: whether a part has exactly one sample.
     """
 
     def __init__(self, ratio: float, is_single: bool = False):
@@ -121,12 +122,12 @@ class Walk:
     def program(
         self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], line: str
     ) -> list[Value]:
-        """Follows a pair of programs.
+        """Derives the values of the outputs of a pair of programs.
 
         Args:
-            programs: that of a part and that of the whole.
+            programs: that of a part and that of the whole batch.
             values: of their inputs.
-            line: the line of the user's that calls them, or "" to look for lines within.
+            line: the user's line that calls them; "" to take the lines of their equations.
 
         Returns:
             The values of their outputs.
@@ -241,7 +242,7 @@ class Walk:
         return results
 
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
-        """What is made where the part has one sample without its dim; None where it is no such."""
+        """The result where the part's one sample has no dim of its own; None in other cases."""
         if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
             value = relayed(op, operands[0], self._ratio)
             if value is not None:
@@ -275,7 +276,7 @@ class Walk:
                 return [coupled(why, source_line(equation))] * len(op.outputs)
             results = promised(op.outputs, operands)
             return self._checked(op.outputs, results, source_line(equation))
-        # JAX traces its own functions once: lines within them are those of the first who called.
+        # JAX traces its own functions once: lines within them are those of their first caller.
         at = line or (source_line(equation) if is_of_jax(name) else "")
         inputs = operands[len(operands) - len(programs[0].jaxpr.invars) :]
         return self.program(programs, inputs, at)[: len(op.outputs)]
@@ -283,7 +284,7 @@ class Walk:
     def _backward(
         self, pair: Pair, operands: list[Value], results: list[Value], at: str
     ) -> list[Value]:
-        """What a function with a backward pass of its own gives, if that keeps samples apart."""
+        """The results of a function with a custom derivative, which must keep samples apart too."""
         values = [*operands, *results]
         if any(v.kind is Kind.CARRY for v in values):
             return [coupled(Why.LOOPED, at)] * len(results)
@@ -291,7 +292,7 @@ class Walk:
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
 
-        # What comes back is of any scale; only what is linear in it has the same.
+        # The cotangent may have any scale; only a result that is linear in it has the same one.
         def returned(v: Value) -> Value:
             scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
             v = CONSTANT if v.kind is Kind.TOTAL else v
@@ -300,7 +301,7 @@ class Walk:
         seeds = zip(results, pair[0].outvars, strict=True)
         seeds = [returned(v) for v, out in seeds if is_float(out.aval)]
         programs = pullback(pair[0], floats), pullback(pair[1], floats)
-        # No one differentiates a backward pass, so the functions in it have none of their own.
+        # A backward pass is not differentiated again: custom derivatives in it play no part.
         self._in_backward = True
         cotangents = self.program(programs, [*operands, *seeds], at)
         self._in_backward = False
@@ -351,7 +352,7 @@ class Walk:
     def _scan_samples(
         self, loops: tuple[Inner, Inner], operands: list[Value], at: str
     ) -> list[Value]:
-        """A loop over the samples may add them up, or hand values through."""
+        """A loop over the samples, which may only sum over them, or leave a carry as it is."""
         consts, carry, stacked = loops[0].parts(operands)
         bodies = loops[0].program, loops[1].program
         count, bad, num_consts = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
@@ -360,7 +361,7 @@ class Walk:
         each = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
         each = [bad if v.numbers else v for v in each]
         start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
-        # What is handed through does not have to be a sum.
+        # A carry that the loop leaves as it is does not have to be a sum.
         through = [
             all(body.jaxpr.outvars[i] is body.jaxpr.invars[num_consts + i] for body in bodies)
             for i in range(len(carry))
@@ -393,7 +394,7 @@ class Walk:
         return results
 
     def loop(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
-        """A `while`: how often it runs must not depend on the samples."""
+        """A `while` loop, whose number of iterations must not depend on the samples."""
         (test, body), (other_test, other_body) = map(inners, pair)
         shared, carry, _ = body.parts(operands)
         bodies = body.program, other_body.program
@@ -405,7 +406,7 @@ class Walk:
         return [coupled(runs.why or Why.OFTEN, runs.line or at)] * len(carry)
 
     def branch(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
-        """A `cond` or `switch`: which branch runs must not depend on the samples."""
+        """A `cond` or `switch`, whose choice of a branch must not depend on the samples."""
         which, *inputs = operands
         is_own = which.is_constant or (which.is_rows and which.dim is None)
         if not is_own or which.is_scaled:
@@ -444,7 +445,7 @@ _KEEPS_NUMBER = RESHAPES | {
 
 
 def _joined(join: Callable[[Value, Value], Value], left: Value, right: Value, at: str) -> Value:
-    """What is made of two values, as a loop or branch leaves them."""
+    """The join of two values, from two branches or from before and after an iteration."""
     for value in (left, right):
         if value.kind is Kind.COUPLED:
             return value
@@ -462,7 +463,7 @@ def _joined(join: Callable[[Value, Value], Value], left: Value, right: Value, at
 def _settled(
     loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], at: str
 ) -> tuple[list[Value], list[Value]]:
-    """What is carried around a loop, once it no longer changes; and the other results."""
+    """The fixed point of a loop's carry, and the loop's other results."""
     fixed = loop.settled(carry, run, lambda one, other: _joined(either, one, other, at))
     if fixed is not None:
         return fixed

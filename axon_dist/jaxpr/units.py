@@ -40,10 +40,10 @@ UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
 
 GATHER = "axon_gather"
-"""The metadata of a parameter that holds how a unit gathers it."""
+"""The key of a parameter's metadata under which its gather function is stored."""
 
 MAKES_COMPLEX = frozenset({"complex", "fft", "eig"})
-"""The primitives that make complex numbers of real ones."""
+"""The primitives that compute complex numbers from real ones."""
 
 Attributes: TypeAlias = Mapping[tuple[Keys, str], object]
 """The plain attributes of modules, by the keys of their module and their name."""
@@ -57,7 +57,7 @@ RematPolicy: TypeAlias = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class RealOnly:
-    """A policy that keeps what another keeps, but no complex values, which are computed again.
+    """A policy that saves what another one saves, except complex values, which are recomputed.
 
     `jax.checkpoint` rounds what it keeps with `reduce_precision`, which refuses complex numbers
     (jax 0.10 to 0.12).
@@ -69,7 +69,7 @@ class RealOnly:
     policy: RematPolicy
 
     def __call__(self, primitive: Primitive, *avals: Aval, **params: Any) -> Any:
-        """What becomes of the result of a primitive."""
+        """Whether the result of a primitive is saved."""
         dtypes = [getattr(aval, "dtype", None) for aval in avals] + [params.get("new_dtype")]
         is_complex = any(getattr(dtype, "kind", "") == "c" for dtype in dtypes)
         if is_complex or primitive.name in MAKES_COMPLEX:
@@ -133,7 +133,7 @@ def mark_units(
         ['axon_unit', 'axon_unit', 'axon_unit']
     """
     units = list(units_of(model, is_unit))
-    # A function of its own, so that the programs of units live no longer than the trace does.
+    # Created per trace, so that the programs of units are released with the trace.
     around = {"__call__": AsUnit(UnitPrograms(), _running(remat))}
     for _, module in units:
         if not any(isinstance(one, AsUnit) for one in layers_of(module).around("__call__")):
@@ -184,7 +184,7 @@ class AsUnit:
     def __call__(
         self, method: Function, module: nnx.Module, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """Runs it, and leaves the state of module and arguments as the call did.
+        """Runs the call, and writes its changes of state back to the module and its arguments.
 
         Raises:
             UnsupportedError: when the module holds many layers and is called as a whole.
@@ -202,7 +202,7 @@ class AsUnit:
         def call(
             params: nnx.State, rest: nnx.State, arrays: Sequence[Array], state: nnx.State
         ) -> tuple[PyTree, nnx.State, nnx.State, list[object]]:
-            """What it returns, the state it has changed, its arguments', arrays it has set."""
+            """The output, the changed state of module and arguments, and the arrays set."""
             copy = nnx.merge(graphdef, gathered(params), rest, copy=True)
             contents, arg_nodes = _contents_of(copy), nnx.merge(nodes_graph, state, copy=True)
             before = {keys: _value(leaf) for keys, leaf in contents[0].items()}
@@ -217,10 +217,10 @@ class AsUnit:
             after = _contents_of(copy)
             attributes.update(_changes(kind, contents, after))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
-            # What the call has left alone is not written back: within `jax.grad` it could not be.
+            # Unchanged state is not written back: within `jax.grad` it could not be.
             others = ((keys, leaf) for keys, leaf in after[0].items() if keys not in weights)
             new = {keys: leaf for keys, leaf in others if _value(leaf) is not before.get(keys)}
-            # What never changes is not handed on from block to block.
+            # Parameters and keys never change, and are not passed on from block to block.
             changed = nnx.state(arg_nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
             made = [attributes[at] for at in arrays_set]
             return output, nnx.from_flat_state(new), changed, made
@@ -253,7 +253,7 @@ Held: TypeAlias = tuple[Mapping[Keys, nnx.Variable | Array], Attributes]
 
 
 def _contents_of(module: nnx.Module) -> Held:
-    """The state of a module and those in it, and their attributes that are neither it nor modules.
+    """The state of a module and its submodules, and their other plain attributes.
 
     Arrays may be among these: what a call sets, or appends to an nnx.List, is no data of a module.
     """
@@ -269,7 +269,7 @@ def _contents_of(module: nnx.Module) -> Held:
 
 
 def _changes(module_type: type, before: Held, after: Held) -> Attributes:
-    """The attributes that a call has set to something else.
+    """The attributes that a call has set to another value.
 
     Raises:
         UnsupportedError: for one that holds an array within something else, and for data that the
@@ -297,7 +297,7 @@ def _changes(module_type: type, before: Held, after: Held) -> Attributes:
 
 
 def _not_one_layer(module: nnx.Module, count: int) -> UnsupportedError:
-    """Of a stack of layers that is called as a whole, which is no unit: how to call it."""
+    """The error for a call of a whole stack of layers, which is no unit: how to call it."""
     name = type(module).__name__
     return UnsupportedError(
         f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
@@ -327,7 +327,7 @@ def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyT
 
 
 def gathered(params: nnx.State) -> nnx.State:
-    """Gathers every parameter that says how; the others stay as they are."""
+    """Gathers every parameter that has a gather function; the others stay as they are."""
     flat: dict[Keys, nnx.Variable] = {}
     for keys, variable in nnx.to_flat_state(params):
         flat[keys] = variable

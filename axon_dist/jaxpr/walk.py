@@ -1,4 +1,4 @@
-"""The few ways in which everything here reads a jaxpr.
+"""The functions by which all modules of this room read a jaxpr.
 
 A jaxpr is a list of equations over *atoms*: variables, or literals that hold their value. Some
 equations run programs of their own (calls, loops, branches). Whoever reads one needs the same few
@@ -38,14 +38,14 @@ Atom: TypeAlias = Var | Literal
 """What an equation reads."""
 
 OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-"""Calls of programs, those with derivatives of their own too."""
+"""Primitives that call a program, also those with custom derivatives."""
 
 LOOPS = frozenset({"scan", "while"})
-"""Equations that run a program more often than once."""
+"""Primitives that run a program several times."""
 
 
 Aval: TypeAlias = Any
-"""What JAX knows of a value that is not there yet: of an array its shape and dtype, and more."""
+"""An abstract value of JAX: of an array its shape, dtype, sharding and more."""
 
 Params: TypeAlias = dict[str, Any]
 """The parameters of an equation."""
@@ -53,12 +53,12 @@ Params: TypeAlias = dict[str, Any]
 T = TypeVar("T")
 
 Run: TypeAlias = Callable[[JaxprEqn, Sequence[T]], Sequence[T]]
-"""(equation, what is known of its operands) -> what is known of its results."""
+"""(equation, values of its operands) -> values of its results; values may be abstract."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inner:
-    """A program that an equation runs, once or in every turn of a loop.
+    """A program that an equation runs, once or in every iteration of a loop.
 
     Args:
         program: what runs.
@@ -77,35 +77,35 @@ class Inner:
 
     @property
     def form(self) -> tuple[tuple[int, ...], int, int]:
-        """What is given to it, shared and carried, by numbers."""
+        """The positions of its operands, and how many of them are shared and carried."""
         return self.operands, self.num_shared, self.num_carried
 
     def inputs(self, values: Sequence[T]) -> list[T]:
-        """What each input is given, of what the equation is given."""
+        """The value of each input, from the values of the equation's operands."""
         return [values[number] for number in self.operands]
 
     def parts(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """What is shared, carried and given row by row, of what the equation is given."""
+        """The values of the equation's operands that are shared, carried, and read row by row."""
         inputs, rows = self.inputs(values), self.num_shared + self.num_carried
         return inputs[: self.num_shared], inputs[self.num_shared : rows], inputs[rows:]
 
     def outputs(self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """What is carried and what are rows, of the outputs."""
+        """The outputs that are carried, and those that are stacked row by row."""
         return list(values[: self.num_carried]), list(values[self.num_carried :])
 
     def settled(
         self, carry: list[T], run: Callable[[list[T]], list[T]], join: Callable[[T, T], T]
     ) -> tuple[list[T], list[T]] | None:
-        """What is known of a loop, once another turn changes nothing.
+        """The fixed point of a loop's carry: the values that another iteration leaves unchanged.
 
         Args:
-            carry: what is known of what the loop begins with.
-            run: what is known of the outputs of a turn, from what is known of what it carries.
-            join: what is known of either of two.
+            carry: the abstract values of the first carry.
+            run: (values of the carry) -> values of the outputs of an iteration.
+            join: (two values) -> the value that holds for both.
 
         Returns:
-            What is known of what it carries, and of the other outputs of a turn; None where that
-            does not settle.
+            The values of the carry, and of the other outputs of an iteration; None where no fixed
+            point is reached.
         """
         for _ in range(_TURNS):
             outputs = run(carry)
@@ -124,7 +124,7 @@ def values_of(
     atoms: Iterable[Atom],
     literal: Callable[[Literal], T] = operator.attrgetter("val"),
 ) -> list[T]:
-    """What is known of atoms; a literal is known by itself."""
+    """The values of atoms; that of a literal is its constant."""
     return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
 
@@ -134,22 +134,22 @@ def variables(atoms: Iterable[Atom]) -> set[Var]:
 
 
 def shape_of(atom: Atom) -> Shape:
-    """The shape of what an equation reads or makes; that of a token is ()."""
+    """The shape of an atom; that of a token is ()."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
 def dtype_of(atom: Atom) -> Any:
-    """The dtype of what an equation reads or makes, a key's too; None of what has none."""
+    """The dtype of an atom, also of a random key; None for an atom without one."""
     return getattr(atom.aval, "dtype", None)
 
 
 def struct_of(atom: Atom) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of what an equation reads or makes, to trace a function with."""
+    """The shape and dtype of an atom, to trace a function with."""
     return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom))
 
 
 def made_by(equations: Iterable[JaxprEqn]) -> set[Var]:
-    """The variables that equations make."""
+    """The variables that equations define."""
     return {variable for equation in equations for variable in equation.outvars}
 
 
@@ -160,7 +160,7 @@ def _is_call(equation: JaxprEqn) -> bool:
 def opened(
     closed: ClosedJaxpr, values: Sequence[Leaf], enters: Callable[[JaxprEqn], bool] = _is_call
 ) -> ClosedJaxpr:
-    """The same program with its calls written out, so that each operation is an equation.
+    """The same program with its calls inlined, so that each operation is an equation.
 
     Args:
         closed: a closed jaxpr that will not be differentiated any more.
@@ -183,7 +183,7 @@ def opened(
 
 
 def inners(equation: JaxprEqn) -> list[Inner]:
-    """The programs that a call, loop or branch runs, and what it gives them.
+    """The programs that a call, loop or conditional runs, with the operands that each gets.
 
     Of a `while` these are the test and the body. Kernels, and whatever says nothing about how its
     program is run, have none.
@@ -212,7 +212,7 @@ def inners(equation: JaxprEqn) -> list[Inner]:
     program = called(equation)
     if program is None:
         return []
-    # Of a function with its own derivative the first operands may be for that alone.
+    # The first operands of a function with a custom derivative may be read by that alone.
     positions = tuple(range(count - len(program.jaxpr.invars), count))
     return [Inner(program, positions, len(positions))]
 
@@ -245,20 +245,20 @@ def interpret(
     literal: Callable[[Literal], T] = operator.attrgetter("val"),
     enters: Callable[[JaxprEqn], bool] = lambda _: False,
 ) -> list[T]:
-    """Goes through a jaxpr, each equation as `run` does it.
+    """Interprets a jaxpr, with `run` for each equation.
 
-    Values may be arrays, and the program is computed; or anything else that follows its flow.
+    Values may be arrays, so that the program is computed, or abstract values that follow its flow.
 
     Args:
         jaxpr: an open jaxpr.
-        consts: what is known of its constants.
-        values: what is known of its inputs.
-        run: what an equation does.
-        literal: what is known of a literal; its value where this is left out.
-        enters: whether the program of a call is gone through likewise, in place of the call.
+        consts: the values of its constants.
+        values: the values of its inputs.
+        run: computes the values of an equation's results from those of its operands.
+        literal: the value of a literal; its constant by default.
+        enters: whether the program of a call is interpreted too, in place of the call.
 
     Returns:
-        What is known of its outputs.
+        The values of its outputs.
 
     Example:
         >>> program = jax.make_jaxpr(lambda x, y: (x * 2.0, y))(1.0, 1.0)
@@ -319,7 +319,7 @@ def sources_of(jaxpr: Jaxpr) -> list[set[int]]:
 
 
 def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
-    """With which inputs an output of a program moves: those whose gradient is not zero everywhere.
+    """The inputs that an output of a program depends on with a gradient that is not always zero.
 
     Args:
         program: a traced function.
@@ -369,7 +369,7 @@ def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
     names: dict[Atom, Atom] = {}
 
     def alike(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
-        """Whether atoms are the same, or variables that both programs have made at one place."""
+        """Whether atoms are equal literals, or variables that correspond in the two programs."""
         return len(left) == len(right) and all(
             a.aval == b.aval
             and (
@@ -408,7 +408,7 @@ def _same_value(one: object, other: object) -> bool:
 
 
 def same(one: Any, other: Any, known: set[tuple[int, int]] | None = None) -> bool:
-    """Whether what two equations hold is the same: values, programs, functions made anew.
+    """Whether the parameters of two equations are equal: values, programs, and closures.
 
     A rule of differentiation is a function that each trace makes again: two are the same where they
     have the same code and what they close over is the same. What cannot be compared is different.
@@ -445,15 +445,15 @@ def same(one: Any, other: Any, known: set[tuple[int, int]] | None = None) -> boo
     return same(*parts, known)
 
 
-# What JAX's functions close over that says nothing of what they do: results that they have kept,
-# and the trace that they were made in.
+# The cells of JAX's own closures that do not change what these compute: cached results, and the
+# trace in which they were created.
 _CELLS_OF_JAX = frozenset({"cells", "sentinel", "self", "out_store"})
 _WRAPPED = ("f", "transforms", "params", "in_type")
 _FROM_JAX = str(pathlib.Path(jax.__file__).parent)
 
 
 def _parts(value: Any) -> tuple[object, ...] | None:
-    """What decides what a function does: its code and what it closes over; None of other values."""
+    """The code and the closure of a function, by which it is compared; None for other values."""
     if isinstance(value, types.FunctionType):
         code = value.__code__
         skipped = _CELLS_OF_JAX if code.co_filename.startswith(_FROM_JAX) else frozenset[str]()
@@ -472,7 +472,7 @@ def _parts(value: Any) -> tuple[object, ...] | None:
 
 
 def _content(cell: types.CellType) -> object:
-    """What a function closes over; a name that has no value yet has itself."""
+    """The content of a closure's cell; a sentinel where the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -1,11 +1,11 @@
 """Pipelines: the model cut into stages, and the one executor of every schedule.
 
-In the order of a step: `layout.py` says which blocks make a stage and on which rank it is,
-`storage.py` where their parameters lie, `loss_trace.py` makes the loss a program, `uniform.py` or
-`switch.py` cuts that into stages, `stage.py` runs and differentiates one, `tables.py` turns a
-schedule into arrays, `executor.py` runs stages by these, and `optimizer.py` updates parameters
-where they lie, by `stored_form.py` and `rows.py`. `vocabulary.py` has embeddings and heads that all
-ranks share. Nothing here knows strategies; `step/pipeline_view.py` does.
+In the order of a step: `layout.py` assigns blocks to stages and stages to ranks, `storage.py` has
+the stored form of their parameters, `loss_trace.py` traces the loss, `uniform.py` or `switch.py`
+cuts the trace into stages, `stage.py` runs and differentiates one stage, `tables.py` turns a
+schedule into arrays, `executor.py` runs the stages by these arrays, and `optimizer.py` updates the
+stored parameters, with `stored_form.py` and `rows.py`. `vocabulary.py` splits embeddings and heads
+over the ranks. Strategies are not known here, but in `step/pipeline_view.py`.
 """
 
 from .executor import Executor as Executor

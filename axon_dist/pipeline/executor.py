@@ -1,4 +1,4 @@
-"""The one executor: any valid schedule as one `lax.scan` over its ticks."""
+"""Runs any valid pipeline schedule as one `lax.scan` over its ticks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.typing import Array, PyTree
-from ..jaxpr.pieces import as_it_lies
+from ..jaxpr.pieces import unconstrained
 from ..schedule import Phase, Schedule, Slots, assign_slots
 from .stage import (
     Data,
@@ -49,15 +49,15 @@ from .vocabulary import Embedding, Lookup
 
 
 class BoundProgram(NamedTuple):
-    """The program of some stages, with the parameters that it reads of what this rank has.
+    """The program of some stages, bound to the parameters of this rank that it reads.
 
     Args:
         program: of the stages.
-        weights: the rows that are trained.
-        rest: what its middle reads outside the blocks and is trained.
-        frozen: what its middle reads and is not.
-        first: what its first reads, trained and frozen.
-        last: what its last reads, trained and frozen.
+        weights: the trained rows of the blocks' parameters.
+        rest: the trained parameters outside the blocks that `program.middle` reads.
+        frozen: the frozen parameters that `program.middle` reads.
+        first: the parameters that `program.first` reads, trained and frozen.
+        last: the parameters that `program.last` reads, trained and frozen.
     """
 
     program: StageProgram
@@ -72,13 +72,14 @@ class BoundProgram(NamedTuple):
 class Executor:
     """Runs the forward and backward passes of all microbatches, in the order of a schedule.
 
-    In each tick a rank does the actions of its cell, each a branch that nothing is computed in
-    when the cell lacks it. What crosses between ranks is sent after them, by permutations that
-    every rank takes part in: a permutation within a branch would wait for ranks that never come.
-    Buffers have as many slots as values are alive at once, however many microbatches there are.
+    In each tick a rank runs the actions of its cell: each is a conditional, and computes nothing
+    where the cell lacks it. Activations and gradients are sent after the actions, by `ppermute`s
+    outside the conditionals, in which every rank takes part; inside, ranks that take the other
+    branch would never join, and the rest would hang. Buffers have as many slots as values are live
+    at once, however many microbatches there are.
 
-    A backward pass recomputes its stage from the input, or takes what the forward pass kept. When
-    it recomputes, the forward pass of the last stage is left to it altogether.
+    A backward pass recomputes its stage from the stage's input, or reads the residuals of the
+    forward pass. Where it recomputes, the last stage's forward runs only within its backward.
 
     Args:
         schedule: a valid table.
@@ -86,31 +87,31 @@ class Executor:
         axis: the mesh axis of the pipeline.
         weights: the rows of this rank's block parameters, those that are trained.
         rest: all other parameters; None at the places of frozen ones.
-        data: (index of a microbatch) -> what is known of it.
-        scale: what the loss is multiplied by on the way back.
-        keeps: whether forward passes keep residuals; else backward passes recompute.
-        frozen_weights, frozen_rest: those that are not trained.
-        learned: by number, the first values of the buffers that stages change: those of a
-            microbatch are what the one before has left, in the order of the table.
-        once: those of them that every microbatch finds as they were at first.
-        means: those of the latter that become the mean of what the microbatches make of them.
-        parted: the numbers of the rest of which every rank has a part of the vocabulary.
-        lookups: those in what is parted, which all ranks do together where the table says so.
+        data: (index of a microbatch) -> its `Data`.
+        scale: the loss scale of the backward passes.
+        keeps: whether forward passes save residuals; else backward passes recompute.
+        frozen_weights, frozen_rest: the parameters that are not trained.
+        learned: by number, the first values of the buffers that stages change; each microbatch
+            reads what the one before it has written, in the order of the table.
+        once: the numbers of those whose first value every microbatch reads.
+        means: the numbers in `once` whose new value is the mean over the microbatches.
+        parted: the numbers of parameters in `rest` that are split over the ranks by tokens.
+        lookups: the lookups in these, which all ranks run together in the ticks of `E` and `G`.
 
     Attributes:
-        bound: the programs, with what they read.
+        bound: the programs of the stages, with their parameters.
         all_rest: all parameters outside the blocks, by number.
         embedding: the lookups as actions.
-        wire: the shapes of what stages pass on.
-        parts: forward, input gradient and weight gradient of each program, where they are apart.
-        stash: what a forward keeps: the output of the stage, and residuals.
-        held: what an input gradient leaves for the weight gradient.
-        slots: where every value lies, by the names of the buffers.
-        tables: what is done in every tick.
-        leaves_last: whether the last stage's forward pass is left to its backward pass. That mostly
-            follows at once, and needs the output for the loss: run in its place, too, it would be
-            computed twice for nothing. It must not change what the stage learns, from one
-            microbatch to the next.
+        wire: the shapes of the values that stages send.
+        parts: forward, input gradient and weight gradient of each program, where they are split.
+        stash: the packed form of what a forward pass saves: the stage's output and its residuals.
+        held: the packed form of the intermediates from an input gradient to a weight gradient.
+        slots: the slot of every value, by buffer.
+        tables: the actions and transfers of every tick.
+        leaves_last: whether the last stage's forward pass runs only within its backward pass. The
+            backward mostly follows in the next tick and computes the output again for the loss, so
+            that a forward pass before it would be wasted. This must not change the order in which
+            the stage updates its buffers.
     """
 
     schedule: Schedule
@@ -182,7 +183,7 @@ class Executor:
     def run(self) -> Totals:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
         rank = jax.lax.axis_index(self.axis)
-        # All ranks run one program; what differs between them is this row of the tables.
+        # All ranks run one program (SPMD); only this row of the tables differs between them.
         lanes = [
             {name: jnp.asarray(x)[rank] for name, x in lane.columns.items()}
             for lane in self.tables.lanes
@@ -218,8 +219,8 @@ class Executor:
                 for i, x in self.learned.items()
             },
         )
-        # The scan itself is never differentiated: B, I and W are actions in the tables, so nothing
-        # is kept per tick and memory is that of the slots.
+        # The scan itself is never differentiated: B, I and W are actions in the tables, so it saves
+        # no residuals per tick, and its memory is that of the slots.
         state, _ = jax.lax.scan(self._tick, start, (lanes, channels))
         homes = {i: stage for program in self.stages for i, stage in program.learns.items()}
         ranks = {i: self.schedule.placement[stage] for i, stage in homes.items()}
@@ -247,7 +248,7 @@ class Executor:
             sent.append(result)
         with jax.named_scope("transfer"):
             # Every rank takes part in every permutation, in each tick, whether it has something to
-            # send or not: a permutation inside a branch would wait for ranks that take another.
+            # send or not: inside a branch a permutation hangs where a rank takes another branch.
             for channel, slots in zip(self.tables.channels, arrivals, strict=True):
                 send = partial(jax.lax.ppermute, axis_name=self.axis, perm=channel.pairs)
                 arrived = jax.tree.map(send, outgoing(list(slots), lanes, sent))
@@ -257,21 +258,22 @@ class Executor:
 
     def _receive(self, phase: Phase, slot: Array, value: Wire, state: State) -> State:
         if phase is Phase.F:
-            # What arrives with NONE is zeros or another rank's leftovers: it is written nowhere.
+            # A value that arrives with NONE is not for this rank, and is dropped.
             return state._replace(inputs=put(state.inputs, slot, value, slot != NONE))
         return state._replace(gradients=put(state.gradients, slot, value.floats, slot != NONE))
 
     def _choose(
         self, tick: Tick, active: Array, branch: Callable, made: Sequence[PyTree], operand: Any
     ) -> PyTree:
-        """Runs the branch of the stage of this tick.
+        """Runs the branch for the stage of this tick.
 
         Args:
-            tick: which stage.
-            active: whether there is one; else results are zeros and changes none.
-            branch: (number of a program, the program, operand) -> results, and what it changes.
+            tick: has the stage.
+            active: whether the tick has this action; else the results are zeros, and the state
+                stays as it is.
+            branch: (number of a program, the program, operand) -> results, and the new state.
             made: the shapes of the results.
-            operand: what it reads, and behind that what it changes.
+            operand: the values that it only reads, and after them the state that it updates.
         """
         number = np.zeros(self.schedule.num_stages, np.int32)
         for index, program in enumerate(self.stages):
@@ -279,9 +281,9 @@ class Executor:
         # Branch 0 is the idle one; programs count from 1.
         index = jnp.where(active, jnp.asarray(number)[tick["stage"]], 0)
         branches = [
-            lambda operand: as_it_lies((*map(zeros, made), *operand[1:])),
+            lambda operand: unconstrained((*map(zeros, made), *operand[1:])),
             *(
-                lambda operand, i=i, bound=bound: as_it_lies(branch(i, bound, operand))
+                lambda operand, i=i, bound=bound: unconstrained(branch(i, bound, operand))
                 for i, bound in enumerate(self.bound)
             ),
         ]
@@ -321,7 +323,7 @@ class Executor:
         return state._replace(inputs=inputs), y
 
     def _vocabulary(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
-        """The loss by all ranks together; the last stage's one keeps it, and the gradient."""
+        """The loss, split over all ranks; the last stage's rank keeps it and the gradient."""
         is_home = jax.lax.axis_index(self.axis) == self.schedule.placement[-1]
 
         def run(operand: tuple[Wire, Totals]) -> tuple[list[Array], Totals]:
@@ -329,7 +331,7 @@ class Executor:
             y = from_rank(get(outputs, tick["outputs"]), is_home, self.axis)
             return self._loss(self.bound[-1], tick, y, sums, is_home)
 
-        # All ranks take this branch in the same ticks: sums within it wait for nobody.
+        # All ranks take this branch in the same ticks, so that collectives in it do not hang.
         operand = state.outputs, state.sums
         result, sums = jax.lax.cond(
             tick["active"], run, lambda x: (zeros(self.wire.floats), x[1]), operand
@@ -402,13 +404,13 @@ class Executor:
     def _operands(
         self, bound: BoundProgram, tick: Tick, state: State, learned: Mapping[int, Array]
     ) -> StageOperands:
-        """What a backward pass starts from; the input is a placeholder where it was kept."""
+        """The operands of a backward pass; the input is zeros where residuals replace it."""
         data = self._data(tick, learned)
         wire = zeros(self.wire) if self.keeps else get(state.inputs, tick["inputs"])
         return StageOperands(bound.weights, bound.rest, data, tick["stage"], wire, bound.frozen)
 
     def _data(self, tick: Tick, learned: Mapping[int, Array]) -> Data:
-        """What the middle of a stage knows of a microbatch."""
+        """The data of a microbatch, with the current values of the buffers."""
         data = self.data(tick["microbatch"])
         buffers = list(data.buffers)
         for i, history in learned.items():
@@ -423,10 +425,10 @@ class Executor:
         learned: Mapping[int, Array],
         in_backward: bool = False,
     ) -> dict[int, Array]:
-        """The values of buffers over time, with those that a stage has left for what comes next.
+        """The buffers of all microbatches, with the values that a stage has just written.
 
-        A backward pass that runs the stage again has nothing to add, unless it is the first to run
-        it at all.
+        A backward pass that recomputes the stage writes nothing, unless the stage's forward pass
+        runs only there.
         """
         new, last = dict(learned), self.schedule.num_stages - 1
         for (i, home), value in zip(program.learns.items(), output.left, strict=True):
@@ -437,7 +439,7 @@ class Executor:
         return new
 
     def _stashed(self, i: int, tick: Tick, state: State) -> tuple[Wire, list[Array]]:
-        """The output of a stage and the residuals that its forward pass kept."""
+        """The output of a stage and the residuals that its forward pass saved."""
         values = self.stash.unpack(i, get(state.stash, tick["stash"]))
         leaves, structure = jax.tree.flatten(self.wire)
         count = len(leaves)
@@ -456,7 +458,7 @@ class Executor:
     def _loss(
         self, bound: BoundProgram, tick: Tick, y: Wire, sums: Totals, counts: Array | None = None
     ) -> tuple[list[Array], Totals]:
-        """The gradient of an output by the loss; of ranks that know all of it, one `counts`."""
+        """The gradient of the loss by the last output; only the rank with `counts` adds it up."""
         data, (rest, frozen) = self.data(tick["microbatch"]), bound.last
 
         def objective(rest: Rest, floats: list[Array]) -> tuple[Array, StageLoss]:
@@ -475,9 +477,9 @@ class Executor:
     def _before(
         self, bound: BoundProgram, tick: Tick, gradient: list[Array], state: State, into: Into
     ) -> Into:
-        """Adds the gradients of what stands before the first block, at the first stage."""
+        """Adds the gradients of the layers before the first block, at the first stage."""
         if not (bound.first[0] or self.lookups):
-            return into  # Nothing in front of it is trained.
+            return into  # No layer before it is trained.
         data = self.data(tick["microbatch"])._replace(rows=get(state.lookups, tick["lookups"]))
         start = Start(bound.program.first, *bound.first, data)
 

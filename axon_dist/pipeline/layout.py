@@ -94,8 +94,8 @@ class ParamLike:
 class Stages:
     """Which blocks make a stage, and which rank has it.
 
-    A block lies on the rank that calls it, with the first of the stages that do. What several ranks
-    call lies on all of them, as what is outside the blocks does.
+    A block is stored on the rank that calls it, in the first stage that does. A block that several
+    ranks call is replicated on all ranks, like the parameters outside the blocks.
 
     Args:
         blocks: the keys of every block that one rank has, in the order of the stages.
@@ -212,7 +212,7 @@ class Stacks:
         return next(within, ((), 0))
 
     def apart(self, tree: PyTree, shapes: PyTree = None) -> PyTree:
-        """A nested dict like the model's, with what it has for each block by itself.
+        """A nested dict like the model's, with stacked leaves split into those of each block.
 
         Args:
             tree: leaves may be arrays, shapes or `Stacked`.

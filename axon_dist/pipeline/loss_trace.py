@@ -46,9 +46,9 @@ class LossTrace:
         calls: the positions of the equations that call a block.
         changing: the numbers of the buffers that the loss changes.
         of_batch: the variables that depend on the batch, and on no parameter and no block.
-        looked_up: the variables that are known ahead of the first stage, of rows of tables that lie
-            in parts over the ranks.
-        rest: the keys of the parameters outside the blocks that every rank has whole.
+        looked_up: the variables of rows of tables that are split over the ranks; they are looked up
+            before the first stage.
+        rest: the keys of the parameters outside the blocks that are replicated on every rank.
     """
 
     jaxpr: Jaxpr

@@ -49,7 +49,7 @@ class _Form(ParamLike):
         self._nothing: dict[Any, Any] = {key: {} for key in params}
 
     def apart(self, tree: PyTree) -> PyTree:
-        """The tree with what it has for each block by itself."""
+        """The tree with stacked leaves split into those of each block."""
         return self.outer.unflatten(
             self._nothing | self._stacks.apart(part, shapes) if is_like else whole(part)
             for (part, is_like), shapes in zip(self.split(tree), self._shapes, strict=True)
@@ -250,7 +250,7 @@ def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
 
 
 class RankBranches:
-    """Runs what ranks do whose stages differ: at each level a branch for each rank.
+    """Runs an update where the ranks' stages differ, by one branch per rank and level.
 
     Args:
         program: of the model's leaves; owners are cells.
@@ -314,7 +314,7 @@ class RankBranches:
             if any(self._handed[level]) or level == self._last:
                 made = self._on_ranks(level, vectors, known)
                 packing = self._packing(level)
-                # What one rank hands to others is everybody's, a level later.
+                # A value that one rank sends to others is replicated for the next level.
                 handed = self._placed(PartitionSpec(), made[: len(packing.packed)])
                 for rank, values in enumerate(self._handed[level]):
                     unpacked = packing.unpack(rank, [x[rank] for x in handed]) if values else ()
@@ -328,7 +328,7 @@ class RankBranches:
     def _on_ranks(
         self, level: int, vectors: Sequence[Array], known: Mapping[Atom, Array]
     ) -> list[Array]:
-        """What ranks hand over at a level, packed, and at the last one the vectors of results."""
+        """The packed values that ranks send at a level; at the last, the vectors of results too."""
         reads = sorted({v for rank in self._ranks for v in self._part(rank, level)[1]})
         branches = [functools.partial(self._branch, level, reads, rank) for rank in self._ranks]
 
@@ -357,7 +357,7 @@ class RankBranches:
     def _branch(
         self, level: int, reads: list[int], rank: int, operands: Sequence[Array]
     ) -> list[Array]:
-        """What a rank computes up to a level of its vectors and of what all know."""
+        """The results of a rank up to a level, from its vectors and the shared values."""
         slots = _vectors_of(self._arguments)
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
         inputs = dict(zip(reads, operands[len(slots) :], strict=True))
@@ -399,15 +399,15 @@ class RankBranches:
         return vectors
 
     def _packing(self, level: int) -> Packing:
-        """How what ranks hand over at a level lies in vectors that are alike on all ranks."""
+        """The packing of the values that ranks send at a level, of equal shape on all ranks."""
         avals = self._program.avals
         return Packing([[avals[v] for v in values] for values in self._handed[level]])
 
     def _part(self, rank: int, level: int) -> tuple[list[OwnedOperation], list[int]]:
-        """What a rank runs up to a level for its results there, and what of others that reads.
+        """The operations of a rank up to a level, and the values of others that they read.
 
-        What an earlier level has computed and not handed over is computed again: kept, it would
-        need memory as large as the leaves.
+        A value of an earlier level that was not sent is recomputed: saved values would need as much
+        memory as the leaves.
         """
         needed = {v for v in self._handed[level][rank]}
         if level == self._last:

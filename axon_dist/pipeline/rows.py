@@ -1,10 +1,11 @@
-"""Runs an optimizer's program on rows that stack blocks, block by block as it is written.
+"""Runs an optimizer's update on parameters that are stacked by rank, as it would run unstacked.
 
-The program is traced on the model's own tree, so it sees every leaf as one device would. The
-operations of a block are its own part of the program. Where the blocks of a row have the same
-part, it runs once, vectorised over the ranks; where they differ only in numbers, such as rates per
-layer, the numbers are stacked; where they differ in operations, each rank keeps what its own part
-computes. Nothing moves between ranks but what the blocks hand to all, such as norms.
+The update is traced on the model's own tree, so it sees every leaf as on one device. The
+operations on a block's leaves are that block's part of the program. Blocks of a row, one on each
+rank, whose parts are equal run as one `jax.vmap` over the ranks; where they differ only in scalars,
+such as learning rates per layer, the scalars are stacked; where they differ in operations, every
+variant runs, and each rank keeps the results of its own. Only shared values, such as norms, are
+communicated between ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .storage import Cell
 from .stored_form import LeafPlace, Slot
 
 Name: TypeAlias = Hashable
-"""What a value of a block is called, alike for all blocks of a row that have the same part."""
+"""The name of a value in a block's part, equal for all blocks that have an equal part."""
 
 Arrays: TypeAlias = Sequence[Array]
 Named: TypeAlias = dict[Name, Array]
@@ -43,18 +44,18 @@ Home: TypeAlias = tuple[int, Name]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Share:
-    """The part of a program that is one block's.
+    """One block's part of a program.
 
     Args:
-        operations: in order.
-        names: of its values.
+        operations: of the block, in order.
+        names: of the block's values.
     """
 
     operations: tuple[OwnedOperation, ...]
     names: Mapping[Atom, Name]
 
     def is_like(self, other: Share, program: OwnedProgram) -> bool:
-        """Whether another block's part has the same operations, if with other numbers."""
+        """Whether another block's part has the same operations, up to shared values."""
 
         def reads(share: Share, op: OwnedOperation) -> list[Name]:
             avals = [(atom, program.avals[atom]) for atom in op.inputs]
@@ -70,16 +71,15 @@ class Share:
 
 
 RowVariant: TypeAlias = Mapping[int, Share]
-"""Blocks of one row that have the same part of a program: the part of each, by rank. The first
-stands for all."""
+"""The parts of the blocks of one row that are equal, by rank; the first one is run for all."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Sum:
-    """A sum over all.
+    """A sum over blocks.
 
     Args:
-        rows: the rows that are added up whole, with the ranks that count.
+        rows: the rows that are summed over their ranks, with the ranks that have a term.
         single: the other terms.
     """
 
@@ -88,7 +88,7 @@ class _Sum:
 
 
 class RowProgram:
-    """A program of a model's leaves, made one of rows.
+    """Runs a program of a model's leaves on rows that stack these leaves by rank.
 
     Args:
         program: of the model's leaves; owners are cells.
@@ -120,7 +120,7 @@ class RowProgram:
             for rank in variant
         }
         used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
-        # The variant that makes a value of a block, and what it calls it.
+        # The variant that computes a value of a block, and the value's name in it.
         self._homes: dict[Atom, Home] = {}
         for value, owner in enumerate(program.owners):
             if isinstance(owner, tuple) and value in used:
@@ -175,11 +175,11 @@ class RowProgram:
     def _run_part(
         self, variant: RowVariant, level: int, made: Named, known: Mapping[Atom, Array]
     ) -> Named:
-        """Runs one level of the part that blocks of a row have in common, for all ranks at once."""
+        """Runs one level of a variant as one `jax.vmap` over all ranks."""
         first = next(iter(variant.values()))
         numbers = [i for i, op in enumerate(first.operations) if op.level == level]
         reads = [(i, at) for i in numbers for at in range(len(first.operations[i].inputs))]
-        # What members read that is not their own: one value for all, or a row of one for each.
+        # The shared values that blocks read: the same for all of them, or one for each rank.
         alike: dict[tuple[int, int], Array] = {}
         apart: dict[tuple[int, int], Array] = {}
         for i, at in reads:
@@ -212,14 +212,14 @@ class RowProgram:
         return dict(zip(results, outputs, strict=True))
 
     def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
-        """A row of values that all know."""
+        """A row of shared values, one for each rank."""
         first = next(iter(atoms.values()))
         aval = self._program.avals[first]
         values = [as_array(known[atoms.get(rank, first)], aval) for rank in self._ranks]
         return jnp.stack(values)
 
     def _sum_of(self, terms: Sequence[Atom]) -> _Sum:
-        """A sum over all, of rows where all blocks of a variant have a term in it."""
+        """A sum over blocks, by rows where each block of a variant has one term in it."""
         at: dict[Home, list[Atom]] = {}
         for term in terms:
             if self._program.owners[term] is not None:
@@ -234,7 +234,7 @@ class RowProgram:
         return _Sum(rows, tuple(single))
 
     def _to_hand_over(self) -> tuple[int, ...]:
-        """The values that somebody else reads as they are, not in a sum."""
+        """The values that another owner reads other than as terms of a sum."""
         program, reads = self._program, []
         for op in program.operations:
             total = self._sums.get(op.outputs[0])
@@ -247,7 +247,7 @@ class RowProgram:
     def _run_for_all(
         self, op: OwnedOperation, made: list[Named], known: Mapping[Atom, Array]
     ) -> dict[Atom, Array]:
-        """Runs an operation whose values all shall know."""
+        """Runs a shared operation, whose results every rank needs."""
         if op.outputs[0] in self._partial_sums:
             return {}
         if (addends := self._sums.get(op.outputs[0])) is None:
@@ -262,14 +262,14 @@ class RowProgram:
         return {op.outputs[0]: functools.reduce(jnp.add, terms)}
 
     def _is_in(self, ranks: Sequence[int], ndim: int) -> Array | bool:
-        """Which entries of a row of so many dims are of some ranks; True where all are."""
+        """The mask of the entries of some ranks in a row with `ndim` dims; True for all ranks."""
         if len(ranks) == self._num_ranks:
             return True
         mask = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
         return mask.reshape(-1, *[1] * (ndim - 1))
 
     def _hand_over(self, level: int, made: list[Named], known: dict[Atom, Array]) -> None:
-        """Makes known to all what blocks of a level hand over: what is alike moves together."""
+        """Replicates the values of a level that others read, stacked by shape and dtype."""
         handed = {v: self._homes[v] for v in self._handed if self._program.levels[v] == level}
         alike: dict[Hashable, dict[Home, Array]] = {}
         for number, name in handed.values():
@@ -286,7 +286,7 @@ class RowProgram:
             known[value] = columns[home][owner[0]]
 
     def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
-        """The stored leaves: each entry of a row is made by the part of the block it belongs to."""
+        """The stored leaves: each entry of a row is the result of that block's part."""
         stored: dict[Slot, Array] = {}
         rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
@@ -306,7 +306,7 @@ class RowProgram:
                 values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
                 if len(ranks) < self._num_ranks:
                     mask = self._is_in(ranks, values.ndim)
-                    # A rank without a block has zeros, whatever the part would make of them.
+                    # A rank without a block in this row stays zero, whatever the part computes.
                     others = stored[slot] if slot in stored else jnp.zeros_like(values)
                     values = jnp.where(mask, values, others)
                 stored[slot] = values

@@ -1,6 +1,7 @@
-"""A stage as three functions, with nothing of schedules in them, and its backward passes.
+"""A pipeline stage as three functions that know no schedule, and its backward passes.
 
-A backward pass runs whole, or split into input gradients and weight gradients.
+A backward pass runs as one action, or is split into the input gradient and the weight gradient, as
+zero-bubble schedules need it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
-from ..jaxpr.pieces import Piece, as_it_lies, cut
+from ..jaxpr.pieces import Piece, cut, unconstrained
 from ..jaxpr.walk import depends_on, interpret, needed_for, opened, struct_of
 
 
 class Wire(NamedTuple):
-    """What one stage passes to the next.
+    """The values that one stage sends to the next.
 
     Args:
         floats: activations, which have gradients.
         others: counts and flags, which have none.
-        left: what a stage leaves in its own buffers for the next microbatch; it is not passed on.
+        left: the new values of the stage's own buffers, for the next microbatch; they are not sent.
     """
 
     floats: list[Array]
@@ -34,18 +35,18 @@ class Wire(NamedTuple):
 
     @property
     def sent(self) -> Wire:
-        """What is passed on."""
+        """The values without those of the stage's own buffers."""
         return Wire(self.floats, self.others)
 
 
 class Data(NamedTuple):
-    """What every rank knows about a microbatch.
+    """The data of a microbatch that every rank has.
 
     Args:
         buffers: leaves of the model's buffers before the microbatch.
         batch: leaves of the microbatch.
-        rows: what was looked up for it in tables that lie in parts over the ranks; only the first
-            stage knows it.
+        rows: the rows looked up for it in tables that are split over the ranks; only the first
+            stage has them.
     """
 
     buffers: list[Array]
@@ -83,20 +84,19 @@ class Frozen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageProgram:
-    """The stages that run the same program, on whatever ranks they are.
+    """The program of some stages, which may be on several ranks.
 
     Args:
-        stages: which.
-        chunk: which of its rank's chunks each is.
-        rows: the rows of parameters they use.
+        stages: their numbers.
+        chunk: the number of the chunk of its rank that each of them is.
+        rows: the rows of parameters that they read.
         first: (rest, data) -> the input of stage 0.
         middle: (weights by row, rest, data, stage, input) -> output; `left` is by `learns`.
         last: (rest, data, output of the last stage) -> loss.
         first_uses: the rest parameters that `first` reads.
         middle_uses: those that `middle` reads.
         last_uses: those that `last` reads.
-        learns: the numbers of the buffers that `middle` leaves, in their order, and the stage that
-            each is of.
+        learns: the numbers of the buffers in `left`, in their order, and the stage of each.
     """
 
     stages: tuple[int, ...]
@@ -111,26 +111,26 @@ class StageProgram:
     learns: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def at(self, which: int, stage: Array, then: Callable, otherwise: Callable) -> Any:
-        """Runs `then` at one stage and `otherwise` at others; a branch where both can happen."""
+        """Runs `then` at one stage and `otherwise` at others; by `lax.cond` where both occur."""
         if which not in self.stages:
             return otherwise()
         if self.stages == (which,):
             return then()
-        laid = [lambda run=run: as_it_lies(run()) for run in (then, otherwise)]
+        laid = [lambda run=run: unconstrained(run()) for run in (then, otherwise)]
         return jax.lax.cond(stage == which, *laid)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """The program that makes the input of the first stage, of one microbatch.
+    """The program that computes the input of the first stage for one microbatch.
 
-    It is run again on the way back, once per microbatch, instead of kept.
+    The backward pass recomputes it, once per microbatch, instead of saving its residuals.
 
     Args:
         first: (rest, data) -> that input.
         trained: the parameters that it reads and that are trained.
         frozen: those that are not.
-        data: what is known of the microbatch.
+        data: of the microbatch.
     """
 
     first: Callable[[Rest, Data], Wire]
@@ -139,10 +139,10 @@ class Start:
     data: Data
 
     def back(self, rows: Sequence[Array], gradient: list[Array]) -> tuple[Rest, list[Array]]:
-        """The gradients of the trained parameters and of what was looked up.
+        """The gradients of the trained parameters and of the rows that were looked up.
 
         Args:
-            rows: what was looked up for the microbatch in tables that lie in parts.
+            rows: the rows looked up for the microbatch in tables that are split over the ranks.
             gradient: of the floats of the input.
         """
 
@@ -153,13 +153,13 @@ class Start:
         return pull(gradient)
 
     def reads_rows(self, rows: list[Array], gradient: list[Array]) -> bool:
-        """Whether the way back depends on what was looked up, and not only on its gradient.
+        """Whether the backward pass reads the rows that were looked up, or only their gradient.
 
-        A scale or a dropout behind a lookup needs no rows on the way back; a norm does, and a
-        projection whose weights are trained.
+        The backward pass of a scale or a dropout after a lookup needs no rows; that of a norm does,
+        and that of a projection whose weights are trained.
 
         Args:
-            rows: arrays of the shapes of what is looked up.
+            rows: arrays with the shapes of the rows.
             gradient: likewise of the floats of the input.
         """
         closed = jax.make_jaxpr(self.back)(rows, gradient)
@@ -168,11 +168,11 @@ class Start:
 
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-"""What weight gradients are put off for."""
+"""The operations whose weight gradients are delayed to `W`."""
 
 
 class StageOperands(NamedTuple):
-    """What a stage is differentiated at.
+    """The operands of a stage, at which it is differentiated.
 
     Args:
         weights: by row.
@@ -194,7 +194,7 @@ class StageOperands(NamedTuple):
         """The output of a stage."""
         weights, rest = self.weights, {**self.rest, **self.frozen.rest}
         if self.frozen.weights:
-            # Of each row what is trained, and behind it the others.
+            # In each row the trained leaves come first, then the frozen ones.
             rows = zip(weights, self.frozen.weights, strict=True)
             weights = [[*row, *other] for row, other in rows]
         return program.middle(weights, rest, self.data, self.stage, self.wire)
@@ -217,7 +217,7 @@ class Gradients(NamedTuple):
 def pull_back(
     program: StageProgram, at: StageOperands
 ) -> tuple[Wire, Callable[[list[Array]], Gradients]]:
-    """Runs a stage, and returns its output and the function from its gradient to all others."""
+    """Runs a stage, and returns its output and its VJP function."""
 
     def run(
         weights: Weights, rest: Rest, floats: list[Array]
@@ -232,22 +232,22 @@ def pull_back(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DividedBackward:
-    """Forward, input gradient and weight gradient of a stage: three cuts of one program.
+    """The forward, the input gradient and the weight gradient of a stage, cut from one program.
 
-    Nothing is computed twice: the second part is what leads from the forward to the gradient of
-    the input, the third is the rest, and values that a later part needs are handed over. In a chain
-    of matrix products each part is one product per layer. Gradients of scales and biases, mere
-    sums, are made with the second part, since they are smaller than what they would need later.
-    What does not depend on the microbatch, such as a weight in another dtype, is made anew instead
-    of being kept.
+    Nothing is computed twice: the second part is the backward slice of the input's gradient, the
+    third computes the other gradients, and each part returns the values that a later one reads. In
+    a chain of matrix products each part has one product per layer. The gradients of scales and
+    biases are sums, and are computed in the second part, because they are smaller than the values
+    that the third part would need for them. A value that does not depend on the microbatch, such as
+    a cast weight, is recomputed instead of saved.
 
     Args:
         inputs: variables of operands and cotangents, in the order of `jax.tree.leaves`.
-        forward_part: computes the output, and `kept`.
-        input_part: computes the input gradient, and `held`, from `kept`.
-        weight_part: computes the other gradients from `held`.
-        kept: the variables that the forward hands over.
-        held: the variables that the input gradient hands over.
+        forward_part: computes the output, and the residuals.
+        input_part: computes the input gradient, and the intermediates, from the residuals.
+        weight_part: computes the other gradients from the intermediates.
+        residuals: the variables that the forward saves for the input gradient.
+        intermediates: the variables that the input gradient saves for the weight gradient.
         consts: values of constants.
         trees: the structures of the output and of the gradients of (weights, rest).
 
@@ -274,17 +274,17 @@ class DividedBackward:
         """Divides the forward and backward passes of a stage.
 
         Args:
-            program: what the stage computes, for whose weights and inputs gradients are made.
+            program: of the stage; it is differentiated by its weights and its input.
             at: operands, arrays or shapes.
             cotangents: gradients of the floats of its output, arrays or shapes.
-            keeps_wire: whether the input, too, is handed over; else it is given to each part, and
+            keeps_wire: whether the input is saved with the residuals; else each part gets it, and
                 the forward part runs right before the input gradient.
 
         Returns:
             The three parts.
         """
         if not keeps_wire:
-            # Blocks that are recomputed would be run twice in one branch, which XLA undoes.
+            # A checkpointed block would run twice in one branch, and XLA would merge the two runs.
             program = dataclasses.replace(program, middle=_without_checkpoints(program.middle))
 
         def both_passes(at: StageOperands, cotangents: list[Array]) -> tuple[Wire, list, PyTree]:
@@ -293,27 +293,27 @@ class DividedBackward:
             return y, grads.inputs, (grads.weights, grads.rest)
 
         closed, shapes = jax.make_jaxpr(both_passes, return_shape=True)(at, cotangents)
-        # Written out, because a `jit` or `checkpoint` around a pass would be one equation, and
-        # whole in one part.
+        # Calls are inlined, because a `jit` or `checkpoint` around a pass would be one equation,
+        # and belong to one part.
         flat = opened(closed, jax.tree.leaves((at, cotangents)))
         jaxpr, sizes = flat.jaxpr, [len(jax.tree.leaves(shape)) for shape in shapes]
         outputs = [jaxpr.outvars[: sizes[0]], jaxpr.outvars[sizes[0] :][: sizes[1]]]
         outputs.append(jaxpr.outvars[sizes[0] + sizes[1] :])
         inputs = jaxpr.invars[: len(jax.tree.leaves(at))]
         seeds = jaxpr.invars[len(inputs) :]
-        # Behind everything else stand the frozen weights, which follow from no microbatch either.
+        # The last operands are the frozen weights, which do not depend on the microbatch either.
         inputs = inputs[: len(inputs) - len(jax.tree.leaves(at.frozen))]
         wire = inputs[len(inputs) - len(jax.tree.leaves(at.wire)) :] if keeps_wire else []
-        # Only what depends on the microbatch is handed from part to part; what follows from weights
-        # alone is cheaper to make again than to keep for every microbatch in flight.
+        # Only values that depend on the microbatch are saved from part to part; those of weights
+        # alone are cheaper to recompute than to save for every microbatch in flight.
         varying = depends_on(jaxpr, inputs[len(jax.tree.leaves((at.weights, at.rest))) :] + seeds)
         made = {*wire}
         parts: list[Piece] = []
         for number, part in enumerate(outputs):
             piece = cut(jaxpr, part, known=made)
             if number == 1:
-                # Gradients of scales and biases are sums over values that I has at hand. Left to W,
-                # those values, larger than the gradients, would be held until then.
+                # Gradients of scales and biases are sums over values that are live in I. In W they
+                # would need these values, larger than the gradients, to be saved until then.
                 sums = _light(jaxpr, outputs[2], made | varying & piece.made, varying)
                 also = cut(jaxpr, [*part, *sums], known=made)
                 piece = dataclasses.replace(also, outputs=piece.outputs)
@@ -337,11 +337,11 @@ class DividedBackward:
         )
 
     def shapes(self, of: list[Var]) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of what is handed over: of `kept` or `held`."""
+        """The shapes of some variables, such as `residuals` or `intermediates`."""
         return [struct_of(v) for v in of]
 
     def forward(self, at: StageOperands) -> tuple[Wire, list[Array]]:
-        """Runs the stage; returns its output and what it keeps."""
+        """Runs the stage; returns its output and the residuals."""
         results = self.forward_part.run(self._known(at))
         count = len(results) - len(self.residuals)
         return jax.tree.unflatten(self.trees[0], results[:count]), results[count:]
@@ -349,7 +349,7 @@ class DividedBackward:
     def input_gradient(
         self, at: StageOperands, residuals: list[Array], cotangents: list[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """Returns the gradient of the input, and what the weight gradient needs of it."""
+        """Returns the gradient of the input, and the intermediates for the weight gradient."""
         known = self._known(at, cotangents) | dict(zip(self.residuals, residuals, strict=True))
         results = self.input_part.run(known)
         count = len(results) - len(self.intermediates)
@@ -384,7 +384,7 @@ def _without_checkpoints(function: Callable[..., PyTree]) -> Callable[..., PyTre
 def _light(
     jaxpr: Jaxpr, gradients: Sequence[Var | Literal], known: set[Var], varying: set[Var]
 ) -> list[Var]:
-    """The gradients that no product leads to, and that are smaller than what leads to them."""
+    """The gradients that need no product, and that are smaller than their operands."""
     light = []
     for gradient in (v for v in gradients if not isinstance(v, Literal)):
         piece = cut(jaxpr, [gradient], known=known)
@@ -401,7 +401,7 @@ def _light(
 
 
 def _with_outputs(piece: Piece, more: list[Var]) -> Piece:
-    """A piece that also returns values it makes or is given."""
+    """A piece that also returns values that it computes or reads."""
     return dataclasses.replace(
         piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - piece.made)
     )

@@ -1,4 +1,4 @@
-"""Where the parameters of a pipelined model live: each block's on the rank of its stage alone."""
+"""The storage of a pipelined model's parameters: each rank has those of its stages alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Cell: TypeAlias = tuple[int, int]
 
 
 class ModelStorage:
-    """A form of a model's parameters in which every rank holds those of its stages alone.
+    """A form of a model's parameters in which every rank has those of its stages alone.
 
-    What is in no block stays as it is. What is in blocks lies in rows: lists of arrays whose dim 0
-    counts ranks, and is to be split over the pipeline axis.
+    Parameters outside the blocks stay as they are. Those of blocks are stored in rows: lists of
+    arrays whose dim 0 counts ranks and is sharded over the pipeline axis.
 
     Where blocks are equal, row r stacks block r of every rank. Rows are separate arrays, so that no
     stage has to copy its weights out of a larger one. A row keeps the path of the block of that
@@ -40,15 +40,15 @@ class ModelStorage:
         flat_shapes: the shape and dtype of every leaf, by keys.
         block_of: the block of every leaf that is in one; all ranks have the others.
         rest: the keys of these others, in the order of the model's leaves.
-        chunk_rows: the numbers of the rows in which each chunk lies.
-        cells: the rank and the row that hold each block.
+        chunk_rows: the numbers of the rows that contain each chunk.
+        cells: the rank and the row of each block.
         by_stage: the keys of the leaves of each stage.
         packing: how these become vectors; None where rows are of blocks.
         row_names: the keys of the stored leaves that are rows, row by row.
         row_keys: all of them.
-        slots: of the leaves in blocks, the stored leaf whose entry of the rank each is; without
-            those that lie in vectors.
-        vectors: by chunk and number, what lies in a vector on each rank, in order.
+        slots: for each leaf in a block, the stored leaf that has it as the rank's entry; leaves in
+            vectors have none.
+        vectors: by chunk and number, the leaves in a vector on each rank, in order.
         leaves: the keys of the leaves within a block; of blocks that differ, within the first.
         trained: the storage of what is trained alone.
         untrained: the storage of what is frozen alone; None where nothing is.

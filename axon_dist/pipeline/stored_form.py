@@ -1,8 +1,9 @@
-"""A tree of the form of a model's state, such as an optimizer's, as a pipeline stores it.
+"""The stored form of a tree like the model's, such as an optimizer's state, in a pipeline.
 
-Most optimizers work element by element, but for norms over everything. Leaves that lie one behind
-the other in a vector need not be unpacked for these, however differently they are shaped, and a
-vector that other mesh axes split stays split (`on_whole_vectors`).
+Blocks of different shapes are stored as flat vectors, each the concatenation of some leaves. Most
+optimizers are elementwise, apart from norms over all leaves, and run on such a vector without
+unpacking it, so that a vector that is sharded over other mesh axes stays sharded
+(`on_whole_vectors`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ Slot: TypeAlias = tuple[int, int, Keys | None]
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlace:
-    """Where a leaf of a tree lies in its stored form.
+    """The place of a leaf in the stored form of its tree.
 
     Args:
         path: of the leaf in the model's form.
-        cell: the rank and row that its block has; None for what is in no block.
-        part: which part of the tree it lies in.
+        cell: the rank and row of its block; None for leaves outside the blocks.
+        part: the number of the part of the tree that has it.
         keys: of the leaf within the part.
         slot: the keys of the stored leaf within the part; None where it is in a vector.
         tree: the number of the tree among several.
@@ -56,22 +57,23 @@ class LeafPlace:
 
     @property
     def stored(self) -> Slot:
-        """The stored leaf that it lies in."""
+        """The stored leaf that contains it."""
         return self.tree, self.part, self.slot
 
 
 class StoredForm:
-    """A tree whose parts that look like the model's parameters are stored as these are.
+    """Converts a tree between the model's form and the form in which a pipeline stores it.
 
-    The moments of an optimizer are dicts like the parameters, with leaves that may have other
-    shapes, or be missing. Each such dict is stored by stages; all else, such as counts, stays.
+    The moments of an optimizer are dicts like the parameters; their leaves may have other shapes,
+    or be missing. Each such dict is stored by stages, as the parameters are; all other leaves,
+    such as step counts, stay as they are.
 
     Args:
         storage: the stored form of the parameters.
         shapes: the tree in the model's form, of `ShapeDtypeStruct`s.
 
     Attributes:
-        storages: of each part the storage; None of what is not like the parameters.
+        storages: the storage of each part; None for a part that is not like the parameters.
         places: the place of every leaf, in the order of the leaves of the model's form.
 
     Raises:
@@ -155,7 +157,7 @@ Vector: TypeAlias = tuple[int, int]
 """A chunk, and which of its vectors."""
 
 LeafOwner: TypeAlias = tuple[Vector, Keys]
-"""The vector in which a leaf lies, and its keys in the model."""
+"""The vector that contains a leaf, and the keys of the leaf in the model."""
 
 Ends: TypeAlias = Sequence[LeafPlace]
 """For each input or output its place among the leaves of all trees."""
@@ -163,13 +165,13 @@ Ends: TypeAlias = Sequence[LeafPlace]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VectorLayout:
-    """How the leaves of several trees lie in vectors, where all trees lie alike.
+    """The layout of leaves in vectors, which several trees have in common.
 
     Args:
         owners: the owner of a leaf, by its keys.
         sides: the stored forms of the arguments, and those of the results.
         sizes: how many elements each vector has on a rank.
-        lengths: how many of them are elements of leaves, by rank.
+        lengths: how many of these are elements of leaves and no padding, by rank.
     """
 
     owners: Mapping[Keys, LeafOwner]
@@ -181,7 +183,7 @@ class VectorLayout:
     def of(
         cls, storage: ModelStorage, sides: Sequence[Sequence[StoredForm]]
     ) -> VectorLayout | None:
-        """The layout of the parameters, if every part of all trees has it.
+        """The layout of the parameters, or None where a part of a tree has another one.
 
         Args:
             storage: of the parameters.
@@ -202,7 +204,7 @@ class VectorLayout:
         return cls(owners, sides, sizes, lengths)
 
     def slot(self, place: LeafPlace, side: int) -> Slot:
-        """The stored leaf that a leaf lies in, as an argument (0) or a result (1)."""
+        """The stored leaf that contains a leaf, of the arguments (side 0) or results (side 1)."""
         storage = self.sides[side][place.tree].storages[place.part]
         if place.cell is None or storage is None:
             return place.stored
@@ -210,7 +212,7 @@ class VectorLayout:
         return place.tree, place.part, storage.row_names[chunk][number]
 
     def masked(self, vector: Vector, x: Array) -> Array:
-        """A stored vector, zeros behind the elements that a rank has of leaves."""
+        """A stored vector whose padding, behind the elements of leaves, is set to zero."""
         lengths, size = self.lengths[vector], self.sizes[vector]
         if min(lengths) == size:
             return x
@@ -219,7 +221,7 @@ class VectorLayout:
 
 
 Names: TypeAlias = Mapping[Atom, Hashable]
-"""What the values of a leaf are called, alike for all leaves that are treated alike."""
+"""The names of the values of a leaf, equal for all leaves with the same operations."""
 
 
 def _treatment(
@@ -228,7 +230,7 @@ def _treatment(
     names: Names,
     shape: tuple[int, ...],
 ) -> Hashable:
-    """What leaves that are treated alike have in common; None where one is not elementwise."""
+    """A key that leaves with the same operations share; None where one is not elementwise."""
 
     def kind_of(op: OwnedOperation) -> Hashable:
         name, shapes = op.equation.primitive.name, [program.avals[atom].shape for atom in op.inputs]
@@ -242,7 +244,7 @@ def _treatment(
         return None
 
     def read(atom: Atom) -> Hashable:
-        """A key of an operand: the name of a value of the leaf, or a number that all ranks know."""
+        """A key of an operand: the name of a value of the leaf, or of a shared scalar."""
         if atom in names:
             is_leaf = program.avals[atom].shape == shape
             return ("of the leaf", names[atom]) if is_leaf else None
@@ -263,7 +265,7 @@ Run: TypeAlias = Callable[[Mapping[Slot, Array]], dict[Slot, Array]]
 def on_whole_vectors(
     program: OwnedProgram, sources: Ends, targets: Ends, layout: VectorLayout
 ) -> Run | None:
-    """How to run a program of leaves on vectors, or None where it is not element by element.
+    """A function that runs a program of leaves on vectors; None where it is not elementwise.
 
     Args:
         program: of the model's leaves; the owner of each leaf in a block is a `LeafOwner`.
@@ -277,23 +279,23 @@ def on_whole_vectors(
     names = {atom: name for of_leaf in leaves.values() for atom, name in of_leaf.items()}
     if not _sums_all(program, names, targets, layout):
         return None
-    # All leaves of a vector are treated alike: what is done to the first is done to the vector.
+    # All leaves of a vector have the same operations: those of the first run on the vector.
     first: dict[Vector, LeafOwner] = {}
     for owner in leaves:
         first.setdefault(owner[0], owner)
-    standing = {None, *first.values()}
+    leaders = {None, *first.values()}
 
     def run(stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
         known: dict[Atom, Array] = {**program.constants}
         for value, place in zip(program.inputs, sources, strict=True):
-            if program.owners[value] in standing:
+            if program.owners[value] in leaders:
                 known[value] = stored[layout.slot(place, 0)]
         for op in program.operations:
-            if op.owner in standing:
-                # Of a sum over leaves the terms are left that stand for whole vectors.
+            if op.owner in leaders:
+                # In a sum over leaves only the first leaf's term counts, now the sum of its vector.
                 operands = [
                     known[a]
-                    if program.owners[a] in standing
+                    if program.owners[a] in leaders
                     else jnp.zeros((), program.avals[a].dtype)
                     for a in op.inputs
                 ]
@@ -302,7 +304,7 @@ def on_whole_vectors(
         outputs: dict[Slot, Array] = {}
         for atom, place in zip(program.outputs, targets, strict=True):
             owner = program.owners[atom]
-            if owner in standing:
+            if owner in leaders:
                 value = as_array(known[atom], program.avals[atom])
                 leaf = _leaf_owner(owner)
                 outputs[layout.slot(place, 1)] = layout.masked(leaf[0], value) if leaf else value
@@ -312,7 +314,7 @@ def on_whole_vectors(
 
 
 def _leaves(program: OwnedProgram, sources: Ends) -> dict[LeafOwner, Names] | None:
-    """The values of each leaf, if the program treats all leaves of a vector alike."""
+    """The values of each leaf; None unless all leaves of a vector have the same operations."""
     leaves: dict[LeafOwner, dict[Atom, Hashable]] = {}
     shapes: dict[LeafOwner, tuple[int, ...]] = {}
     for value, place in zip(program.inputs, sources, strict=True):
@@ -333,7 +335,7 @@ def _leaves(program: OwnedProgram, sources: Ends) -> dict[LeafOwner, Names] | No
 
 
 def _sums_all(program: OwnedProgram, names: Names, targets: Ends, layout: VectorLayout) -> bool:
-    """Whether vectors suffice: numbers of leaves are read in sums over all leaves of a vector."""
+    """Whether each scalar of a leaf is read only in sums over all leaves of its vector."""
     sums, partial = sums_of(program)
     for terms in sums.values():
         summed: dict[Hashable, list[Keys]] = {}
@@ -362,7 +364,7 @@ def _sums_all(program: OwnedProgram, names: Names, targets: Ends, layout: Vector
 def _on_vector(
     program: OwnedProgram, op: OwnedOperation, operands: Sequence[Array], layout: VectorLayout
 ) -> Sequence[Array]:
-    """Runs an operation on a leaf for the whole vector of all ranks; one of numbers as it is."""
+    """Runs a leaf's operation on its whole vector, of all ranks; others run as they are."""
     owner, name = _leaf_owner(op.owner), op.equation.primitive.name
     if owner is None or name not in (FILL, SUM):
         return eval_equation(op.equation, operands)

@@ -1,7 +1,7 @@
-"""Stages that differ: each its own program, cut out of the loss by what depends on what.
+"""Cuts a loss into stages that have different programs, by the data flow of its jaxpr.
 
-`Calls` is the order in which a loss calls the blocks of a model, from which stages are chosen, and
-the reasons why it cannot be cut.
+`Calls` has the order in which a loss calls the blocks of a model: the stages are chosen by it, and
+errors name the calls that make a loss impossible to cut.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH = (
     "Give build_train_step a batch, of arrays or shapes, batch=...: it then finds the calls in the "
     "loss before it lays out parameters, and keeps what several ranks call on each of them"
 )
-"""What finds the order of calls."""
+"""The advice of errors about the order of calls."""
 
 
 T = TypeVar("T")
@@ -42,8 +42,8 @@ class Calls:
     """The calls of blocks in a loss, in the order of its program.
 
     Args:
-        owners: of each call, the numbers of the blocks whose parameters it reads.
-        behind: of each call, the numbers of the calls whose results go into it.
+        owners: for each call, the numbers of the blocks whose parameters it reads.
+        behind: for each call, the numbers of the calls that its operands depend on.
 
     Example:
         >>> calls = Calls(({0}, {1}, {0}), ((), (0,), (1,)))
@@ -78,10 +78,10 @@ class Calls:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How many calls lie in front of each on the longest way to it.
+        """The length of the longest chain of calls that each call depends on.
 
         Calls of one depth do not depend on each other: the two passes of a loss that calls its
-        model twice, or two towers side by side, go through the stages together.
+        model twice, or two parallel towers, run through the stages together.
         """
         depths: list[int] = []
         for behind in self.behind:
@@ -94,7 +94,7 @@ class Calls:
         return set().union(*self.owners)
 
     def late(self, homes: Sequence[int]) -> tuple[int, int] | None:
-        """The first call whose operands are made in a later stage than its own, and that stage.
+        """The first call that needs the result of a later stage than its own, and that stage.
 
         Args:
             homes: the stage of each call.
@@ -104,7 +104,7 @@ class Calls:
         return next(((call, at) for call, (at, home) in pairs if at > home), None)
 
     def fits(self, stage_of: Sequence[int]) -> bool:
-        """Whether each block may be called in a stage of its own.
+        """Whether every call can run in the stage of its block.
 
         Args:
             stage_of: the stage of each block.
@@ -116,17 +116,17 @@ class Calls:
 def levels_of(
     jaxpr: Jaxpr, homes: Mapping[int, int], initial: Collection[Var] = ()
 ) -> dict[Var, int]:
-    """The stage in which every value that depends on a call is made.
+    """The stage that computes each value that depends on a call.
 
     Args:
         jaxpr: an open jaxpr.
-        homes: the stage of each call, by its position; a call waits for its operands all the same.
-        initial: variables that the first stage has, as if it made them.
+        homes: the stage of each call, by its position; it runs later where its operands do.
+        initial: variables that count as computed by the first stage.
     """
     levels: dict[Var, int] = dict.fromkeys(initial, 0)
     for index, equation in enumerate(jaxpr.eqns):
         level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
-        # A value made beside the blocks belongs to the earliest stage that can make it.
+        # An equation outside the blocks is in the earliest stage that has its operands.
         level = max(level, homes.get(index, -1))
         if level >= 0:
             levels.update((v, level) for v in equation.outvars)
@@ -172,10 +172,10 @@ def why_not_seen(
 def stages_by_calls(
     schedule: Schedule, blocks: tuple[Keys, ...], calls: Calls, depths: tuple[int, ...]
 ) -> Stages:
-    """The stages of a schedule that runs blocks where a loss calls them.
+    """The stages of a schedule, with the blocks in the stages that call them.
 
     Args:
-        schedule: says where stages lie.
+        schedule: has the rank of each stage.
         blocks: the keys of every block, in the order of the model.
         calls: of the blocks.
         depths: the first depth of each stage, and the number of depths.
@@ -206,14 +206,14 @@ class CutLoss:
 
     Attributes:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        storage: where parameters lie.
+        storage: the stored form of the parameters.
     """
 
     trace: LossTrace
     storage: ModelStorage
 
     def known(self, rest: Rest, data: Data) -> dict[Var, Array]:
-        """The values that a stage has without blocks and other stages."""
+        """The values that a stage has apart from its blocks and the other stages' outputs."""
         named = {keys: rest[i] for i, keys in enumerate(self.storage.rest) if i in rest}
         return self.trace.known(named, *data)
 
@@ -225,28 +225,27 @@ class CutLoss:
 
 
 class SwitchStages(CutLoss):
-    """The loss as one program per stage, whatever the model does between its blocks.
+    """The loss as one program per stage, with any computation between its blocks.
 
-    An equation belongs to the stage of the last block that it depends on; what depends on no block
-    is computed wherever it is needed. What a stage passes on is everything that was made before
-    its end and is read after it, as vectors that are as long as the longest stage needs: so go the
-    output of an encoder, or the skips of a U-Net, through the stages between, and their gradients
-    back.
+    An equation is in the stage of the last block that it depends on; one that depends on no block
+    is recomputed in each stage that needs it. A stage sends every value that is live across its
+    end: computed in it or before it, and read after it. All stages send vectors of one length, the
+    longest that is needed. So the output of an encoder, or the skip connections of a U-Net, pass
+    through the stages between, and their gradients pass back.
 
-    A block is called in its stage, as often as the loss likes; where calls of one block lie in
-    several stages (`Stages.depths`), a rank that has all these stages has the block.
+    The loss may call a block in its stage any number of times. Where calls of one block are in
+    several stages (`Stages.depths`), these must be on one rank, which stores the block.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        storage: where parameters lie.
+        storage: the stored form of the parameters.
 
     Attributes:
-        crossing: per cut, in front of each stage and behind the last, the values that cross it.
-        learned: the numbers of the buffers that stages learn of the microbatch, and their stages.
-        pieces: the program of every stage, and of what comes after the last block.
-        rows: per stage, the stages of its rank, itself or others, whose blocks it calls, and the
-            rows of these.
-        packings: of what crosses a cut with gradients, and without.
+        crossing: the values that are live at each cut: before each stage and after the last.
+        learned: the stage of each buffer that one stage alone updates, by the buffer's number.
+        pieces: the program of every stage, and that of the loss after the last block.
+        rows: for each stage, the stages on its rank whose blocks it calls, with the rows of these.
+        packings: of the values that cross a cut: those that have gradients, and the others.
 
     Raises:
         UnsupportedError: when a block is not called, or not in the order of the stages, or a stage
@@ -288,8 +287,8 @@ class SwitchStages(CutLoss):
                 stages=(stage,),
                 chunk=self.storage.stages.chunk_of(stage),
                 rows=[row for _, rows in self.rows[stage] for row in rows],
-                # Nothing enters the first stage but what is looked up in parts: what stands before
-                # the first block is a part of its piece.
+                # Only rows of split tables enter the first stage: the layers before the first block
+                # are part of its piece.
                 first=self._first,
                 middle=partial(self._middle, stage),
                 last=self._last,
@@ -324,8 +323,8 @@ class SwitchStages(CutLoss):
         return StageLoss(total, weight, metrics)
 
     def _pack(self, at: int, values: Sequence[Array]) -> Wire:
-        # All cuts have one form, the largest of each dtype, for `ppermute` needs the same shape
-        # everywhere.
+        # All cuts have one form, the longest vector of each dtype: `ppermute` needs the same shape
+        # on all ranks.
         kinds = _by_kind(self.crossing[at], [jnp.asarray(value) for value in values])
         return Wire(
             *(packing.pack(kind) for packing, kind in zip(self.packings, kinds, strict=True))
@@ -340,17 +339,16 @@ class SwitchStages(CutLoss):
 def _cuts(
     trace: LossTrace, homes: Mapping[int, int], count: int
 ) -> tuple[dict[Var, int], list[list[Var]]]:
-    """Where so many stages make values, and hand them on.
+    """The stage that computes each value, and the values that are live at each cut.
 
     Returns:
-        The stage in which every value that depends on a block is made, S of what only the loss
-        needs and -1 of what is looked up in parts: that is there ahead of the first stage, which
-        makes what depends on it; and per cut the values that are made in front of it and read
-        behind it.
+        The stage of each value that depends on a block: S for the loss after the last stage, and
+        -1 for rows of split tables, which are looked up before the first stage; and for each cut
+        the values that are computed before it and read after it.
     """
     last = trace.jaxpr.eqns[trace.calls[-1]]
     after = depends_on(trace.jaxpr, last.outvars) - set(last.outvars)
-    # What depends on the last call's result is the loss's, behind the last stage.
+    # Values that depend on the last call's result belong to the loss, after the last stage.
     levels = levels_of(trace.jaxpr, homes, trace.looked_up)
     levels |= {v: count for v in levels if v in after}
     levels |= dict.fromkeys(trace.looked_up, -1)
@@ -369,10 +367,10 @@ def _cuts(
 def _learned(
     trace: LossTrace, levels: Mapping[Var, int], crossing: Sequence[Sequence[Var]]
 ) -> dict[int, int]:
-    """The buffers that a stage alone changes, and that no other reads, by their numbers.
+    """The stage of each buffer that this stage alone updates and reads, by the buffer's number.
 
-    What follows from no block is the first stage's, and what follows from the last block's
-    result, as the statistics in front of a head do, the last one's.
+    A buffer that depends on no block is the first stage's; one that depends on the last block's
+    result, such as the statistics of a norm before the head, is the last stage's.
     """
     last = len(crossing) - 2
     made = {
@@ -427,7 +425,7 @@ def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dic
 
 
 def _foreign(stages: Stages, stage: int, block: int) -> UnsupportedError:
-    """The error about a stage, or the loss behind the last, that reads another rank's block."""
+    """The error for a stage, or the loss after the last, that reads another rank's block."""
     path, is_loss = "/".join(map(str, stages.blocks[block])), stage == stages.num_stages
     reader = "the loss" if is_loss else f"stage {stage}"
     advice = (

@@ -16,7 +16,7 @@ import numpy as np
 from ..core.reduction import all_sum
 from ..core.tree import is_key, shapes_of
 from ..core.typing import Array, PyTree
-from ..jaxpr.pieces import whole
+from ..jaxpr.pieces import replicated
 from ..schedule import Cell, Phase, Schedule, SlotPlan, Slots, receiver
 from .stage import Rest, StageLoss, Wire
 
@@ -24,19 +24,18 @@ Tick: TypeAlias = dict[str, Array]
 """A lane's entries for one rank in one tick."""
 
 NONE = -1
-"""In a table of slots: nowhere."""
+"""The entry for no slot in a table of slots."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """One action that every rank may do in a tick; the lanes of a tick run one after another.
+    """One action that every rank may run in a tick; the lanes of a tick run in order.
 
     Args:
-        phase: what it computes.
+        phase: of the action.
         columns: tables [D, T], by name: whether the rank is `active`, of which `stage` and
-            `microbatch`; in which slot of each buffer of `State` it finds or leaves a value; and
-            `hand_over`, the slot where the neighbouring stage on the same rank looks for the
-            result.
+            `microbatch`; the slot of each buffer of `State` that it reads or writes; and
+            `hand_over`, the slot from which the next stage on the same rank reads the result.
     """
 
     phase: Phase
@@ -45,13 +44,13 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """Results of lanes on their way to a neighbour, one permutation of the ranks.
+    """The transfer of results of lanes by one `ppermute` of the ranks.
 
     Args:
         pairs: (source, target), each rank at most once on either side.
-        slots: by the number of a lane that produces them, [D, T] where the receiver puts what
-            arrives of it at the end of a tick; `NONE` for nothing. No rank is in a tick at two of
-            them.
+        slots: by the number of the lane that computes them, the slot [D, T] into which the receiver
+            writes them at the end of a tick; `NONE` for no transfer. In each tick a rank is active
+            in one of these lanes at most.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -67,11 +66,11 @@ class _Sent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TickProgram:
-    """All that the executor reads of a schedule.
+    """A schedule as the tables that the executor reads.
 
     Args:
         lanes: in the order in which a tick runs them.
-        channels: what is sent after the lanes.
+        channels: the transfers after the lanes.
     """
 
     lanes: tuple[Lane, ...]
@@ -84,10 +83,10 @@ def buffers_of(
     """The buffers that a schedule runs with, by the names that they have in `State`.
 
     Args:
-        plan: where values lie.
-        stashes: whether forwards leave residuals in the `stash`; a stage's input is then needed
+        plan: the slots of all values.
+        stashes: whether forwards save residuals in the `stash`; a stage's input is then needed
             only until its forward.
-        keeps_lookups: whether the first stage's backward reads what was looked up, too.
+        keeps_lookups: whether the first stage's backward reads the rows that were looked up, too.
     """
     return {
         "inputs": plan.activations if stashes else plan.inputs,
@@ -105,7 +104,7 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
 
     Args:
         schedule: a valid table.
-        buffers: where its values lie.
+        buffers: the slots of its values, by buffer.
 
     Returns:
         The tables.
@@ -118,7 +117,7 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
             {
                 "active": np.zeros(shape, bool),
                 **{n: np.zeros(shape, np.int32) for n in ("stage", "microbatch", *buffers)},
-                # Slot 0 exists, so zeros could not say that nothing is handed over.
+                # Slot 0 is a valid slot, so NONE stands for no transfer.
                 "hand_over": np.full(shape, NONE, np.int32),
             },
         )
@@ -244,7 +243,7 @@ class Totals(NamedTuple):
 
 
 Into: TypeAlias = tuple[Totals, list[Array]]
-"""Where gradients of what stands before the first block go: sums, and slots of what is not one."""
+"""The sums that the gradients before the first block are added to, and the slots of scatters."""
 
 
 class State(NamedTuple):
@@ -253,14 +252,14 @@ class State(NamedTuple):
     Args:
         inputs: inputs of stages.
         gradients: gradients of the outputs of stages.
-        stash: what forwards keep.
-        held: what input gradients leave for weight gradients.
-        outputs: outputs of the last stage, where the vocabulary is an action of its own.
-        lookups: what was looked up for the first stage, where that is an action of its own.
-        scatters: the gradients of that.
-        sums: `Totals`, what has been added up; None where an action only reads the buffers.
-        learned: by number, what each buffer that stages change is before each microbatch and behind
-            the last, as far as the stages of this rank have got; zeros where others change it.
+        stash: outputs and residuals that forwards save.
+        held: intermediates from input gradients to weight gradients.
+        outputs: outputs of the last stage, where the schedule has the action `V`.
+        lookups: rows looked up for the first stage, where the schedule has the action `E`.
+        scatters: the gradients of these rows.
+        sums: the `Totals` so far; None where an action only reads the buffers.
+        learned: by number, the value of each buffer that stages change before each microbatch and
+            after the last, for the stages of this rank; zeros where other ranks change it.
     """
 
     inputs: Wire
@@ -301,8 +300,8 @@ def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None)
         buffers: leaves with a leading dim of slots.
         slot: which; ignored when nothing is written.
         values: leaves of one slot.
-        when: whether to write; None always does. What is written every tick is selected from
-            old and new; large values are better written within the branch that makes them.
+        when: whether to write; None always does. The slot is written in any case, with the old or
+            the new value; large values are better written in the branch that computes them.
 
     Returns:
         The new buffers.
@@ -320,20 +319,20 @@ def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None)
 
 
 def outgoing(lanes: Sequence[int], ticks: Sequence[Tick], results: Sequence[Wire]) -> Wire:
-    """The result of the one lane, of those that share a channel, that this rank has been at."""
+    """The result of the one lane of a channel in which this rank was active."""
     floats = results[lanes[0]].floats
     for lane in lanes[1:]:
         of_lane = partial(jnp.where, ticks[lane]["active"])
         floats = jax.tree.map(of_lane, results[lane].floats, floats)
-    # Gradients bring no others.
+    # Gradients have no `others`.
     return Wire(floats, [x for lane in lanes for x in results[lane].others])
 
 
 def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
-    """The values of one rank, on all."""
+    """Broadcasts the values of one rank to all ranks."""
 
     def of(x: Array) -> Array:
-        # Flags have no sum.
+        # Booleans are summed as integers.
         value = x.astype(jnp.int32) if x.dtype == bool else x
         return all_sum(jnp.where(is_source, value, jnp.zeros_like(value)), axis).astype(x.dtype)
 
@@ -341,7 +340,7 @@ def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
 
 
 def masked(counts: Array, tree: PyTree) -> PyTree:
-    """The values where they count, and zeros elsewhere."""
+    """The values on ranks where `counts` is true, and zeros elsewhere."""
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
 
@@ -353,9 +352,9 @@ def add(totals: PyTree, values: PyTree) -> Any:
 class Packing:
     """Lists of arrays, one kind of list per variant, packed to one common form.
 
-    Where all variants have equal shapes the form is the list itself. Else it is one vector per
-    dtype, as long as the longest variant needs, with zeros behind the shorter ones. Random keys
-    are packed as the integers they are made of.
+    Where all variants have equal shapes, the form is the list itself. Otherwise it is one vector
+    per dtype, as long as that of the longest variant; shorter ones are padded with zeros. Random
+    keys are packed as their integer data.
 
     Args:
         variants: per variant, the list: arrays, or anything with shapes and dtypes.
@@ -403,7 +402,7 @@ class Packing:
         vectors = []
         for form in self.packed:
             # A split piece could only be shifted into its place by a permutation, in a branch.
-            pieces = [whole(x.reshape(-1)) for x in values if x.dtype == form.dtype]
+            pieces = [replicated(x.reshape(-1)) for x in values if x.dtype == form.dtype]
             vector = jnp.concatenate(pieces) if pieces else jnp.zeros(0, form.dtype)
             vectors.append(jnp.pad(vector, (0, form.shape[0] - vector.shape[0])))
         return vectors
@@ -416,7 +415,7 @@ class Packing:
             for form, vector in zip(self.packed, packed, strict=True):
                 sizes = (math.prod(x.shape) for x in shapes if x.dtype == form.dtype)
                 ends = pairwise([0, *accumulate(sizes)])
-                pieces[form.dtype] = iter([whole(vector[a:b]) for a, b in ends])
+                pieces[form.dtype] = iter([replicated(vector[a:b]) for a, b in ends])
             values = [next(pieces[x.dtype]).reshape(x.shape) for x in shapes]
         pairs = zip(values, self._variants[variant], strict=True)
         return [like(value, shape.dtype) for value, shape in pairs]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..core.compat import eval_equation
 from ..core.typing import Array
 from ..jaxpr.layer_scan import SHARED, Chain, find_chains
-from ..jaxpr.pieces import Piece, as_it_lies
+from ..jaxpr.pieces import Piece, unconstrained
 from ..jaxpr.walk import made_by, variables
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Wire
@@ -30,15 +30,15 @@ class UniformStages(CutLoss):
     The sequential program it equals:
 
         x = prologue(rest, batch)
-        for block in blocks: x, found[number], left[number] = unit(block, own(number), shared, x)
-        loss = epilogue(rest, batch, x, found)
+        for n in range(num_blocks): x, report[n], left[n] = unit(weights(n), shared, x)
+        loss = epilogue(rest, batch, x, report)
 
-    What blocks find out for the loss, as experts about their balance, goes along with x; what they
-    leave in buffers of their own is that of the next microbatch.
+    Results of blocks that the loss reads, such as the load-balancing terms of experts, are sent
+    along with x; the new values of the blocks' own buffers are read by the next microbatch.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        storage: where parameters lie.
+        storage: the stored form of the parameters.
         chain: the calls of the blocks.
         calls: their equations.
         weights: by operand of a block that is a leaf of it, which of its leaves.
@@ -48,7 +48,7 @@ class UniformStages(CutLoss):
             keys, the programs of each.
         reported: the results of blocks that the loss reads of each, and no other block.
         learned: of buffers that blocks change, block and result.
-        prologue, epilogue: the programs in front of the first block and behind the last.
+        prologue, epilogue: the programs before the first block and after the last.
     """
 
     trace: LossTrace
@@ -91,8 +91,8 @@ class UniformStages(CutLoss):
             for r in range(len(calls[0].outvars))
             if r not in chain.carried and any(call.outvars[r] in epilogue.needs for call in calls)
         ]
-        # The loss may read the last block's result, and of each block what no other reads: what
-        # lies between two blocks is on another rank by then.
+        # The loss may read the last block's result, and results of blocks that no other block
+        # reads: the carry between two blocks has been sent to another rank by then.
         between = {call.outvars[r] for call in calls[:-1] for r in chain.carried}
         beside = [shared, *(piece for pieces in by_block.values() for piece in pieces)]
         of_blocks = {v for keys, v in trace.params.items() if keys not in storage.rest}
@@ -175,7 +175,7 @@ class UniformStages(CutLoss):
             else:
                 none = zeros(jax.eval_shape(run, wire)[1])
                 branches = [run, lambda wire, none=none: (wire, none)]
-                laid = [lambda wire, do=do: as_it_lies(do(wire)) for do in branches]
+                laid = [lambda wire, do=do: unconstrained(do(wire)) for do in branches]
                 wire, results = jax.lax.cond(row < sizes[stage], *laid, wire)
             left.append(results)
         homes = {number: stages.stage_of(number) for number, _ in self.learned.values()}

@@ -27,13 +27,13 @@ from .tables import State, Tick, from_rank, get, put
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookup:
-    """Rows of a table of which every rank has an equal part, in the order of the ranks.
+    """A lookup in a table that is split over the ranks by rows, in the order of the ranks.
 
     Args:
         table: its number among the parameters outside the blocks.
-        rows: what the loss reads of it.
+        rows: the lookup as the loss has it.
         trace: the jaxpr of the loss, blocks as calls.
-        piece: the part of it that makes the ids.
+        piece: the part of it that computes the ids.
     """
 
     table: int
@@ -73,7 +73,7 @@ class Lookup:
             axis: the mesh axis whose ranks have a part each.
         """
         local = self._ids(total, data, axis) - jax.lax.axis_index(axis) * len(total)
-        # A negative place would count from the end: what is no row of this rank lies behind it.
+        # A negative index would count from the end: rows of other ranks get one out of bounds.
         place = jnp.where((local >= 0) & (local < len(total)), local, len(total))
         return total.at[place].add(gradient.astype(total.dtype), mode="drop")
 
@@ -92,13 +92,13 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Embedding:
-    """All lookups of a pipeline, as actions of all ranks.
+    """All lookups of a pipeline, as actions that every rank runs.
 
     Args:
-        lookups: each in a table of which every rank has a part.
+        lookups: each in a table that is split over the ranks.
         axis: the mesh axis of the pipeline.
         home: the rank that has the first stage.
-        data: (index of a microbatch) -> what is known of it.
+        data: (index of a microbatch) -> its `Data`.
     """
 
     lookups: Sequence[Lookup]
@@ -107,7 +107,7 @@ class Embedding:
     data: Callable[[Array], Data]
 
     def look_up(self, tick: Tick, state: State, parts: Rest) -> State:
-        """Keeps what is looked up for a microbatch.
+        """Looks up the rows of a microbatch, and stores them in their slot.
 
         Args:
             tick: which microbatch, and the slot.
@@ -122,7 +122,7 @@ class Embedding:
 
         if not self.lookups:
             return state
-        # All ranks take this branch in the same ticks: sums within it wait for nobody.
+        # All ranks take this branch in the same ticks, so that collectives in it do not hang.
         lookups = jax.lax.cond(tick["active"], looked_up, lambda same: same, state.lookups)
         return state._replace(lookups=lookups)
 
@@ -317,7 +317,7 @@ class _OperandPath:
 
 
 def _name(equation: Any) -> str:
-    """What messages call a reader; None is the program itself, whose result it is."""
+    """The name of a reader in messages; None is the program, which returns the parameter."""
     return "the results of the loss" if equation is None else repr(equation.primitive.name)
 
 

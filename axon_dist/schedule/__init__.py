@@ -1,7 +1,7 @@
 """Pipeline schedules as tables: build, validate, simulate, draw.
 
-A `Schedule` says what every device does in every tick; what runs it lives in `pipeline`. This room
-is plain Python: of `core` it imports `errors` and `arguments`, which need no jax.
+A `Schedule` has the actions of every device in every tick; `pipeline` runs it. This room is plain
+Python: of `core` it imports `errors` and `arguments`, which need no jax.
 Start reading in `table.py`, then `one_f_one_b.py`.
 """
 
