@@ -276,12 +276,13 @@ def named_lambdas() -> list[str]:
 
 def empty_names() -> list[str]:
     """Variables, parameters and functions whose name does not say what they are."""
+    fields = {ast.Name: "id", ast.arg: "arg", ast.FunctionDef: "name"}
     names = [
-        (m.path, node.lineno, getattr(node, field))
+        (m.path, node.lineno, getattr(node, fields[type(node)]))
         for m in modules().values()
-        for node in ast.walk(m.tree)
-        for kind, field in ((ast.Name, "id"), (ast.arg, "arg"), (ast.FunctionDef, "name"))
-        if isinstance(node, kind) and not isinstance(getattr(node, "ctx", None), ast.Load)
+        for node in m.nodes
+        if isinstance(node, ast.Name | ast.arg | ast.FunctionDef)
+        if not isinstance(getattr(node, "ctx", None), ast.Load)
     ]
     return [f"{path}:{line} {name}" for path, line, name in names if name in EMPTY_NAMES]
 
