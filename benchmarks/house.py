@@ -314,10 +314,9 @@ def jaxpr_readers() -> list[str]:
 
 def entered(run: Callable[[], Any]) -> set[tuple[str, int]]:
     """The functions of the package that a program enters, by file and line."""
-    codes = _entered_codes if sys.version_info >= (3, 12) else _called_codes
     return {
         (code.co_filename, code.co_firstlineno)
-        for code in codes(run)
+        for code in _entered_codes(run)
         if code.co_filename.startswith(str(PACKAGE)) and not code.co_name.startswith("<")
     }
 
@@ -341,6 +340,8 @@ def _called_codes(run: Callable[[], Any]) -> list[types.CodeType]:
 
 def _entered_codes(run: Callable[[], Any]) -> list[types.CodeType]:
     """What a program calls or goes on with, told of each code once, which costs next to nothing."""
+    if sys.version_info < (3, 12):
+        return _called_codes(run)
     monitoring: Any = sys.monitoring
     tool, events, seen = monitoring.PROFILER_ID, monitoring.events, []
 
