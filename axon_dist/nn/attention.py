@@ -43,8 +43,9 @@ class TensorParallelAttention(nnx.Module):
         DivisibilityError: when heads do not divide over the group, or over the key heads.
 
     Example:
-        >>> layer = TensorParallelAttention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 5, 16))).shape
+        >>> def attended(x):
+        ...     return TensorParallelAttention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(0))(x)
+        >>> nnx.eval_shape(attended, jnp.ones((2, 5, 16))).shape
         (2, 5, 16)
     """
 
