@@ -211,7 +211,7 @@ MUTATIONS = (
     ),
     # Random draws and the order of the data.
     row(
-        "jaxpr/randomness.py", "jnp.int32) * shape[found.dim]\n        if",
+        "jaxpr/randomness.py", "jnp.int32) * shape[sampled.dim]\n        if",
         "jnp.int32)\n        if",
         "jaxpr/test_randomness.py::test_rows_of_the_global_draw",
     ),
@@ -286,7 +286,7 @@ MUTATIONS = (
         "jaxpr/test_linen.py",
     ),
     row(
-        "jaxpr/linen.py", "kept.append(equation)", "kept.append(equation), known.clear()",
+        "jaxpr/linen.py", "remaining.append(equation)", "remaining.append(equation), known.clear()",
         "jaxpr/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
     ),
     row(

@@ -238,8 +238,7 @@ def verify_config(arguments: argparse.Namespace) -> int:
     except MeshError as error:
         if not arguments.here:
             raise
-        sentence = str(error).partition(", or emulate other devices")[0]
-        raise MeshError(f"{sentence}, or leave out --here, which emulates none") from error
+        raise MeshError(f"{error}; --here emulates none, so leave it out for that") from error
     table = Table(
         title=f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
     )

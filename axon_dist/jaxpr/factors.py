@@ -197,22 +197,22 @@ def factors_of(
     if rule is None or (rule is _along and len(_DIM & params.keys()) != 1):
         return None
     operands, results = ([[()] * len(shape) for shape in side] for side in (inputs, outputs))
-    found = Factors(name, params, inputs, outputs, [], operands, results)
-    rule(found)
+    factors = Factors(name, params, inputs, outputs, [], operands, results)
+    rule(factors)
     for number, shape in enumerate(outputs):
         for dim, size in enumerate(shape):
             # What has no factor in a result is new.
             if not results[number][dim] and size != 1:
-                found.add(Role.NEW, (), [(number, dim)])
-    return found
+                factors.add(Role.NEW, (), [(number, dim)])
+    return factors
 
 
 def guessed(equation: JaxprEqn) -> Factors:
     """Factors by shapes alone: dims of one size, at one place in arrays of one rank, are one."""
     inputs, outputs = ([*map(shape_of, side)] for side in (equation.invars, equation.outvars))
-    found = factors_of(equation.primitive.name, equation.params, inputs, outputs, _each)
-    assert found is not None, "a rule is given"
-    return found
+    factors = factors_of(equation.primitive.name, equation.params, inputs, outputs, _each)
+    assert factors is not None, "a rule is given"
+    return factors
 
 
 def _each(draft: Factors) -> None:

@@ -312,9 +312,9 @@ def has_units(equation: JaxprEqn) -> bool:
 
 def _runs_one_unit(jaxpr: Jaxpr) -> bool:
     """Whether a program calls one unit, once."""
-    found = list(equations(jaxpr))
-    loops = [e for e in found if e.primitive.name in LOOPS and has_units(e)]
-    return sum(map(is_unit, found)) == 1 and not loops
+    eqns = list(equations(jaxpr))
+    loops = [e for e in eqns if e.primitive.name in LOOPS and has_units(e)]
+    return sum(map(is_unit, eqns)) == 1 and not loops
 
 
 def _calls_units(equation: JaxprEqn) -> bool:
@@ -325,21 +325,21 @@ def _calls_units(equation: JaxprEqn) -> bool:
 
 def _policies(jaxpr: Jaxpr) -> list[RematPolicy]:
     """The policies of a model's own checkpoints around units."""
-    found = [e for e in equations(jaxpr) if e.primitive.name in REMATS and _calls_units(e)]
-    return [e.params["policy"] or jax.checkpoint_policies.nothing_saveable for e in found]
+    checkpoints = [e for e in equations(jaxpr) if e.primitive.name in REMATS and _calls_units(e)]
+    return [e.params["policy"] or jax.checkpoint_policies.nothing_saveable for e in checkpoints]
 
 
-def _both(*given: RematPolicy | None) -> RematPolicy:
+def _both(*candidates: RematPolicy | None) -> RematPolicy:
     """Keeps what all of some policies keep, where the first that moves it elsewhere says."""
-    policies = [policy for policy in given if policy is not None]
+    policies = [policy for policy in candidates if policy is not None]
     if len(policies) == 1:
         return policies[0]
 
     def policy(*args: Any, **params: Any) -> object:
-        kept = [one(*args, **params) for one in policies]
+        answers = [one(*args, **params) for one in policies]
         # A policy says yes or no, or gives an object for "recompute", "save" or "offload".
-        dropped = [one for one in kept if not one or type(one).__name__ == "RecomputeType"]
-        moved = [one for one in kept if hasattr(one, "src")]
+        dropped = [one for one in answers if not one or type(one).__name__ == "RecomputeType"]
+        moved = [one for one in answers if hasattr(one, "src")]
         return (*dropped, *moved, True)[0]
 
     return policy
@@ -354,10 +354,10 @@ def _scan(jaxpr: Jaxpr, chain: Chain, env: Mapping[Var, Array], how: LayerScan) 
     calls = [jaxpr.eqns[index] for index in chain.calls]
     inner = calls[0].params["jaxpr"]
     first = values_of(env, calls[0].invars)
-    own = [index for index, role in enumerate(chain.roles) if role is STACKED]
-    rows = [values_of(env, [call.invars[i] for call in calls]) for i in own]
+    stacked_at = [index for index, role in enumerate(chain.roles) if role is STACKED]
+    rows = [values_of(env, [call.invars[i] for call in calls]) for i in stacked_at]
     stacked = [jnp.stack([jnp.asarray(row) for row in each]) for each in rows]
-    kept = _read_elsewhere(jaxpr, chain)
+    used = _read_elsewhere(jaxpr, chain)
 
     def unit(carry: tuple[Array, ...], mine: list[Array]) -> tuple[tuple[Array, ...], list[Array]]:
         operands, fed, each = [], iter(carry), iter(mine)
@@ -365,7 +365,7 @@ def _scan(jaxpr: Jaxpr, chain: Chain, env: Mapping[Var, Array], how: LayerScan) 
             source = {SHARED: None, STACKED: each}.get(role, fed)  # type: ignore[call-overload]
             operands.append(shared if source is None else next(source))
         results = eval_jaxpr(inner, operands)
-        return tuple(results[role] for role in chain.carried), [results[i] for i in kept]
+        return tuple(results[role] for role in chain.carried), [results[i] for i in used]
 
     start = tuple(
         jnp.asarray(value)
@@ -375,11 +375,11 @@ def _scan(jaxpr: Jaxpr, chain: Chain, env: Mapping[Var, Array], how: LayerScan) 
     length = len(calls)
     carry, between = grouped_scan(unit, start, stacked, length, how.group(length), how.protect)
     last = [calls[-1].outvars[i] for i in chain.carried]
-    found: dict[Var, Array] = dict(zip(last, carry, strict=True))
-    for position, results in zip(kept, between, strict=True):
+    values: dict[Var, Array] = dict(zip(last, carry, strict=True))
+    for position, results in zip(used, between, strict=True):
         for row, call in enumerate(calls):
-            found[call.outvars[position]] = results[row]
-    return found
+            values[call.outvars[position]] = results[row]
+    return values
 
 
 def grouped_scan(
@@ -423,16 +423,16 @@ def grouped_scan(
     def several(size):
         return lambda carry, rows: jax.lax.scan(body, carry, rows, size)
 
-    whole = length // group * group
+    grouped = length // group * group
     parts: list[list[Array]] = []
-    if whole:
-        times = whole // group
-        rows = [x[:whole].reshape(times, group, *x.shape[1:]) for x in stacked]
+    if grouped:
+        times = grouped // group
+        rows = [x[:grouped].reshape(times, group, *x.shape[1:]) for x in stacked]
         carry, outputs = jax.lax.scan(protect(several(group), times), carry, rows, times)
-        parts.append([y.reshape(whole, *y.shape[2:]) for y in outputs])
-    if whole < length:
-        rest = protect(several(length - whole), 1)
-        carry, outputs = rest(carry, [x[whole:] for x in stacked])
+        parts.append([y.reshape(grouped, *y.shape[2:]) for y in outputs])
+    if grouped < length:
+        rest = protect(several(length - grouped), 1)
+        carry, outputs = rest(carry, [x[grouped:] for x in stacked])
         parts.append(outputs)
     return carry, [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
 

@@ -108,18 +108,18 @@ def linen_blocks(model: nnx.Module) -> list[Keys]:
         >>> linen_blocks(model)
         [('layers_0',), ('layers_1',), ('layers_2',)]
     """
-    found: list[Keys] = []
+    blocks: list[Keys] = []
     for keys, bridge in bridges_of(model):
         tree = _tree_of(bridge)
         below = _blocks(tree, composite=True) or _blocks(tree, composite=False)
-        found += [keys + each for each in below]
-    return found
+        blocks += [keys + each for each in below]
+    return blocks
 
 
 def split_number(name: str) -> tuple[str, int | None]:
     """A module's name and its number: of `layers_2` `layers` and 2, of `0` nothing and 0."""
-    found = re.fullmatch(r"(.*?)_?(\d+)", name)
-    return (found[1], int(found[2])) if found else (name, None)
+    match = re.fullmatch(r"(.*?)_?(\d+)", name)
+    return (match[1], int(match[2])) if match else (name, None)
 
 
 def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, PyTree]:
@@ -139,10 +139,10 @@ def _named(
     for key, child in tree.items():
         if isinstance(child, dict):
             plain, _ = split_number(key)
-            found = (*name, plain) if plain else name
+            parts = (*name, plain) if plain else name
             if not any(each.isdigit() for each in child):
-                yield (*above, key), found
-            yield from _named(child, (*above, key), found)
+                yield (*above, key), parts
+            yield from _named(child, (*above, key), parts)
 
 
 def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
@@ -152,23 +152,23 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
         name, number = split_number(key)
         if isinstance(child, dict) and number is not None:
             groups.setdefault(name, []).append((number, key))
-    found: list[Keys] = []
-    taken: set[str] = set()
+    blocks: list[Keys] = []
+    fitting: set[str] = set()
     for name, members in groups.items():
         names = [key for _, key in sorted(members)]
         fit = [n for n in names if any(isinstance(v, dict) for v in tree[n].values()) == composite]
-        taken.update(fit)
+        fitting.update(fit)
         if len(fit) > 1 and _are_alike([tree[n] for n in fit]):
-            found += [(n,) for n in fit]
+            blocks += [(n,) for n in fit]
             continue
         for each in fit:
             inner = [(each, *below) for below in _blocks(tree[each], composite)]
             # One of a kind is a block where it stands in a list, as a block does that is shared.
-            found += inner or ([(each,)] if len(fit) > 1 or not name else [])
+            blocks += inner or ([(each,)] if len(fit) > 1 or not name else [])
     for key, child in tree.items():
-        if isinstance(child, dict) and key not in taken:
-            found += [(key, *below) for below in _blocks(child, composite)]
-    return found
+        if isinstance(child, dict) and key not in fitting:
+            blocks += [(key, *below) for below in _blocks(child, composite)]
+    return blocks
 
 
 def _are_alike(trees: Sequence[Mapping[str, PyTree]]) -> bool:
@@ -210,10 +210,10 @@ def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
     """A program that is given what it has read of the trace around it, and that."""
     pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
-    kept = {v: x for v, x in pairs if not isinstance(x, Tracer)}
+    consts = {v: x for v, x in pairs if not isinstance(x, Tracer)}
     invars = [*closed.jaxpr.invars, *(v for v, _ in read)]
-    jaxpr = closed.jaxpr.replace(constvars=[*kept], invars=invars)
-    return ClosedJaxpr(jaxpr, [*kept.values()]), [x for _, x in read]
+    jaxpr = closed.jaxpr.replace(constvars=[*consts], invars=invars)
+    return ClosedJaxpr(jaxpr, [*consts.values()]), [x for _, x in read]
 
 
 def without_keys(
@@ -235,19 +235,19 @@ def without_keys(
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     known = {v: x for at, (v, x) in pairs if at in keys or at >= count}
     known.update(consts)
-    kept = []
+    remaining = []
     for equation in jaxpr.eqns:
         is_known = variables(equation.invars) <= known.keys()
         if equation.primitive.name in MAKES_KEYS and is_known:
             results = eval_equation(equation, values_of(known, equation.invars))
             known.update(zip(equation.outvars, results, strict=True))
         else:
-            kept.append(equation)
-    wanted = variables([*(v for equation in kept for v in equation.invars), *jaxpr.outvars])
+            remaining.append(equation)
+    wanted = variables([*(v for equation in remaining for v in equation.invars), *jaxpr.outvars])
     made = [v for v in known if v in wanted and v not in {*jaxpr.invars, *consts}]
     constants = {v: x for v, x in consts.items() if v in wanted}
     invars = [*jaxpr.invars, *made]
-    jaxpr = jaxpr.replace(constvars=[*constants], invars=invars, eqns=kept)
+    jaxpr = jaxpr.replace(constvars=[*constants], invars=invars, eqns=remaining)
     program = ClosedJaxpr(jaxpr, [*constants.values()])
     return program, [*values, *(known[v] for v in made)]
 
@@ -286,15 +286,15 @@ class LinenUnits:
         self, call: Function, bridge: nnx.bridge.ToNNX, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
         """Runs the bridge with the calls of its blocks intercepted."""
-        found = {
+        by_path = {
             "/".join(map(str, keys)): variable
             for keys, variable in nnx.iter_graph(bridge)
             if isinstance(variable, nnx.Variable)
         }
-        params = {path: v for path, v in found.items() if self.metadata in v.get_metadata()}
+        params = {path: v for path, v in by_path.items() if self.metadata in v.get_metadata()}
         gathers = {path: v.get_metadata()[self.metadata] for path, v in params.items()}
-        own = found.items() if self.stacked else ()
-        shapes = {path: v.get_value().shape for path, v in own if isinstance(v, nnx.Param)}
+        stacked = by_path.items() if self.stacked else ()
+        shapes = {path: v.get_value().shape for path, v in stacked if isinstance(v, nnx.Param)}
         # Linen takes a variable with metadata of ours for a boxed value.
         for variable in params.values():
             variable.del_metadata(self.metadata)
@@ -365,9 +365,9 @@ class Intercepted:
             made: list[PyTree] = []
 
             def compute(variables: PyTree, rngs: PyTree, arrays: Sequence[Array]) -> list[Array]:
-                found = iter(arrays)
-                given = [next(found) if is_array(leaf) else leaf for leaf in leaves]
-                args, kwargs = jax.tree.unflatten(structure, given)
+                values = iter(arrays)
+                inputs = [next(values) if is_array(leaf) else leaf for leaf in leaves]
+                args, kwargs = jax.tree.unflatten(structure, inputs)
                 scopes = scope_fn(variables, rngs)
                 # A number or a flag that a method returns stays what it is.
                 made[:] = jax.tree.flatten((function(scopes, *args, **kwargs), repack(scopes)))
@@ -379,8 +379,8 @@ class Intercepted:
             finally:
                 self.is_inside = False
             outputs, form = made
-            found = [next(results) if is_array(leaf) else leaf for leaf in outputs]
-            return jax.tree.unflatten(form, found)
+            merged = [next(results) if is_array(leaf) else leaf for leaf in outputs]
+            return jax.tree.unflatten(form, merged)
 
         return lift.pack(inner, (True,), (True,), (True,), name="unit", enable_kwargs=True)
 
@@ -393,15 +393,15 @@ class Intercepted:
         paths: Sequence[Path],
     ) -> list[Array]:
         leaves, structure = jax.tree.flatten((state, rngs, arrays))
-        gathers = self._gathers(state, paths)
+        gathers = self._of_leaves(state, paths)
         gathers += (None,) * (len(leaves) - len(gathers))
         # Traced with whole weights: the gathers stand before the program, where they compare.
-        whole = [
+        gathered = [
             leaf if gather is None else jax.eval_shape(gather, leaf)
             for leaf, gather in zip(leaves, gathers, strict=True)
         ]
-        given = jax.tree.unflatten(structure, whole)
-        closed = jax.make_jaxpr(compute)(*given)
+        operands = jax.tree.unflatten(structure, gathered)
+        closed = jax.make_jaxpr(compute)(*operands)
         first = len(jax.tree.leaves(state))
         keys = range(first, first + len(jax.tree.leaves(rngs)))
         program, values = without_keys(closed, leaves, keys)
@@ -409,11 +409,11 @@ class Intercepted:
             # A method that says a size or gives a parameter is no call that computes.
             returned = variables(program.jaxpr.outvars)
             pairs = itertools.zip_longest(program.jaxpr.invars, values, gathers)
-            given = [g(x) if g and v in returned else x for v, x, g in pairs]
-            return eval_jaxpr(program, given)
+            operands = [g(x) if g and v in returned else x for v, x, g in pairs]
+            return eval_jaxpr(program, operands)
         return self.units.run(self.units.programs.shared(program), gathers, values)
 
-    def _gathers(self, variables: PyTree, paths: Sequence[Path]) -> Gathers:
+    def _of_leaves(self, variables: PyTree, paths: Sequence[Path]) -> Gathers:
         """How each leaf of the variables of each scope is gathered, or None."""
 
         def one(path: Path, keys: Keys) -> Callable[[Array], Array] | None:

@@ -37,19 +37,19 @@ Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
 
 def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Sequence[Aligned] | None:
     """The equations of two programs side by side, but for relays; None where others differ."""
-    found: list[Aligned] = []
+    pairs: list[Aligned] = []
     mine, theirs = list(part.eqns), list(whole.eqns)
     while mine or theirs:
         one, other = mine[:1], theirs[:1]
         if one and other and one[0].primitive.name == other[0].primitive.name:
-            found.append((mine.pop(0), theirs.pop(0)))
+            pairs.append((mine.pop(0), theirs.pop(0)))
         elif other and other[0].primitive.name in RESHAPES | {"reduce_sum"}:
-            found.append((None, theirs.pop(0)))
+            pairs.append((None, theirs.pop(0)))
         elif one and one[0].primitive.name in RESHAPES:
-            found.append((mine.pop(0), None))
+            pairs.append((mine.pop(0), None))
         else:
             return None
-    return found
+    return pairs
 
 
 def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
@@ -74,18 +74,18 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
             return False
         return len(part.invars) == 1 == len(sizes)
     assert whole is not None
-    given, made = whole.invars[0], whole.outvars[0]
-    source = known.mates.get(given) if isinstance(given, Var) else None
+    operand, made = whole.invars[0], whole.outvars[0]
+    source = known.mates.get(operand) if isinstance(operand, Var) else None
     if source is None or len(whole.invars) > 1:
         return False
-    value, small = known.read(source, given), shape_of(source)
-    inputs, outputs = ((small, shape_of(given)),), ((small, shape_of(made)),)
+    value, small = known.read(source, operand), shape_of(source)
+    inputs, outputs = ((small, shape_of(operand)),), ((small, shape_of(made)),)
     params = whole.params
     op = Operation(whole.primitive.name, params, params, inputs, outputs, ("f", "f"))
-    found = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
-    if found is not None:
-        known.write(source, made, dataclasses.replace(found, number=value.number))
-    return found is not None
+    output = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
+    if output is not None:
+        known.write(source, made, dataclasses.replace(output, number=value.number))
+    return output is not None
 
 
 def is_loose(value: Value, small: Shape, large: Shape, ratio: float) -> bool:
@@ -107,8 +107,8 @@ def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape |
     """
     if value.dim is not None:
         size = large[value.dim] / ratio
-        found = (*large[: value.dim], int(size), *large[value.dim + 1 :])
-        return found if size.is_integer() and math.prod(found) == math.prod(small) else None
+        shape = (*large[: value.dim], int(size), *large[value.dim + 1 :])
+        return shape if size.is_integer() and math.prod(shape) == math.prod(small) else None
     fits = len(small) == len(large) and all(
         a == b or (a == 1 and value.is_constant) for a, b in zip(small, large, strict=True)
     )
@@ -129,8 +129,8 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
         What it is; None where it is more than a relay.
     """
     (small, large), (_, result) = op.inputs[0], op.outputs[0]
-    given = canonical(value, small, large, ratio)
-    if given is None or is_transposed(op):
+    source = canonical(value, small, large, ratio)
+    if source is None or is_transposed(op):
         return None
     if value.dim is None:
         is_constant = value.is_constant and math.prod(small) == 1
@@ -142,13 +142,13 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
         shape = (*result[:dim], int(size / ratio), *result[dim + 1 :])
         if size % ratio or math.prod(shape) != math.prod(small):
             continue
-        moved = dataclasses.replace(op, inputs=((given, large),), outputs=((shape, result),))
+        moved = dataclasses.replace(op, inputs=((source, large),), outputs=((shape, result),))
         try:
-            found = SAMPLE_RULES[op.name](moved, [value])
+            output = SAMPLE_RULES[op.name](moved, [value])
         except (Coupling, LookupError):
             continue
-        if isinstance(found, Value) and (found.kind, found.dim) == (Kind.ROWS, dim):
-            return found
+        if isinstance(output, Value) and (output.kind, output.dim) == (Kind.ROWS, dim):
+            return output
     if op.name == "reduce_sum" and math.prod(small) == 1 == math.prod(result):
         return Value(Kind.TOTAL, value.scale * math.prod(large)) if not value.numbers else None
     return None
@@ -178,7 +178,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
     """
     shapes = [canonical(v, *s, ratio) for v, s in zip(values, op.inputs, strict=True)]
     if op.name == "gather":
-        return _taken(op, values)
+        return _indexed_rows(op, values)
     if op.name == "reduce_sum":
         ends = {math.prod(shape) for shape in op.outputs[0]}
         value = values[0]
@@ -193,15 +193,15 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
         if shape is None or (small and (small, large) != op.outputs[0]):
             return None
         inputs.append((shape, large))
-    own = {shape for shape, large in inputs if large == whole and len(shape) == len(whole)}
-    if len(own) != 1:
+    forms = {shape for shape, large in inputs if large == whole and len(shape) == len(whole)}
+    if len(forms) != 1:
         return None
-    plain = dataclasses.replace(op, inputs=tuple(inputs), outputs=((own.pop(), whole),))
-    found = SAMPLE_RULES[op.name](plain, values)
-    return found if isinstance(found, Value) else found[0]
+    plain = dataclasses.replace(op, inputs=tuple(inputs), outputs=((forms.pop(), whole),))
+    output = SAMPLE_RULES[op.name](plain, values)
+    return output if isinstance(output, Value) else output[0]
 
 
-def _taken(op: Operation, values: list[Value]) -> Value | None:
+def _indexed_rows(op: Operation, values: list[Value]) -> Value | None:
     """Look-ups of each sample in its own row, where a part's only row is a window."""
     table, indices = values[:2]
     one, other = op.params["dimension_numbers"], op.others["dimension_numbers"]

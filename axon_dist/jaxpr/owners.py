@@ -81,8 +81,8 @@ class OwnedProgram:
         avals: of every value, by its number: shape and dtype.
         levels: of every value, by its number.
         num_levels: rounds in which owners run their parts, everybody's operations before each.
-        spellings: of every value, by its number, a key that values have in common only if they are
-            one, such as a rate that is cast twice.
+        value_numbers: of every value, by its number, a key that only equal values share, as in
+            global value numbering: a rate that is cast twice has one key.
     """
 
     operations: tuple[OwnedOperation, ...]
@@ -95,7 +95,7 @@ class OwnedProgram:
     avals: tuple[Aval, ...]
     levels: tuple[int, ...]
     num_levels: int
-    spellings: tuple[Hashable, ...]
+    value_numbers: tuple[Hashable, ...]
 
 
 def owned(
@@ -166,9 +166,9 @@ class _Flat:
 
     def follow(self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Atom]) -> list[Atom]:
         pairs = zip(consts, jaxpr.constvars, strict=True)
-        given = [self.new(v.aval, value=x) for x, v in pairs]
+        known = [self.new(v.aval, value=x) for x, v in pairs]
         return interpret(
-            jaxpr, given, values, self._equation, lambda atom: self.new(atom.aval, value=atom.val)
+            jaxpr, known, values, self._equation, lambda atom: self.new(atom.aval, value=atom.val)
         )
 
     def _equation(self, equation: JaxprEqn, operands: Sequence[Atom]) -> Sequence[Atom]:
@@ -188,12 +188,12 @@ class _Flat:
 
     def _whose(self, operands: Sequence[Atom]) -> Owner:
         """Whose an operation is: arrays draw it to their owner, numbers follow."""
-        given = [a for a in operands if a not in self.constants]
-        arrays = [a for a in given if self.avals[a].size > 1]
-        if not arrays and not self.common.isdisjoint(given):
+        varying = [a for a in operands if a not in self.constants]
+        arrays = [a for a in varying if self.avals[a].size > 1]
+        if not arrays and not self.common.isdisjoint(varying):
             # What is added to a sum over owners is a part of that sum, not the last owner's.
             return None
-        mine = {self.owners[a] for a in arrays or given} - {None}
+        mine = {self.owners[a] for a in arrays or varying} - {None}
         return next(iter(mine)) if len(mine) == 1 else None
 
     def _is_shared_choice(self, equation: JaxprEqn, operands: Sequence[Atom]) -> bool:
@@ -205,9 +205,9 @@ class _Flat:
     def _choose(self, equation: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
         """Runs all branches, and selects: owner by owner, which one equation could not."""
         which, *rest = operands
-        found = [self.follow(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
+        by_branch = [self.follow(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
         results: list[Atom] = []
-        for variable, *cases in zip(equation.outvars, *found, strict=True):
+        for variable, *cases in zip(equation.outvars, *by_branch, strict=True):
             if all(case == cases[0] for case in cases):
                 results.append(cases[0])
                 continue
@@ -226,7 +226,7 @@ class _Flat:
         readers: dict[Atom, set[Owner]] = {}
         for atom, home in zip(outputs, homes, strict=True):
             readers.setdefault(atom, set()).add(home)
-        kept: list[OwnedOperation] = []
+        live: list[OwnedOperation] = []
         for op in reversed(self.operations):
             by: set[Owner] = set().union(*(readers.get(a, ()) for a in op.outputs))
             owner, is_fixed = op.owner, bool(op.equation.effects)
@@ -243,8 +243,8 @@ class _Flat:
                 self.owners[atom] = owner
             for atom in op.inputs:
                 readers.setdefault(atom, set()).add(owner)
-            kept.append(dataclasses.replace(op, owner=owner))
-        self.operations = kept[::-1]
+            live.append(dataclasses.replace(op, owner=owner))
+        self.operations = live[::-1]
 
     def finish(
         self,
@@ -288,24 +288,24 @@ class _Flat:
             tuple(self.avals),
             tuple(levels),
             1 + max(last, default=0),
-            self._spellings(by_owner.get(None, ())),
+            self._number_values(by_owner.get(None, ())),
         )
 
-    def _spellings(self, operations: Sequence[OwnedOperation]) -> tuple[Hashable, ...]:
+    def _number_values(self, operations: Sequence[OwnedOperation]) -> tuple[Hashable, ...]:
         """See `OwnedProgram`; `operations` are everybody's."""
-        found: list[Hashable] = [*range(len(self.avals))]
+        numbers: list[Hashable] = [*range(len(self.avals))]
         for atom, value in self.constants.items():
             aval = self.avals[atom]
             if aval.shape == () and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
                 bits = np.asarray(value, aval.dtype).tobytes()
-                found[atom] = "constant", str(aval.dtype), bits
+                numbers[atom] = "constant", str(aval.dtype), bits
         known: dict[Hashable, tuple[Atom, ...]] = {}
         for op in operations:
             if (key := op.key) is not None:
-                key = key, tuple(found[a] for a in op.inputs)
+                key = key, tuple(numbers[a] for a in op.inputs)
                 for made, first in zip(op.outputs, known.setdefault(key, op.outputs), strict=True):
-                    found[made] = first
-        return tuple(found)
+                    numbers[made] = first
+        return tuple(numbers)
 
 
 def as_array(value: Array, aval: Aval) -> Array:
@@ -336,11 +336,11 @@ def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], froz
     inner = {a for terms in made.values() for a in terms if a in made and readers[a] == 1}
     sums: dict[Atom, tuple[Atom, ...]] = {}
     for value in (value for value in made if value not in inner):
-        found, waiting = list[Atom](), [value]
+        addends, waiting = list[Atom](), [value]
         while waiting:
             term = waiting.pop()
             is_partial = term == value or term in inner
             waiting += reversed(made[term]) if is_partial else []
-            found += [] if is_partial else [term]
-        sums[value] = tuple(found)
+            addends += [] if is_partial else [term]
+        sums[value] = tuple(addends)
     return sums, frozenset(inner)

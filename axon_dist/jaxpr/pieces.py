@@ -142,9 +142,9 @@ class Ending:
         sums = dict.fromkeys(v for v in read if isinstance(v, Var) and v in free)
         ending = cls(piece, tuple(sums), {v: x for v, x in consts.items() if v in piece.needs})
         known = consts | dict(zip(jaxpr.invars, values, strict=True))
-        found = cut(jaxpr, [*jaxpr.outvars, *sums]).run(known)
+        outputs = cut(jaxpr, [*jaxpr.outvars, *sums]).run(known)
         count = len(jaxpr.outvars)
-        return ending, found[:count], found[count:]
+        return ending, outputs[:count], outputs[count:]
 
     def __call__(self, sums: Sequence[Array]) -> list[Array]:
         """Runs them.
@@ -153,8 +153,8 @@ class Ending:
             sums: those of the whole batch.
         """
         pairs = zip(self.sums, sums, strict=True)
-        given = {v: jnp.asarray(x).astype(dtype_of(v)) for v, x in pairs}
-        return [jnp.asarray(x) for x in self.piece.run({**self.consts, **given})]
+        operands = {v: jnp.asarray(x).astype(dtype_of(v)) for v, x in pairs}
+        return [jnp.asarray(x) for x in self.piece.run({**self.consts, **operands})]
 
 
 def _scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> ClosedJaxpr:
@@ -285,8 +285,8 @@ def readers_of(jaxpr: Jaxpr, table: Var) -> Readers:
         casts = forms[next(iter(read))]
         if equation.primitive.name in CASTS:
             forms[equation.outvars[0]] = (*casts, equation.params["new_dtype"])
-        elif (found := _rows_of(equation, read)) is not None:
-            rows.append(dataclasses.replace(found, casts=(*casts, *found.casts)))
+        elif (lookup := _rows_of(equation, read)) is not None:
+            rows.append(dataclasses.replace(lookup, casts=(*casts, *lookup.casts)))
         else:
             others.append(equation)
     if variables(jaxpr.outvars) & forms.keys():
@@ -318,18 +318,18 @@ def _rows_of(equation: JaxprEqn, read: set[Var]) -> TableRows | None:
     readers = readers_of(jaxpr, jaxpr.invars[place])
     if len(readers.rows) != 1 or readers.others or jaxpr.outvars != [readers.rows[0].result]:
         return None
-    (found,) = readers.rows
-    piece = cut(jaxpr, found.operands)
-    given = [v for i, v in enumerate(jaxpr.invars) if i != place]
+    (lookup,) = readers.rows
+    piece = cut(jaxpr, lookup.operands)
+    inputs = [v for i, v in enumerate(jaxpr.invars) if i != place]
     if jaxpr.invars[place] in piece.needs:
         return None
     consts = dict(zip(jaxpr.constvars, inner.consts, strict=True))
 
     def ids(operands: Sequence[Array]) -> Array:
-        known = dict(zip(given, operands[len(operands) - len(given) :], strict=True))
-        return found.ids(piece.run(consts | known))
+        known = dict(zip(inputs, operands[len(operands) - len(inputs) :], strict=True))
+        return lookup.ids(piece.run(consts | known))
 
-    return dataclasses.replace(found, equation=equation, operands=others, ids=ids)
+    return dataclasses.replace(lookup, equation=equation, operands=others, ids=ids)
 
 
 def _is_by_rows(equation: JaxprEqn) -> bool:
@@ -357,11 +357,11 @@ def _readers(
     known = {v: name for v, name in zip(jaxpr.invars, names, strict=False) if name}
 
     for equation in jaxpr.eqns:
-        given = [None if isinstance(v, Literal) else known.get(v) for v in equation.invars]
-        if any(given) and equation.primitive.name in passed:
-            known[equation.outvars[0]] = given[0] or ""
-        elif any(given):
-            yield equation, given
+        labels = [None if isinstance(v, Literal) else known.get(v) for v in equation.invars]
+        if any(labels) and equation.primitive.name in passed:
+            known[equation.outvars[0]] = labels[0] or ""
+        elif any(labels):
+            yield equation, labels
     yield None, [None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars]
 
 
@@ -375,14 +375,14 @@ def read_outside_units(jaxpr: Jaxpr, names: Names) -> Iterator[str]:
     Returns:
         The names, each as often as it is read; a change of dtype reads nothing.
     """
-    for equation, given in _readers(jaxpr, names):
+    for equation, labels in _readers(jaxpr, names):
         if equation is None or is_unit(equation):
             continue
         programs = inners(equation) if has_units(equation) else []
         for inner in programs:
-            yield from read_outside_units(inner.program.jaxpr, inner.inputs(given))
+            yield from read_outside_units(inner.program.jaxpr, inner.inputs(labels))
         if not programs:
-            yield from {v: n for v, n in zip(equation.invars, given, strict=True) if n}.values()
+            yield from {v: n for v, n in zip(equation.invars, labels, strict=True) if n}.values()
 
 
 def read_once(jaxpr: Jaxpr, names: Names) -> frozenset[str]:
@@ -406,22 +406,22 @@ _MANY = 2
 
 def _counts(jaxpr: Jaxpr, names: Names) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for equation, given in _readers(jaxpr, names):
+    for equation, labels in _readers(jaxpr, names):
         kind = "" if equation is None else equation.primitive.name
         if equation is None:
-            counts.update({name: _MANY for name in given if name})
+            counts.update({name: _MANY for name in labels if name})
         elif is_unit(equation):
-            counts.update(filter(None, given))
+            counts.update(filter(None, labels))
         elif kind == "scan" and has_units(equation):
             (loop,) = inners(equation)
-            shared, carry, rows = loop.parts(given)
+            shared, carry, rows = loop.parts(labels)
             counts.update({name: _MANY for name in (*shared, *carry) if name})
             blank = [None] * len((*shared, *carry))
             counts.update(_counts(loop.program.jaxpr, [*blank, *rows]))
         elif kind in CALLS | REMATS and (programs := inners(equation)):
-            counts.update(_counts(programs[0].program.jaxpr, programs[0].inputs(given)))
+            counts.update(_counts(programs[0].program.jaxpr, programs[0].inputs(labels)))
         else:
-            counts.update({name: _MANY for name in given if name})
+            counts.update({name: _MANY for name in labels if name})
     return counts
 
 
@@ -446,16 +446,16 @@ def read_in_loops(jaxpr: Jaxpr, names: Names, in_loop: bool = False) -> frozense
     Returns:
         The names.
     """
-    found: set[str] = set()
-    for equation, given in _readers(jaxpr, names, PASSED):
+    read: set[str] = set()
+    for equation, labels in _readers(jaxpr, names, PASSED):
         if equation is None or (is_unit(equation) and in_loop):
             continue
         kind = equation.primitive.name
         if is_unit(equation) or kind in CALLS | REMATS | LOOPS | {"cond"}:
             for inner in inners(equation):
                 # What turns change is no input any more.
-                shared = inner.inputs(given)[: inner.num_shared]
-                found |= read_in_loops(inner.program.jaxpr, shared, in_loop or kind in LOOPS)
+                shared = inner.inputs(labels)[: inner.num_shared]
+                read |= read_in_loops(inner.program.jaxpr, shared, in_loop or kind in LOOPS)
         elif in_loop and kind not in SLICES:
-            found.update(filter(None, given))
-    return frozenset(found)
+            read.update(filter(None, labels))
+    return frozenset(read)

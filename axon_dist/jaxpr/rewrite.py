@@ -64,26 +64,26 @@ class Rewriting:
         Returns:
             A function of the same arguments with the same results.
         """
-        found: dict[object, tuple[ClosedJaxpr, PyTree, list[float | None]]] = {}
+        traces: dict[object, tuple[ClosedJaxpr, PyTree, list[float | None]]] = {}
 
         def rewritten(*args: object) -> PyTree:
             leaves, structure = jax.tree.flatten(args)
             key = structure, *map(jax.typeof, leaves), jax.sharding.get_abstract_mesh()
-            recorded = found.get(key)
+            recorded = traces.get(key)
             if recorded is None:
-                kept: list[float | None] = []
+                scalars: list[float | None] = []
 
                 def traced(*args: object) -> PyTree:
                     results = function(*args)
                     leaves = jax.tree.leaves(results)
-                    kept[:] = [x if isinstance(x, (bool, int, float)) else None for x in leaves]
+                    scalars[:] = [x if isinstance(x, (bool, int, float)) else None for x in leaves]
                     return results
 
-                recorded = *jax.make_jaxpr(traced, return_shape=True)(*args), kept
+                recorded = *jax.make_jaxpr(traced, return_shape=True)(*args), scalars
             closed, shapes, numbers = recorded
             if not any(isinstance(const, Tracer) for const in closed.consts):
                 # What it closes over is of no trace that will have ended by the next call.
-                found[key] = recorded
+                traces[key] = recorded
             if self.concerns(closed.jaxpr):
                 results = _Run(self, {}).program(closed.jaxpr, closed.consts, leaves)
             else:
@@ -112,10 +112,10 @@ def for_platform(jaxpr: Jaxpr, branch_of: Callable[[Any], int]) -> Jaxpr:
     Returns:
         The program; its equations have the operands and results that they had.
     """
-    return _chosen(jaxpr, branch_of, {})
+    return _pruned(jaxpr, branch_of, {})
 
 
-def _chosen(jaxpr: Jaxpr, branch_of: Callable[[Any], int], done: dict[int, tuple[Any, Any]]) -> Any:
+def _pruned(jaxpr: Jaxpr, branch_of: Callable[[Any], int], done: dict[int, tuple[Any, Any]]) -> Any:
     numbers: dict[Var, int] = {}
 
     def inner(value: Any) -> Any:
@@ -125,7 +125,7 @@ def _chosen(jaxpr: Jaxpr, branch_of: Callable[[Any], int], done: dict[int, tuple
         if not hasattr(program, "eqns"):
             return value
         if id(value) not in done:
-            new = _chosen(program, branch_of, done)
+            new = _pruned(program, branch_of, done)
             # The old one is held beside the new, for an id is of one object while that lives.
             done[id(value)] = value, new if program is value else ClosedJaxpr(new, value.consts)
         return done[id(value)][1]

@@ -90,8 +90,8 @@ def by_rows(function: Function) -> Function:
         shapes = [value.shape if isinstance(value, Stacked) else value for value in values]
         trace = jax.make_jaxpr(lambda *xs: function(*structure.unflatten(xs)), return_shape=True)
         closed, results = trace(*shapes)
-        found = interpret(closed.jaxpr, closed.consts, values, _run)
-        return jax.tree.unflatten(jax.tree.structure(results), found)
+        outputs = interpret(closed.jaxpr, closed.consts, values, _run)
+        return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
     return run
 
@@ -112,9 +112,9 @@ def _run(equation: JaxprEqn, operands: Sequence[RowValue]) -> Sequence[RowValue]
         if name == "scan" and calls_units:
             return _scan(equation, operands)
         rule = _elementwise if name in ELEMENTWISE else _cond if name == "cond" else _by_row
-        found = rule(equation, operands) if has_rows else None
-        if found is not None:
-            return found
+        by_row = rule(equation, operands) if has_rows else None
+        if by_row is not None:
+            return by_row
     results = eval_equation(equation, [whole(x) for x in operands])
     if equation.primitive.name != "broadcast_in_dim" or len(equation.invars) > 1:
         return results
@@ -190,15 +190,15 @@ def _by_row(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] 
 
 def _of_a_row(params: Params) -> Params:
     """The parameters of the same operation on arrays without dim 0."""
-    found = dict(params)
-    for name in NUMBERS_OF_DIMS & found.keys():
-        if found[name] is not None:
-            found[name] = tuple(dim - 1 for dim in found[name] if dim)
-    for name in SIZES & found.keys():
-        found[name] = found[name][1:]
-    if "lead" in found:
-        found["lead"] -= 1
-    return found
+    row_params = dict(params)
+    for name in NUMBERS_OF_DIMS & row_params.keys():
+        if row_params[name] is not None:
+            row_params[name] = tuple(dim - 1 for dim in row_params[name] if dim)
+    for name in SIZES & row_params.keys():
+        row_params[name] = row_params[name][1:]
+    if "lead" in row_params:
+        row_params["lead"] -= 1
+    return row_params
 
 
 def _cond(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] | None:
@@ -207,8 +207,8 @@ def _cond(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] | 
     if equation.effects or has_units(equation) or isinstance(which, Stacked):
         return None
     branches = equation.params["branches"]
-    found = [interpret(b.jaxpr, b.consts, values, _run) for b in branches]
-    return [_select(which, cases) for cases in zip(*found, strict=True)]
+    outputs = [interpret(b.jaxpr, b.consts, values, _run) for b in branches]
+    return [_select(which, cases) for cases in zip(*outputs, strict=True)]
 
 
 def _select(which: Array, cases: Sequence[RowValue]) -> RowValue:
@@ -382,21 +382,21 @@ def _origins(jaxpr: Jaxpr) -> dict[Var, Origin]:
 
     A wrong guess would cost an exchange between devices, and change no number.
     """
-    found: dict[Var, Origin] = {
+    origins: dict[Var, Origin] = {
         v: (number, tuple(range(len(shape_of(v))))) for number, v in enumerate(jaxpr.invars)
     }
     for equation in jaxpr.eqns:
-        sources = [a for a in equation.invars if not isinstance(a, Literal) and a in found]
+        sources = [a for a in equation.invars if not isinstance(a, Literal) and a in origins]
         for made in equation.outvars:
             if equation.primitive.name == "transpose" and sources:
-                number, dims = found[sources[0]]
-                found[made] = number, tuple(dims[dim] for dim in equation.params["permutation"])
+                number, dims = origins[sources[0]]
+                origins[made] = number, tuple(dims[dim] for dim in equation.params["permutation"])
                 continue
             shape = shape_of(made)
             alike = next((a for a in sources if shape_of(a) == shape and shape), None)
             if alike is not None:
-                found[made] = found[alike]
-    return found
+                origins[made] = origins[alike]
+    return origins
 
 
 def _run_calls(x: Array, *more: Array, function: Callable[..., Array], lead: int) -> tuple[Array]:

@@ -39,8 +39,8 @@ def _take(op: Operation, values: list[Value]) -> Value:
             _check_index(indices)
             if not table.is_constant:
                 raise Coupling("looks up a total over the samples for each of them")
-            found = op.moved(indices, _INDICES)
-            return Value(Kind.ROWS, table.scale, found.dim, found.outer)
+            moved = op.moved(indices, _INDICES)
+            return Value(Kind.ROWS, table.scale, moved.dim, moved.outer)
         if not indices.is_constant and not indices.is_rows:
             raise Coupling("is an index that depends on several samples")
         return aligned([indices], table.scale) if indices.is_rows else table
@@ -87,8 +87,8 @@ def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
     elif dim in numbers.start_index_map and dim in numbers.collapsed_slice_dims:
         # x[arange(B), labels]: every sample takes its own row.
         column = tuple(numbers.start_index_map).index(dim)
-        whole = indices.numbers * len(numbers.start_index_map)
-        flags = whole if len(indices.numbers) == 1 else indices.numbers
+        repeated = indices.numbers * len(numbers.start_index_map)
+        flags = repeated if len(indices.numbers) == 1 else indices.numbers
         others = [flag for number, flag in enumerate(flags) if number != column]
         if flags and flags[column] and not any(others) and table.outer == indices.outer == 1:
             return table.at(op.moved(indices.at(indices.dim or 0), _INDICES).dim, 1)
@@ -190,21 +190,21 @@ def _dynamic_update(op: Operation, values: list[Value]) -> Value:
 
 
 def _slice(op: Operation, values: list[Value]) -> Value:
-    found = []
+    cuts = []
     for params in (op.params, op.others):
         starts, ends = params["start_indices"], params["limit_indices"]
         strides = params["strides"] or (1,) * len(starts)
-        found.append([*zip(starts, ends, strides, strict=True)])
-    return _sliced(values[0], op.inputs[0], op.outputs[0], found)
+        cuts.append([*zip(starts, ends, strides, strict=True)])
+    return _sliced(values[0], op.inputs[0], op.outputs[0], cuts)
 
 
 def _sliced(
-    value: Value, shapes: Shapes, new: Shapes, found: Sequence[Sequence[tuple[int, ...]]]
+    value: Value, shapes: Shapes, new: Shapes, cuts: Sequence[Sequence[tuple[int, ...]]]
 ) -> Value:
     dim = value.dim
     if dim is None:
         return not_numbered(value)
-    spans = [cut[dim] for cut in found]
+    spans = [cut[dim] for cut in cuts]
     sizes = [shape[dim] for shape in shapes]
     if all(span == (0, size, 1) for span, size in zip(spans, sizes, strict=True)):
         return value
@@ -228,15 +228,15 @@ def _split(op: Operation, values: list[Value]) -> list[Value]:
     value, axis = values[0], op.params["axis"]
     if value.dim != axis or not value.is_rows:
         return [not_numbered(value)] * len(op.outputs)
-    found, starts = [], [0, 0]
+    pieces, starts = [], [0, 0]
     for one, two, new in zip(op.params["sizes"], op.others["sizes"], op.outputs, strict=True):
         spans = [
             [(a, a + n, 1) if d == axis else () for d in range(axis + 1)]
             for a, n in zip(starts, (one, two), strict=True)
         ]
-        found.append(_sliced(value, op.inputs[0], new, spans))
+        pieces.append(_sliced(value, op.inputs[0], new, spans))
         starts = [starts[0] + one, starts[1] + two]
-    return found
+    return pieces
 
 
 def _pad(op: Operation, values: list[Value]) -> Value:

@@ -66,10 +66,10 @@ class Operation:
             LookupError: when that is not known.
         """
         inputs, outputs = ([large for _, large in side] for side in (self.inputs, self.outputs))
-        found = factors_of(self.name, self.others, inputs, outputs)
-        if found is None:
+        factors = factors_of(self.name, self.others, inputs, outputs)
+        if factors is None:
             raise LookupError(self.name)
-        return found
+        return factors
 
     @property
     def roles(self) -> set[Role | None]:
@@ -164,8 +164,8 @@ class PairValues:
             if isinstance(part, Literal) and isinstance(whole, Literal):
                 return self.constant(part.val, whole.val)
             return coupled(Why.DIFFERS, "")
-        found = self.values[whole]
-        return found if self.numbers.get(part) == found.number else coupled(Why.DIFFERS, "")
+        value = self.values[whole]
+        return value if self.numbers.get(part) == value.number else coupled(Why.DIFFERS, "")
 
 
 def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -> bool:
@@ -276,10 +276,10 @@ def operation(pair: Pair) -> Operation:
 
 def _kind(atoms: Sequence[Atom]) -> str:
     """The kind of numbers that the first is, as NumPy calls it; all floats are "f", and keys."""
-    found = (dtype_of(atoms[0]) if atoms else None) or np.float32
+    dtype = (dtype_of(atoms[0]) if atoms else None) or np.float32
     # Extended floats are of kind V for NumPy.
-    is_float = (atoms and is_key(atoms[0].aval)) or jnp.issubdtype(found, jnp.floating)
-    return "f" if is_float else np.dtype(found).kind
+    is_float = (atoms and is_key(atoms[0].aval)) or jnp.issubdtype(dtype, jnp.floating)
+    return "f" if is_float else np.dtype(dtype).kind
 
 
 CALLS = OPENED | {"shard_map", "composite"}
@@ -316,17 +316,17 @@ def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
     return jax.make_jaxpr(pull)(*map(struct_of, [*equation.invars, *seeds]))
 
 
-def differing(part: Jaxpr, whole: Jaxpr, where: str) -> list[Value]:
+def differing(part: Jaxpr, whole: Jaxpr, line: str) -> list[Value]:
     """The results of programs that are not the same; the longer one has what the other lacks."""
-    if not where:
+    if not line:
         at = max((0, 1), key=lambda number: len((part, whole)[number].eqns))
-        where = source_line((part, whole)[at].eqns[-1])
+        line = source_line((part, whole)[at].eqns[-1])
         for pair in zip(part.eqns, whole.eqns, strict=False):
             is_other = pair[0].primitive.name != pair[1].primitive.name
             if is_other or not have_one_form(*pair, "invars"):
-                where = source_line(pair[at])
+                line = source_line(pair[at])
                 break
-    return [coupled(Why.DIFFERS, where)] * len(part.outvars)
+    return [coupled(Why.DIFFERS, line)] * len(part.outvars)
 
 
 RESIZED = "with sizes that follow from the number of samples"
@@ -338,9 +338,9 @@ WITHIN = (
 )
 
 
-def counts(body: Jaxpr, given: int, made: int) -> bool:
+def counts(body: Jaxpr, operand: int, made: int) -> bool:
     """Whether an output of a loop's body is one of its inputs plus 1."""
-    result, source = body.outvars[made], body.invars[given]
+    result, source = body.outvars[made], body.invars[operand]
     makers = [e for e in body.eqns if result in e.outvars and e.primitive.name == "add"]
     steps = [atom.val for e in makers for atom in e.invars if isinstance(atom, Literal)]
     return [int(step) for step in steps] == [1] and source in makers[0].invars
@@ -354,16 +354,16 @@ def draws(called: ClosedJaxpr) -> str:
 
 def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
     """What a marked function gives: rows of rows."""
-    found = next((v for v in operands if v.kind is Kind.COUPLED), None)
+    problem = next((v for v in operands if v.kind is Kind.COUPLED), None)
     if any(v.kind is Kind.CARRY for v in operands):
-        found = coupled(Why.LOOPED, "")
+        problem = coupled(Why.LOOPED, "")
 
     def of(dims: list[int]) -> Value:
         if dims in ([], [0]):
             return Value(Kind.ROWS, dim=0) if dims else CONSTANT
         return coupled("has no samples first", "")
 
-    return [found or of(grown(shapes)) for shapes in outputs]
+    return [problem or of(grown(shapes)) for shapes in outputs]
 
 
 def _number(value: np.ndarray) -> Number | None:

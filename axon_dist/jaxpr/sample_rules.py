@@ -237,8 +237,8 @@ def _select(op: Operation, values: list[Value]) -> Value:
     if which.chosen is not None:
         return cases[int(which.chosen)]
     if which.is_constant and not which.is_scaled:
-        chosen = functools.reduce(either, cases)
-        return dataclasses.replace(chosen, known=None)
+        joined = functools.reduce(either, cases)
+        return dataclasses.replace(joined, known=None)
     if which.kind not in (Kind.ROWS, Kind.CONSTANT) or which.is_scaled:
         return nonlinear(op.name, values)
     beside = functools.reduce(either, cases)
@@ -261,13 +261,13 @@ def _draw(op: Operation, values: list[Value]) -> Value:
     nonlinear(op.name, values)
     if key.is_rows and "rbg" in op.generator and op.name == "random_bits":
         raise Coupling(FIRST_KEY)
-    own = len(op.inputs[0][0])
-    return key if key.is_rows else _of_one_key(op, key, own)
+    key_ndim = len(op.inputs[0][0])
+    return key if key.is_rows else _of_one_key(op, key, key_ndim)
 
 
-def _of_one_key(op: Operation, key: Value, own: int = 0) -> Value:
+def _of_one_key(op: Operation, key: Value, key_ndim: int = 0) -> Value:
     """What is drawn from one key, whose own dims come first."""
-    dims = [dim for dim in grown(op.outputs[0]) if dim >= own]
+    dims = [dim for dim in grown(op.outputs[0]) if dim >= key_ndim]
     if not dims:
         return Value(made=key.made)
     if len(dims) > 1 or grown(op.inputs[0]):

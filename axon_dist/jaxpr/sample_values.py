@@ -104,7 +104,7 @@ class Value:
             the whole, where these say it.
         made: whether it is a random key created inside the loss, hence equal on all ranks.
         why: of MIXED and COUPLED, what made it so.
-        where: the line of the user's that did.
+        line: the line of the user's that did.
         number: equal for equal computations.
     """
 
@@ -118,7 +118,7 @@ class Value:
     known: tuple[Number, Number] | None = None
     made: bool = False
     why: str = ""
-    where: str = ""
+    line: str = ""
     number: int = dataclasses.field(default=0, compare=False)
 
     @property
@@ -172,15 +172,15 @@ class Mixing(Coupling):
     """A sum of terms that grow differently with the number of samples."""
 
 
-def coupled(why: str, where: str) -> Value:
+def coupled(why: str, line: str) -> Value:
     """A value of which nothing more is known."""
-    return Value(Kind.COUPLED, why=why, where=where)
+    return Value(Kind.COUPLED, why=why, line=line)
 
 
-def told(value: Value, at: str) -> Value:
+def with_line(value: Value, at: str) -> Value:
     """The value with the line that it comes from, where it is one to complain of."""
-    if value.kind in (Kind.MIXED, Kind.RATIO, Kind.COUPLED) and not value.where:
-        return dataclasses.replace(value, where=at)
+    if value.kind in (Kind.MIXED, Kind.RATIO, Kind.COUPLED) and not value.line:
+        return dataclasses.replace(value, line=at)
     return value
 
 
@@ -351,13 +351,13 @@ class OutputUse:
         factor: what the mean over equal parts of a batch is multiplied by to give the number of the
             whole batch: 1 for a mean, the number of parts for a sum.
         why: of MIXED, COUPLED and of a buffer that is not CONSTANT, what is done to the samples.
-        where: the line of the user's that does it.
+        line: the line of the user's that does it.
     """
 
     kind: Use
     factor: float = 1.0
     why: str = ""
-    where: str = ""
+    line: str = ""
 
     @property
     def is_separable(self) -> bool:
@@ -367,7 +367,7 @@ class OutputUse:
     @property
     def place(self) -> str:
         """The line of the user's as it follows what is said; "" where none is known."""
-        return f" ({self.where})" if self.where else ""
+        return f" ({self.line})" if self.line else ""
 
     def __str__(self) -> str:
         return self.kind.value + (f": {self.why}{self.place}" if self.why else "")
@@ -385,7 +385,7 @@ class SampleUse:
         failure: what the loss function says where it cannot be computed of a part of the batch.
 
     Example:
-        >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", where="a.py:3")
+        >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", line="a.py:3")
         >>> use = SampleUse(OutputUse(Use.MEAN), {"median": coupled}, {})
         >>> print(use)
         loss: mean
@@ -403,7 +403,7 @@ class SampleUse:
     @property
     def is_separable(self) -> bool:
         """Whether the parts of a batch give the loss and all metrics, each on its own."""
-        return all(found.is_separable for found in (self.loss, *self.metrics.values()))
+        return all(use.is_separable for use in (self.loss, *self.metrics.values()))
 
     def outputs(self) -> dict[str, OutputUse]:
         """Everything, by what to call it."""
@@ -447,7 +447,7 @@ def use_of(
     """
     return SampleUse(
         _loss(loss, weight, parts),
-        {name: _metric(value, own, weight, parts) for name, (value, own) in metrics.items()},
+        {name: _metric(v, divisor, weight, parts) for name, (v, divisor) in metrics.items()},
         {path: _buffer(value) for path, value in buffers.items()},
         is_plain,
     )
@@ -463,7 +463,7 @@ def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
         if value.kind not in (Kind.CONSTANT, Kind.TOTAL):
             kind = Use.MIXED if value.kind is Kind.MIXED else Use.COUPLED
             why = whose + (value.why or "is no sum over the samples")
-            return OutputUse(kind, 1.0, why, value.where)
+            return OutputUse(kind, 1.0, why, value.line)
     factor = loss.scale / weight.scale
     if same_scale(factor, parts):
         return OutputUse(Use.SUM, factor)
@@ -473,12 +473,12 @@ def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
     return OutputUse(Use.MEAN if is_plain else Use.WEIGHTED)
 
 
-def _metric(value: Value, own: Value, weight: Value, parts: float) -> OutputUse:
+def _metric(value: Value, divisor: Value, weight: Value, parts: float) -> OutputUse:
     if value.kind is Kind.RATIO and not value.is_scaled and value.over == weight.number:
         return OutputUse(Use.WEIGHTED)
-    if value.is_constant and own.is_constant and not (value.is_scaled or own.is_scaled):
+    if value.is_constant and divisor.is_constant and not (value.is_scaled or divisor.is_scaled):
         return OutputUse(Use.CONSTANT)
-    return _loss(value, own, parts)
+    return _loss(value, divisor, parts)
 
 
 def _buffer(value: Value) -> OutputUse:
@@ -487,4 +487,4 @@ def _buffer(value: Value) -> OutputUse:
     counts = "counts the samples of the batch" if value.kind is Kind.CONSTANT else ""
     why = counts or value.why or "changes with the samples of the batch"
     kind = Use.MEAN if value.kind is Kind.TOTAL and not value.is_scaled else Use.COUPLED
-    return OutputUse(kind, value.scale, why, value.where)
+    return OutputUse(kind, value.scale, why, value.line)

@@ -62,7 +62,7 @@ from .sample_values import (
     either,
     plus,
     same_scale,
-    told,
+    with_line,
 )
 from .walk import Inner, called, inners
 
@@ -119,14 +119,14 @@ class Walk:
         self._in_backward = False
 
     def program(
-        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], where: str
+        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], line: str
     ) -> list[Value]:
         """Follows a pair of programs.
 
         Args:
             programs: that of a part and that of the whole.
             values: of their inputs.
-            where: the line of the user's that calls them, or "" to look for lines within.
+            line: the line of the user's that calls them, or "" to look for lines within.
 
         Returns:
             The values of their outputs.
@@ -139,7 +139,7 @@ class Walk:
         elif have_one_form(part, whole, "eqns"):
             pairs = zip(part.eqns, whole.eqns, strict=True)
         if pairs is None or not is_same:
-            return differing(part, whole, where)
+            return differing(part, whole, line)
         known = PairValues(self._constant)
         consts = map(self._constant, programs[0].consts, programs[1].consts)
         for one, two, value in zip(part.constvars, whole.constvars, consts, strict=True):
@@ -149,12 +149,12 @@ class Walk:
         for one, two in pairs:
             if one is None or two is None:
                 if not relay(known, (one, two), self._ratio):
-                    return differing(part, whole, where)
+                    return differing(part, whole, line)
                 continue
             if not have_one_form(one, two, "invars", "outvars"):
-                return differing(part, whole, where)
+                return differing(part, whole, line)
             operands = [known.read(*atoms) for atoms in zip(one.invars, two.invars, strict=True)]
-            results = self._equation((one, two), operands, where)
+            results = self._equation((one, two), operands, line)
             for mine, theirs, value in zip(one.outvars, two.outvars, results, strict=True):
                 known.write(mine, theirs, value if value.number else self._named(value, object()))
         return [known.read(*atoms) for atoms in zip(part.outvars, whole.outvars, strict=True)]
@@ -175,21 +175,21 @@ class Walk:
         number = self._numbers.setdefault(key, len(self._numbers) + 1)
         return dataclasses.replace(value, number=number)
 
-    def _equation(self, pair: Pair, operands: list[Value], where: str) -> list[Value]:
+    def _equation(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         one, two = pair
         name, count = one.primitive.name, len(one.outvars)
-        at = where or source_line(one)
+        at = line or source_line(one)
         if name != two.primitive.name:
             return [coupled(Why.DIFFERS, at)] * count
         op = operation(pair)
         if (special := _SPECIAL.get(name)) is not None:
-            found = [self._named(value, object()) for value in special(self, pair, operands, at)]
-            return self._checked(op.outputs, found, at)
+            results = [self._named(value, object()) for value in special(self, pair, operands, at)]
+            return self._checked(op.outputs, results, at)
         mine, theirs = (called(one), called(two)) if name in CALLS else (None, None)
         if mine is not None and theirs is not None:
-            results = self._call(op, (mine, theirs), operands, where, one)
-            own = name.startswith("custom_") and not self._in_backward
-            return self._backward(pair, operands, results, at) if own else results
+            results = self._call(op, (mine, theirs), operands, line, one)
+            has_vjp = name.startswith("custom_") and not self._in_backward
+            return self._backward(pair, operands, results, at) if has_vjp else results
         return self._primitive(op, operands, at)
 
     def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
@@ -201,7 +201,7 @@ class Walk:
         decided = name == "select_n" and operands[0].chosen is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
         if spoiled and not decided:
-            return [told(min(spoiled, key=lambda v: Why.SIZES in v.why), at)] * count
+            return [with_line(min(spoiled, key=lambda v: Why.SIZES in v.why), at)] * count
         rule = SAMPLE_RULES.get(name, unknown)
         try:
             result = self._loose(op, operands) if self._is_single else None
@@ -209,18 +209,18 @@ class Walk:
             if result is None and is_known and not are_alike(op):
                 result = coupled(f"takes `{name}` {RESIZED}", "")
             if result is not None:
-                return self._numbered(op, operands, [told(result, at)] * count)
+                return self._numbered(op, operands, [with_line(result, at)] * count)
             result = rule(op, operands)
         except (AttributeError, LookupError, TypeError, ValueError):
             # Versions of JAX differ in the parameters of operations.
             return [coupled(unread(name), at)] * count
         except Mixing as problem:
-            return [Value(Kind.MIXED, why=str(problem), where=at)] * count
+            return [Value(Kind.MIXED, why=str(problem), line=at)] * count
         except Coupling as problem:
             mixed = next((v for v in operands if v.kind is Kind.MIXED), None)
-            return [coupled(str(problem), mixed.where if mixed else at)] * count
+            return [coupled(str(problem), mixed.line if mixed else at)] * count
         results = result if isinstance(result, list) else [result] * count
-        results = [told(value, at) for value in results]
+        results = [with_line(value, at) for value in results]
         return self._checked(op.outputs, self._numbered(op, operands, results), at)
 
     def _checked(self, outputs: Sequence[Shapes], values: list[Value], at: str) -> list[Value]:
@@ -243,13 +243,13 @@ class Walk:
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
         """What is made where the part has one sample without its dim; None where it is no such."""
         if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
-            found = relayed(op, operands[0], self._ratio)
-            if found is not None:
-                return found
+            value = relayed(op, operands[0], self._ratio)
+            if value is not None:
+                return value
         shapes = zip(operands, op.inputs, strict=True)
         if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
-            found = loosely(op, operands, self._ratio)
-            return coupled(Why.DIFFERS, "") if found is None else found
+            value = loosely(op, operands, self._ratio)
+            return coupled(Why.DIFFERS, "") if value is None else value
         return None
 
     def _numbered(self, op: Operation, operands: list[Value], results: list[Value]) -> list[Value]:
@@ -265,7 +265,7 @@ class Walk:
         op: Operation,
         programs: tuple[ClosedJaxpr, ClosedJaxpr],
         operands: list[Value],
-        where: str,
+        line: str,
         equation: JaxprEqn,
     ) -> list[Value]:
         name = str(op.params.get("name", ""))
@@ -276,18 +276,18 @@ class Walk:
             results = promised(op.outputs, operands)
             return self._checked(op.outputs, results, source_line(equation))
         # JAX traces its own functions once: lines within them are those of the first who called.
-        at = where or (source_line(equation) if is_of_jax(name) else "")
-        own = operands[len(operands) - len(programs[0].jaxpr.invars) :]
-        return self.program(programs, own, at)[: len(op.outputs)]
+        at = line or (source_line(equation) if is_of_jax(name) else "")
+        inputs = operands[len(operands) - len(programs[0].jaxpr.invars) :]
+        return self.program(programs, inputs, at)[: len(op.outputs)]
 
     def _backward(
         self, pair: Pair, operands: list[Value], results: list[Value], at: str
     ) -> list[Value]:
         """What a function with a backward pass of its own gives, if that keeps samples apart."""
-        given = [*operands, *results]
-        if any(v.kind is Kind.CARRY for v in given):
+        values = [*operands, *results]
+        if any(v.kind is Kind.CARRY for v in values):
             return [coupled(Why.LOOPED, at)] * len(results)
-        if any(v.kind not in (Kind.CONSTANT, Kind.ROWS, Kind.TOTAL) for v in given):
+        if any(v.kind not in (Kind.CONSTANT, Kind.ROWS, Kind.TOTAL) for v in values):
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
 
@@ -302,10 +302,10 @@ class Walk:
         programs = pullback(pair[0], floats), pullback(pair[1], floats)
         # No one differentiates a backward pass, so the functions in it have none of their own.
         self._in_backward = True
-        found = self.program(programs, [*operands, *seeds], at)
+        cotangents = self.program(programs, [*operands, *seeds], at)
         self._in_backward = False
         varies = any(not v.is_constant for v in results)
-        for index, value in zip(floats, found, strict=True):
+        for index, value in zip(floats, cotangents, strict=True):
             operand = operands[index]
             same = Kind.CONSTANT if operand.is_rows or not varies else Kind.TOTAL
             kinds = (same, Kind.ROWS if operand.is_rows else Kind.TOTAL)
@@ -314,7 +314,7 @@ class Walk:
                 bent = "mixes the samples, or is not linear in what comes back to it"
                 why = bent if Why.SIZES in value.why else value.why or bent
                 why = f"has a backward pass of its own that {why}"
-                return [coupled(why, value.where or at)] * len(results)
+                return [coupled(why, value.line or at)] * len(results)
         return results
 
     def scan(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
@@ -354,7 +354,7 @@ class Walk:
         """A loop over the samples may add them up, or hand values through."""
         consts, carry, stacked = loops[0].parts(operands)
         bodies = loops[0].program, loops[1].program
-        count, bad, own = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
+        count, bad, num_consts = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
         each = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
@@ -362,22 +362,22 @@ class Walk:
         start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
         # What is handed through does not have to be a sum.
         through = [
-            all(body.jaxpr.outvars[i] is body.jaxpr.invars[own + i] for body in bodies)
+            all(body.jaxpr.outvars[i] is body.jaxpr.invars[num_consts + i] for body in bodies)
             for i in range(len(carry))
         ]
-        start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
+        start = [v if passes else s for v, s, passes in zip(carry, start, through, strict=True)]
         lengths: Any = loops[0].times, loops[1].times
         more = Value(Kind.TOTAL, lengths[1] / lengths[0])
         counters = [
-            first.is_zero and all(counts(body.jaxpr, own + i, i) for body in bodies)
+            first.is_zero and all(counts(body.jaxpr, num_consts + i, i) for body in bodies)
             for i, first in enumerate(carry)
         ]
         turn = Value(Kind.ROWS, numbers=(True,), over=lengths[0])
         start = [turn if is_counter else s for s, is_counter in zip(start, counters, strict=True)]
-        found = self._body(bodies, [*consts, *start, *each])
+        outputs = self._body(bodies, [*consts, *start, *each])
         results = []
-        for slot, (value, first, kept) in enumerate(zip(found, carry, through, strict=False)):
-            if kept:
+        for slot, (value, first, passes) in enumerate(zip(outputs, carry, through, strict=False)):
+            if passes:
                 results.append(first)
             elif counters[slot]:
                 results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
@@ -385,7 +385,7 @@ class Walk:
                 results.append(_joined(plus, first, more, at))
             else:
                 results.append(value if value.kind is Kind.COUPLED else bad)
-        for value in found[len(carry) :]:
+        for value in outputs[len(carry) :]:
             if value.is_rows and value.dim is None:
                 value = value.at(0)
             is_bad = value.kind not in (Kind.ROWS, Kind.CONSTANT, Kind.COUPLED)
@@ -398,29 +398,29 @@ class Walk:
         shared, carry, _ = body.parts(operands)
         bodies = body.program, other_body.program
         carry, _ = _settled(body, lambda carry: self._body(bodies, [*shared, *carry]), carry, at)
-        given, _, _ = test.parts(operands)
-        (runs,) = self._body((test.program, other_test.program), [*given, *carry])
+        consts, _, _ = test.parts(operands)
+        (runs,) = self._body((test.program, other_test.program), [*consts, *carry])
         if runs.is_constant and not runs.is_scaled:
             return carry
-        return [coupled(runs.why or Why.OFTEN, runs.where or at)] * len(carry)
+        return [coupled(runs.why or Why.OFTEN, runs.line or at)] * len(carry)
 
     def branch(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A `cond` or `switch`: which branch runs must not depend on the samples."""
-        which, *given = operands
+        which, *inputs = operands
         is_own = which.is_constant or (which.is_rows and which.dim is None)
         if not is_own or which.is_scaled:
             why = "is part of a branch that the samples choose"
-            return [coupled(which.why or why, which.where or at)] * len(pair[0].outvars)
+            return [coupled(which.why or why, which.line or at)] * len(pair[0].outvars)
         branches = zip(*map(inners, pair), strict=True)
-        found = [self._body((one.program, two.program), given) for one, two in branches]
-        results = found[0]
-        for others in found[1:]:
+        by_branch = [self._body((one.program, two.program), inputs) for one, two in branches]
+        results = by_branch[0]
+        for others in by_branch[1:]:
             pairs = zip(results, others, strict=True)
             results = [_joined(either, a, b, at) for a, b in pairs]
         if which.is_rows:
             carried = [value.kind is Kind.CARRY for value in results]
             pairs = zip(results, carried, strict=True)
-            results = [v if own else _joined(either, Value(Kind.ROWS), v, at) for v, own in pairs]
+            results = [v if acc else _joined(either, Value(Kind.ROWS), v, at) for v, acc in pairs]
         return results
 
     def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
@@ -429,7 +429,7 @@ class Walk:
         return [
             Value(Kind.CONSTANT, value.scale)
             if is_over_all and value.kind in (Kind.CONSTANT, Kind.TOTAL)
-            else coupled(value.why or "is summed over ranks", value.where or at)
+            else coupled(value.why or "is summed over ranks", value.line or at)
             for value in operands
         ]
 
@@ -451,21 +451,21 @@ def _joined(join: Callable[[Value, Value], Value], left: Value, right: Value, at
     if left == right:
         return left
     try:
-        chosen = join(left, right)
+        joined = join(left, right)
     except Mixing as problem:
-        return Value(Kind.MIXED, why=str(problem), where=at)
+        return Value(Kind.MIXED, why=str(problem), line=at)
     except Coupling as problem:
         return coupled(str(problem), at)
-    return dataclasses.replace(chosen, known=None) if chosen.known is not None else chosen
+    return dataclasses.replace(joined, known=None) if joined.known is not None else joined
 
 
 def _settled(
     loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], at: str
 ) -> tuple[list[Value], list[Value]]:
     """What is carried around a loop, once it no longer changes; and the other results."""
-    found = loop.settled(carry, run, lambda one, other: _joined(either, one, other, at))
-    if found is not None:
-        return found
+    fixed = loop.settled(carry, run, lambda one, other: _joined(either, one, other, at))
+    if fixed is not None:
+        return fixed
     bad = [coupled("changes its dependence on the samples all the time", at)] * len(carry)
     return bad, loop.outputs(run(bad))[1]
 

@@ -79,14 +79,14 @@ class RealOnly:
 
 def units_of(model: nnx.Module, is_unit: IsUnit) -> Iterator[tuple[Path, nnx.Module]]:
     """The outermost modules that are units, with their paths; nothing inside a unit is one."""
-    found: set[str] = set()
+    outer: set[str] = set()
     paths = sorted(
         ((path_str(keys), module) for keys, module in nnx.iter_modules(model)),
         key=lambda item: item[0].count("/") if item[0] else -1,
     )
     for path, module in paths:
-        if not is_in_any(path, found) and is_unit(path, module):
-            found.add(path)
+        if not is_in_any(path, outer) and is_unit(path, module):
+            outer.add(path)
             yield path, module
 
 
@@ -147,9 +147,9 @@ def mark_units(
     for keys, bridge in list(bridges_of(model)):
         below = [path for path in inner if is_inside(path, path_str(keys))]
         if below:
-            own = {path.removeprefix(path_str(keys)).lstrip("/"): path for path in below}
-            stacked = frozenset(name for name, path in own.items() if path in looped)
-            linen = LinenUnits(frozenset(own), _running(remat), GATHER, UnitPrograms(), stacked)
+            by_name = {path.removeprefix(path_str(keys)).lstrip("/"): path for path in below}
+            stacked = frozenset(name for name, path in by_name.items() if path in looped)
+            linen = LinenUnits(frozenset(by_name), _running(remat), GATHER, UnitPrograms(), stacked)
             wrap_calls(bridge, {"__call__": linen})
     return outer + inner
 
@@ -160,8 +160,8 @@ def _running(remat: RematPolicy | None) -> RunUnit:
     def axon_unit(program: ClosedJaxpr, gathers: Gathers, values: list[Array]) -> list[Array]:
         def run(values: list[Array]) -> list[Array]:
             pairs = zip_longest(values, gathers)
-            whole = [x if gather is None else gather(x) for x, gather in pairs]
-            return eval_jaxpr(program, whole)
+            operands = [x if gather is None else gather(x) for x, gather in pairs]
+            return eval_jaxpr(program, operands)
 
         protected = run if remat is None else jax.checkpoint(run, policy=RealOnly(remat))
         return protected(values)
@@ -204,24 +204,24 @@ class AsUnit:
         ) -> tuple[PyTree, nnx.State, nnx.State, list[object]]:
             """What it returns, the state it has changed, its arguments', arrays it has set."""
             copy = nnx.merge(graphdef, gathered(params), rest, copy=True)
-            held, own = _held_by(copy), nnx.merge(nodes_graph, state, copy=True)
-            before = {keys: _value(leaf) for keys, leaf in held[0].items()}
-            more, more_nodes = iter(arrays), iter(own)
-            given = [
+            contents, arg_nodes = _contents_of(copy), nnx.merge(nodes_graph, state, copy=True)
+            before = {keys: _value(leaf) for keys, leaf in contents[0].items()}
+            more, more_nodes = iter(arrays), iter(arg_nodes)
+            inputs = [
                 next(more_nodes) if _is_node(x) else next(more) if is_array(x) else x
                 for x in leaves
             ]
-            args, kwargs = jax.tree.unflatten(structure, given)
+            args, kwargs = jax.tree.unflatten(structure, inputs)
             output = method(copy, *args, **kwargs)
-            _check_unchanged(kind, given, (args, kwargs))
-            after = _held_by(copy)
-            attributes.update(_changes(kind, held, after))
+            _check_unchanged(kind, inputs, (args, kwargs))
+            after = _contents_of(copy)
+            attributes.update(_changes(kind, contents, after))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
             # What the call has left alone is not written back: within `jax.grad` it could not be.
             others = ((keys, leaf) for keys, leaf in after[0].items() if keys not in weights)
             new = {keys: leaf for keys, leaf in others if _value(leaf) is not before.get(keys)}
             # What never changes is not handed on from block to block.
-            changed = nnx.state(own, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
+            changed = nnx.state(arg_nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
             made = [attributes[at] for at in arrays_set]
             return output, nnx.from_flat_state(new), changed, made
 
@@ -230,9 +230,9 @@ class AsUnit:
         closed, results = jax.make_jaxpr(
             lambda *flat: call(*jax.tree.unflatten(tree, flat)), return_shape=True
         )(*flat)
-        program, given = without_tracers(closed)
-        found = self.run(self.programs.shared(program), (), [*flat, *given])
-        output, rest, changed, made = jax.tree.unflatten(jax.tree.structure(results), found)
+        program, read = without_tracers(closed)
+        outputs = self.run(self.programs.shared(program), (), [*flat, *read])
+        output, rest, changed, made = jax.tree.unflatten(jax.tree.structure(results), outputs)
         nnx.update(module, rest)
         nnx.update(nodes, changed)
         # The plain attributes that the call has set on the copy that it ran on.
@@ -252,7 +252,7 @@ Held: TypeAlias = tuple[Mapping[Keys, nnx.Variable | Array], Attributes]
 """The state of a module, and its plain attributes."""
 
 
-def _held_by(module: nnx.Module) -> Held:
+def _contents_of(module: nnx.Module) -> Held:
     """The state of a module and those in it, and their attributes that are neither it nor modules.
 
     Arrays may be among these: what a call sets, or appends to an nnx.List, is no data of a module.
@@ -314,9 +314,9 @@ def _is_weight(_: Keys, variable: object) -> bool:
     return isinstance(variable, nnx.Param) or GATHER in variable.get_metadata()
 
 
-def _check_unchanged(module_type: type, leaves: Sequence[object], given: PyTree) -> None:
+def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyTree) -> None:
     """Raises when a call has changed a list or dict among its arguments, as its caller expects."""
-    after = jax.tree.leaves(given, is_leaf=_is_node)
+    after = jax.tree.leaves(arguments, is_leaf=_is_node)
     if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
         raise UnsupportedError(
             f"a call of {module_type.__name__} changes a list or dict that it is given: its "
@@ -328,13 +328,13 @@ def _check_unchanged(module_type: type, leaves: Sequence[object], given: PyTree)
 
 def gathered(params: nnx.State) -> nnx.State:
     """Gathers every parameter that says how; the others stay as they are."""
-    found: dict[Keys, nnx.Variable] = {}
+    flat: dict[Keys, nnx.Variable] = {}
     for keys, variable in nnx.to_flat_state(params):
-        found[keys] = variable
+        flat[keys] = variable
         if (gather := variable.get_metadata().get(GATHER)) is not None:
-            found[keys] = variable.replace(gather(variable.get_value()))
-            found[keys].del_metadata(GATHER)
-    return nnx.from_flat_state(found)
+            flat[keys] = variable.replace(gather(variable.get_value()))
+            flat[keys].del_metadata(GATHER)
+    return nnx.from_flat_state(flat)
 
 
 def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:

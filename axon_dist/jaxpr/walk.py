@@ -207,14 +207,14 @@ def inners(equation: JaxprEqn) -> list[Inner]:
             Inner(params["body_jaxpr"], body, consts, len(carry), None),
         ]
     if name == "cond":
-        given = tuple(range(1, count))
-        return [Inner(branch, given, len(given)) for branch in params["branches"]]
+        positions = tuple(range(1, count))
+        return [Inner(branch, positions, len(positions)) for branch in params["branches"]]
     program = called(equation)
     if program is None:
         return []
     # Of a function with its own derivative the first operands may be for that alone.
-    given = tuple(range(count - len(program.jaxpr.invars), count))
-    return [Inner(program, given, len(given))]
+    positions = tuple(range(count - len(program.jaxpr.invars), count))
+    return [Inner(program, positions, len(positions))]
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -274,8 +274,8 @@ def interpret(
         if inner is None:
             results = run(equation, operands)
         else:
-            given = operands[len(operands) - len(inner.jaxpr.invars) :]
-            results = interpret(inner.jaxpr, inner.consts, given, run, literal, enters)
+            inputs = operands[len(operands) - len(inner.jaxpr.invars) :]
+            results = interpret(inner.jaxpr, inner.consts, inputs, run, literal, enters)
         known.update(zip(equation.outvars, results, strict=True))
     return values_of(known, jaxpr.outvars, literal)
 
@@ -338,15 +338,15 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
     if not any(number < count for number in needed_for(program.jaxpr, [output])[1]):
         return []
     values = [struct_of(variable) for variable in program.jaxpr.invars]
-    own = values[:count]
+    first = values[:count]
 
-    def moved(tangents: list[Array], own: list[Array], others: list[Array]) -> Array:
-        def run(*own: Array) -> Array:
-            return jnp.asarray(eval_jaxpr(program, [*own, *others])[output], jnp.float32)
+    def moved(tangents: list[Array], first: list[Array], others: list[Array]) -> Array:
+        def run(*first: Array) -> Array:
+            return jnp.asarray(eval_jaxpr(program, [*first, *others])[output], jnp.float32)
 
-        return jax.jvp(run, own, tangents)[1]
+        return jax.jvp(run, first, tangents)[1]
 
-    _, read = needed_for(jax.make_jaxpr(moved)(own, own, values[count:]).jaxpr, [0])
+    _, read = needed_for(jax.make_jaxpr(moved)(first, first, values[count:]).jaxpr, [0])
     return [number for number in read if number < count]
 
 
@@ -447,7 +447,7 @@ def same(one: Any, other: Any, known: set[tuple[int, int]] | None = None) -> boo
 
 # What JAX's functions close over that says nothing of what they do: results that they have kept,
 # and the trace that they were made in.
-_KEPT = frozenset({"cells", "sentinel", "self", "out_store"})
+_CELLS_OF_JAX = frozenset({"cells", "sentinel", "self", "out_store"})
 _WRAPPED = ("f", "transforms", "params", "in_type")
 _FROM_JAX = str(pathlib.Path(jax.__file__).parent)
 
@@ -456,9 +456,9 @@ def _parts(value: Any) -> tuple[object, ...] | None:
     """What decides what a function does: its code and what it closes over; None of other values."""
     if isinstance(value, types.FunctionType):
         code = value.__code__
-        kept = _KEPT if code.co_filename.startswith(_FROM_JAX) else frozenset[str]()
+        skipped = _CELLS_OF_JAX if code.co_filename.startswith(_FROM_JAX) else frozenset[str]()
         cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
-        closed = {name: _content(cell) for name, cell in cells if name not in kept}
+        closed = {name: _content(cell) for name, cell in cells if name not in skipped}
         return code, closed, value.__defaults__, value.__kwdefaults__
     if isinstance(value, types.MethodType):
         return value.__func__, value.__self__

@@ -301,8 +301,9 @@ class MLP(nnx.Module):
         ConfigError: fewer than two sizes, one below 1, a rate out of range, an unknown activation.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> MLP((784, 256, 10), rngs=nnx.Rngs(0))(jnp.ones((4, 784))).shape
+        >>> def scores(images):
+        ...     return MLP((784, 256, 10), rngs=nnx.Rngs(0))(images)
+        >>> nnx.eval_shape(scores, jnp.ones((4, 784))).shape
         (4, 10)
     """
 

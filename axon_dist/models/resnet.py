@@ -130,8 +130,9 @@ class ResNet(nnx.Module):
         DTypeError: a dtype of the config is not floating-point.
 
     Example:
-        >>> model = ResNet(ResNetConfig.preset("tiny"), rngs=nnx.Rngs(0))
-        >>> model(jnp.zeros((2, 16, 16, 3), jnp.uint8)).shape
+        >>> def scores(images):
+        ...     return ResNet(ResNetConfig.preset("tiny"), rngs=nnx.Rngs(0))(images)
+        >>> nnx.eval_shape(scores, jnp.zeros((2, 16, 16, 3), jnp.uint8)).shape
         (2, 10)
 
     Source: He et al., Deep Residual Learning, arXiv:1512.03385.

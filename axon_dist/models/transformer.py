@@ -103,8 +103,9 @@ class Transformer(nnx.Module):
         DTypeError: a dtype of the config is not floating-point.
 
     Example:
-        >>> model = Transformer(TransformerConfig.preset("tiny"), rngs=nnx.Rngs(0))
-        >>> model(jnp.zeros((2, 8), jnp.int32)).shape
+        >>> def logits(tokens):
+        ...     return Transformer(TransformerConfig.preset("tiny"), rngs=nnx.Rngs(0))(tokens)
+        >>> nnx.eval_shape(logits, jnp.zeros((2, 8), jnp.int32)).shape
         (2, 8, 256)
     """
 

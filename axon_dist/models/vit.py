@@ -146,8 +146,9 @@ class ViT(nnx.Module):
         DTypeError: a dtype of the config is not floating-point.
 
     Example:
-        >>> model = ViT(ViTConfig.preset("tiny"), rngs=nnx.Rngs(0))
-        >>> model(jnp.zeros((2, 16, 16, 3), jnp.uint8)).shape
+        >>> def scores(images):
+        ...     return ViT(ViTConfig.preset("tiny"), rngs=nnx.Rngs(0))(images)
+        >>> nnx.eval_shape(scores, jnp.zeros((2, 16, 16, 3), jnp.uint8)).shape
         (2, 10)
 
     Source: Dosovitskiy et al., An Image is Worth 16x16 Words, arXiv:2010.11929.

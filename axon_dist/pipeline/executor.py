@@ -39,10 +39,10 @@ from .tables import (
     empty,
     from_rank,
     get,
+    masked,
     outgoing,
     program_of,
     put,
-    where,
     zeros,
 )
 from .vocabulary import Embedding, Lookup
@@ -167,9 +167,9 @@ class Executor:
                     DividedBackward.of(bound.program, at, self.wire.floats, self.keeps)
                 )
         output = jax.tree.leaves(self.wire)
-        residuals = [[*output, *part.shapes(part.kept)] for part in self.parts if self.keeps]
+        residuals = [[*output, *part.shapes(part.residuals)] for part in self.parts if self.keeps]
         self.stash: Packing = Packing(residuals or [()])
-        self.held: Packing = Packing([part.shapes(part.held) for part in self.parts] or [()])
+        self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.parts] or [()])
         self.slots: dict[str, Slots] = buffers_of(
             assign_slots(self.schedule), self.keeps, keeps_lookups
         )
@@ -302,8 +302,8 @@ class Executor:
                     return x, x, stash, learned
                 y = at.run(program)
                 return x, y.sent, stash, self._learned(program, tick, y, learned)
-            y, kept = self.parts[i].forward(at)
-            values = self.stash.pack([*jax.tree.leaves(y.sent), *kept])
+            y, residuals = self.parts[i].forward(at)
+            values = self.stash.pack([*jax.tree.leaves(y.sent), *residuals])
             learned = self._learned(program, tick, y, learned)
             return x, y.sent, put(stash, tick["stash"], values), learned
 
@@ -312,8 +312,8 @@ class Executor:
         x, y, stash, learned = self._choose(tick, active, run, (self.wire, self.wire), operand)
         state = state._replace(learned=learned)
         if self.schedule.splits_vocabulary:
-            kept = put(state.outputs, tick["outputs"], y, active & (stage == last))
-            state = state._replace(outputs=kept)
+            outputs = put(state.outputs, tick["outputs"], y, active & (stage == last))
+            state = state._replace(outputs=outputs)
         if self.keeps:
             return state._replace(stash=stash), y
         # Other stages find their input in the slot already; the first has just made its own.
@@ -342,10 +342,10 @@ class Executor:
             state, sums, scatters, learned = operand
             at = self._operands(bound, tick, state, learned)
             if self.keeps:
-                y, kept = self._kept(i, tick, state)
+                y, residuals = self._stashed(i, tick, state)
                 seed, sums = self._seed(bound, tick, y, state, sums)
-                inputs, held = self.parts[i].input_gradient(at, kept, seed)
-                weights, rest = self.parts[i].weight_gradient(at, held)
+                inputs, intermediates = self.parts[i].input_gradient(at, residuals, seed)
+                weights, rest = self.parts[i].weight_gradient(at, intermediates)
             else:
                 y, pull = pull_back(bound.program, at)
                 seed, sums = self._seed(bound, tick, y, state, sums)
@@ -369,22 +369,22 @@ class Executor:
             state, buffers, sums, scatters, learned = operand
             at = self._operands(bound, tick, state, learned)
             if self.keeps:
-                y, kept = self._kept(i, tick, state)
+                y, residuals = self._stashed(i, tick, state)
             else:
-                y, kept = self.parts[i].forward(at)
+                y, residuals = self.parts[i].forward(at)
                 learned = self._learned(bound.program, tick, y, learned, in_backward=True)
             seed, sums = self._seed(bound, tick, y, state, sums)
-            result, held = self.parts[i].input_gradient(at, kept, seed)
-            buffers = put(buffers, tick["held"], self.held.pack(held))
+            result, intermediates = self.parts[i].input_gradient(at, residuals, seed)
+            buffers = put(buffers, tick["held"], self.held.pack(intermediates))
             back = self._before(bound, tick, result, state, (sums, scatters))
             return result, buffers, *back, learned
 
         read = state._replace(sums=None, held=[], scatters=[], learned={})
         operand = (read, state.held, state.sums, state.scatters, state.learned)
-        result, held, sums, back, learned = self._choose(
+        result, intermediates, sums, back, learned = self._choose(
             tick, tick["active"], run, (self.wire.floats,), operand
         )
-        state = state._replace(sums=sums, held=held, scatters=back, learned=learned)
+        state = state._replace(sums=sums, held=intermediates, scatters=back, learned=learned)
         return state, Wire(result, [])
 
     def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
@@ -436,7 +436,7 @@ class Executor:
             new[i] = put(new[i], tick["microbatch"] + 1, value, when)
         return new
 
-    def _kept(self, i: int, tick: Tick, state: State) -> tuple[Wire, list[Array]]:
+    def _stashed(self, i: int, tick: Tick, state: State) -> tuple[Wire, list[Array]]:
         """The output of a stage and the residuals that its forward pass kept."""
         values = self.stash.unpack(i, get(state.stash, tick["stash"]))
         leaves, structure = jax.tree.flatten(self.wire)
@@ -467,8 +467,8 @@ class Executor:
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
         of_rest = grads[0]
         if counts is not None:
-            of_rest = {i: x if i in self.parted else where(counts, x) for i, x in of_rest.items()}
-            loss = where(counts, loss)
+            of_rest = {i: x if i in self.parted else masked(counts, x) for i, x in of_rest.items()}
+            loss = masked(counts, loss)
         sums = sums._replace(loss=add(sums.loss, loss)).add_rest(of_rest)
         return grads[1], sums
 

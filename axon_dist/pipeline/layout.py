@@ -84,9 +84,9 @@ class ParamLike:
     def _is_like(self, tree: PyTree) -> bool:
         if not isinstance(tree, dict) or set(tree) != set(self._top):
             return False
-        found = flatten(tree)
-        return bool(found) and all(
-            any(keys[:end] in self._names for end in range(1, len(keys) + 1)) for keys in found
+        leaves = flatten(tree)
+        return bool(leaves) and all(
+            any(keys[:end] in self._names for end in range(1, len(keys) + 1)) for keys in leaves
         )
 
 
@@ -219,17 +219,17 @@ class Stacks:
             shapes: likewise, those of the tree by default; a leaf in a stack that has no row for
                 each block is every block's.
         """
-        found: dict[Keys, PyTree] = {}
+        leaves: dict[Keys, PyTree] = {}
         likes = flatten(tree if shapes is None else shapes)
         for keys, leaf in flatten(tree).items():
             stack, depth = self.of(keys)
             if not depth:
-                found[keys] = whole(leaf)
+                leaves[keys] = whole(leaf)
                 continue
             rows = _rows(leaf, depth) if _is_stacked(likes[keys], depth) else [whole(leaf)] * depth
             rest = keys[len(stack) :]
-            found.update(((*stack, row, *rest), value) for row, value in enumerate(rows))
-        return nest(found)
+            leaves.update(((*stack, row, *rest), value) for row, value in enumerate(rows))
+        return nest(leaves)
 
     def together(
         self,
@@ -245,16 +245,16 @@ class Stacks:
             shapes: of the result; None where each leaf in a stack has a row for each block.
         """
         likes = None if shapes is None else flatten(shapes)
-        found: dict[Keys, list[PyTree]] = {}
+        grouped: dict[Keys, list[PyTree]] = {}
         for keys, leaf in flatten(apart).items():
-            found.setdefault(self.in_model(keys), []).append(leaf)
+            grouped.setdefault(self.in_model(keys), []).append(leaf)
 
         def one(keys: Keys, leaves: list[PyTree]) -> PyTree:
             _, depth = self.of(keys)
             stacked = depth and (likes is None or _is_stacked(likes[keys], depth))
             return stack(leaves) if stacked else leaves[0]
 
-        return nest({keys: one(keys, leaves) for keys, leaves in found.items()})
+        return nest({keys: one(keys, leaves) for keys, leaves in grouped.items()})
 
     def buffers_apart(self, buffers: PyTree) -> PyTree:
         """A model's buffers, with the numbers that each block of a stack has as `StackedBuffer`.
@@ -315,14 +315,14 @@ class OfBlocks(Wrapped):
             if path.startswith(f"{stack}/"):
                 leaf = f"{stack}/{path.removeprefix(f'{stack}/').partition('/')[2]}"
                 beside = PartitionSpec(None, *taken)
-                found = self.policy.decide(leaf, (depth, *shape), mesh, beside)
-                if axes := axes_of(found.spec, 0):
+                decision = self.policy.decide(leaf, (depth, *shape), mesh, beside)
+                if axes := axes_of(decision.spec, 0):
                     raise StrategyConflictError(
                         f"{leaf} stacks {depth} blocks in dim 0, which {self.name!r} splits "
                         f"over {'×'.join(axes)}, and the pipeline over its stages; leave that dim "
                         "to the pipeline"
                     )
-                return dataclasses.replace(found, spec=PartitionSpec(*tuple(found.spec)[1:]))
+                return dataclasses.replace(decision, spec=PartitionSpec(*tuple(decision.spec)[1:]))
         return self.policy.decide(path, shape, mesh, taken)
 
 
@@ -372,8 +372,8 @@ class Staged(Policy):
     ) -> Decision:
         """Decides about one leaf of the stored tree."""
         if path in self.rows:
-            own = self.inner.decide(path, shape[1:], mesh)
-            return Decision(PartitionSpec(self.axis, *own.spec), self.name, "one row of blocks")
+            row = self.inner.decide(path, shape[1:], mesh)
+            return Decision(PartitionSpec(self.axis, *row.spec), self.name, "one row of blocks")
         if not self.spreads:
             return self.inner.decide(path, shape, mesh, taken)
         spread = LargestDim((self.axis,), self.min_elements, "pipeline")

@@ -191,10 +191,10 @@ def buffers_over_time(
         last, over_time = _over_time(advance, leaves, changing, stay, num_microbatches)
 
     def at(microbatch: Array) -> list[Array]:
-        found = list(leaves)
+        values = list(leaves)
         for i, stacked in over_time.items():
-            found[i] = jax.lax.dynamic_index_in_dim(stacked, microbatch, keepdims=False)
-        return found
+            values[i] = jax.lax.dynamic_index_in_dim(stacked, microbatch, keepdims=False)
+        return values
 
     return at, structure.unflatten(last)
 

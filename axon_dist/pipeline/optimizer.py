@@ -182,10 +182,10 @@ class StagedOptimizer:
     ) -> Callable[..., list[PyTree]]:
         """A function of trees in the model's form, made one of trees in stored form."""
         shapes = [form.shapes for form in arguments.values()]
-        closed, found = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        found = found if len(results) > 1 else (found,)
+        closed, trees = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        trees = trees if len(results) > 1 else (trees,)
         targets = {
-            name: StoredForm(self._storage, tree) for name, tree in zip(results, found, strict=True)
+            name: StoredForm(self._storage, tree) for name, tree in zip(results, trees, strict=True)
         }
         sources, names = _places(arguments)
         ends, named = _places(targets)
@@ -235,7 +235,7 @@ def _run(
     results: list[Any] = [{} for _ in targets]
     for (number, part, keys), leaf in run(stored).items():
         results[number][part, keys] = leaf
-    return [form.of_slots(found) for form, found in zip(targets, results, strict=True)]
+    return [form.of_slots(slots) for form, slots in zip(targets, results, strict=True)]
 
 
 def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
@@ -302,10 +302,10 @@ class RankBranches:
         Returns:
             The stored leaves of all results.
         """
-        given = {v: stored[place.stored] for v, place in self._sources if place.cell is None}
-        known: dict[Atom, Array] = {**self._program.constants, **given}
+        inputs = {v: stored[place.stored] for v, place in self._sources if place.cell is None}
+        known: dict[Atom, Array] = {**self._program.constants, **inputs}
         vectors = [stored[slot] for slot in _vectors_of(self._arguments)]
-        found: dict[Slot, Array] = {}
+        outputs: dict[Slot, Array] = {}
         for level in range(self._program.num_levels):
             for op in self._program.by_owner.get(None, ()):
                 if op.level == level:
@@ -317,13 +317,13 @@ class RankBranches:
                 # What one rank hands to others is everybody's, a level later.
                 handed = self._placed(PartitionSpec(), made[: len(packing.packed)])
                 for rank, values in enumerate(self._handed[level]):
-                    own = packing.unpack(rank, [x[rank] for x in handed]) if values else ()
-                    known.update(zip(values, own, strict=True))
-                found.update(zip(_vectors_of(self._results), made[len(handed) :], strict=False))
+                    unpacked = packing.unpack(rank, [x[rank] for x in handed]) if values else ()
+                    known.update(zip(values, unpacked, strict=True))
+                outputs.update(zip(_vectors_of(self._results), made[len(handed) :], strict=False))
         for atom, place in self._targets:
             if place.cell is None:
-                found[place.stored] = as_array(known[atom], self._program.avals[atom])
-        return found
+                outputs[place.stored] = as_array(known[atom], self._program.avals[atom])
+        return outputs
 
     def _on_ranks(
         self, level: int, vectors: Sequence[Array], known: Mapping[Atom, Array]
@@ -332,22 +332,22 @@ class RankBranches:
         reads = sorted({v for rank in self._ranks for v in self._part(rank, level)[1]})
         branches = [functools.partial(self._branch, level, reads, rank) for rank in self._ranks]
 
-        def run(rank: Array, own: list[Array], values: list[Array]) -> list[Array]:
-            operands = [*(x[0] for x in own), *values]
+        def run(rank: Array, rows: list[Array], values: list[Array]) -> list[Array]:
+            operands = [*(x[0] for x in rows), *values]
             return [x[None] for x in jax.lax.switch(rank[0], branches, operands)]
 
-        split, whole = PartitionSpec(self._axis), PartitionSpec()
+        split, replicated = PartitionSpec(self._axis), PartitionSpec()
         mapped = jax.shard_map(
             run,
             mesh=self._mesh,
             axis_names=frozenset({self._axis}),
-            in_specs=(split, split, whole),
+            in_specs=(split, split, replicated),
             out_specs=split,
             check_vma=False,
         )
         # Rows that other axes split would have to be moved in branches, where permutes hang.
         (ranks,) = self._placed(split, [jnp.arange(len(self._ranks))])
-        shared = self._placed(whole, [known[v] for v in reads])
+        shared = self._placed(replicated, [known[v] for v in reads])
         return self._placed(split, mapped(ranks, self._placed(split, vectors), shared))
 
     def _placed(self, spec: PartitionSpec, values: Sequence[Array]) -> list[Array]:
@@ -360,8 +360,8 @@ class RankBranches:
         """What a rank computes up to a level of its vectors and of what all know."""
         slots = _vectors_of(self._arguments)
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
-        given = dict(zip(reads, operands[len(slots) :], strict=True))
-        values: dict[Atom, Array] = {**self._program.constants, **given}
+        inputs = dict(zip(reads, operands[len(slots) :], strict=True))
+        values: dict[Atom, Array] = {**self._program.constants, **inputs}
         for value, place in self._sources:
             if place.cell is not None and place.cell[0] == rank:
                 values[value] = leaves[place.tree, place.part, place.keys]

@@ -108,7 +108,7 @@ class RowProgram:
     ):
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
-        self._whole = NamedSharding(mesh, PartitionSpec())
+        self._replicated = NamedSharding(mesh, PartitionSpec())
         pairs = zip(program.inputs, sources, strict=True)
         self._slots: dict[int, Slot] = {value: place.stored for value, place in pairs}
         owners = [*program.owners, *program.homes]
@@ -155,7 +155,7 @@ class RowProgram:
         return self._collect(made, known)
 
     def _sort_out(self, cells: list[Cell]) -> Sequence[tuple[int, RowVariant]]:
-        found: list[tuple[int, dict[int, Share]]] = []
+        variants: list[tuple[int, dict[int, Share]]] = []
         for rank, row in cells:
             operations = self._program.by_owner.get((rank, row), ())
             owners, slots = self._program.owners, self._slots.items()
@@ -163,14 +163,14 @@ class RowProgram:
             for number, op in enumerate(operations):
                 names.update({value: (number, i) for i, value in enumerate(op.outputs)})
             share = Share(tuple(operations), names)
-            for other, members in found:
+            for other, members in variants:
                 first = next(iter(members.values()))
                 if other == row and first.is_like(share, self._program):
                     members[rank] = share
                     break
             else:
-                found.append((row, {rank: share}))
-        return found
+                variants.append((row, {rank: share}))
+        return variants
 
     def _run_part(
         self, variant: RowVariant, level: int, made: Named, known: Mapping[Atom, Array]
@@ -187,29 +187,29 @@ class RowProgram:
             if atom in first.names:
                 continue
             atoms = {rank: share.operations[i].inputs[at] for rank, share in variant.items()}
-            if len({self._program.spellings[each] for each in atoms.values()}) == 1:
+            if len({self._program.value_numbers[each] for each in atoms.values()}) == 1:
                 alike[i, at] = known[atom]
             else:
                 apart[i, at] = self._row_of({r: atoms.get(r, atom) for r in self._ranks}, known)
-        own = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
-        given = {name: made[name] for name in own if name in made}
+        names = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
+        inputs = {name: made[name] for name in names if name in made}
         results = [first.names[v] for i in numbers for v in first.operations[i].outputs]
 
         def part(rows: list[Array], numbers_apart: dict[tuple[int, int], Array]) -> list[Array]:
-            values, single = dict(zip(given, rows, strict=True)), {**alike, **numbers_apart}
+            values, single = dict(zip(inputs, rows, strict=True)), {**alike, **numbers_apart}
             for i in numbers:
                 op = first.operations[i]
                 operands = [
                     single[i, at] if (i, at) in single else values[first.names[atom]]
                     for at, atom in enumerate(op.inputs)
                 ]
-                found = eval_equation(op.equation, operands)
-                values.update(zip((first.names[v] for v in op.outputs), found, strict=True))
+                outputs = eval_equation(op.equation, operands)
+                values.update(zip((first.names[v] for v in op.outputs), outputs, strict=True))
             return [values[name] for name in results]
 
         run = jax.vmap(part, axis_size=self._num_ranks)
-        found = run([*given.values()], apart) if numbers else []
-        return dict(zip(results, found, strict=True))
+        outputs = run([*inputs.values()], apart) if numbers else []
+        return dict(zip(results, outputs, strict=True))
 
     def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
         """A row of values that all know."""
@@ -250,12 +250,12 @@ class RowProgram:
         """Runs an operation whose values all shall know."""
         if op.outputs[0] in self._partial_sums:
             return {}
-        if (found := self._sums.get(op.outputs[0])) is None:
+        if (addends := self._sums.get(op.outputs[0])) is None:
             results = eval_equation(op.equation, [known[a] for a in op.inputs])
             return dict(zip(op.outputs, results, strict=True))
         aval = self._program.avals[op.outputs[0]]
-        terms = [jnp.asarray(known[term], aval.dtype) for term in found.single]
-        for (number, name), ranks in found.rows.items():
+        terms = [jnp.asarray(known[term], aval.dtype) for term in addends.single]
+        for (number, name), ranks in addends.rows.items():
             row = made[number][name]
             row = jnp.where(self._is_in(ranks, row.ndim), row, 0)
             terms.append(jnp.sum(row, axis=0, dtype=aval.dtype))
@@ -265,8 +265,8 @@ class RowProgram:
         """Which entries of a row of so many dims are of some ranks; True where all are."""
         if len(ranks) == self._num_ranks:
             return True
-        found = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
-        return found.reshape(-1, *[1] * (ndim - 1))
+        mask = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
+        return mask.reshape(-1, *[1] * (ndim - 1))
 
     def _hand_over(self, level: int, made: list[Named], known: dict[Atom, Array]) -> None:
         """Makes known to all what blocks of a level hand over: what is alike moves together."""
@@ -278,7 +278,7 @@ class RowProgram:
         columns = {}
         for rows in alike.values():
             together = jnp.stack(list(rows.values()), axis=1)
-            together = jax.lax.with_sharding_constraint(together, self._whole)
+            together = jax.lax.with_sharding_constraint(together, self._replicated)
             columns.update({home: together[:, number] for number, home in enumerate(rows)})
         for value, home in handed.items():
             owner = self._program.owners[value]
@@ -287,12 +287,12 @@ class RowProgram:
 
     def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
         """The stored leaves: each entry of a row is made by the part of the block it belongs to."""
-        found: dict[Slot, Array] = {}
+        stored: dict[Slot, Array] = {}
         rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
             slot = place.stored
             if place.cell is None:
-                found[slot] = as_array(known[atom], self._program.avals[atom])
+                stored[slot] = as_array(known[atom], self._program.avals[atom])
             else:
                 rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
         for (slot, row), atoms in rows.items():
@@ -305,9 +305,9 @@ class RowProgram:
                 mine = {rank: atoms[rank] for rank in ranks}
                 values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
                 if len(ranks) < self._num_ranks:
-                    chosen = self._is_in(ranks, values.ndim)
+                    mask = self._is_in(ranks, values.ndim)
                     # A rank without a block has zeros, whatever the part would make of them.
-                    others = found[slot] if slot in found else jnp.zeros_like(values)
-                    values = jnp.where(chosen, values, others)
-                found[slot] = values
-        return found
+                    others = stored[slot] if slot in stored else jnp.zeros_like(values)
+                    values = jnp.where(mask, values, others)
+                stored[slot] = values
+        return stored

@@ -258,8 +258,8 @@ class DividedBackward:
     forward_part: Piece
     input_part: Piece
     weight_part: Piece
-    kept: list[Var]
-    held: list[Var]
+    residuals: list[Var]
+    intermediates: list[Var]
     consts: dict[Var, Array]
     trees: tuple[PyTree, PyTree]
 
@@ -285,28 +285,28 @@ class DividedBackward:
         """
         if not keeps_wire:
             # Blocks that are recomputed would be run twice in one branch, which XLA undoes.
-            program = dataclasses.replace(program, middle=_kept_whole(program.middle))
+            program = dataclasses.replace(program, middle=_without_checkpoints(program.middle))
 
-        def whole(at: StageOperands, cotangents: list[Array]) -> tuple[Wire, list, PyTree]:
+        def both_passes(at: StageOperands, cotangents: list[Array]) -> tuple[Wire, list, PyTree]:
             y, pull = pull_back(program, at)
             grads = pull(cotangents)
             return y, grads.inputs, (grads.weights, grads.rest)
 
-        closed, shapes = jax.make_jaxpr(whole, return_shape=True)(at, cotangents)
+        closed, shapes = jax.make_jaxpr(both_passes, return_shape=True)(at, cotangents)
         # Written out, because a `jit` or `checkpoint` around a pass would be one equation, and
         # whole in one part.
         flat = opened(closed, jax.tree.leaves((at, cotangents)))
         jaxpr, sizes = flat.jaxpr, [len(jax.tree.leaves(shape)) for shape in shapes]
         outputs = [jaxpr.outvars[: sizes[0]], jaxpr.outvars[sizes[0] :][: sizes[1]]]
         outputs.append(jaxpr.outvars[sizes[0] + sizes[1] :])
-        given = jaxpr.invars[: len(jax.tree.leaves(at))]
-        seeds = jaxpr.invars[len(given) :]
+        inputs = jaxpr.invars[: len(jax.tree.leaves(at))]
+        seeds = jaxpr.invars[len(inputs) :]
         # Behind everything else stand the frozen weights, which follow from no microbatch either.
-        given = given[: len(given) - len(jax.tree.leaves(at.frozen))]
-        wire = given[len(given) - len(jax.tree.leaves(at.wire)) :] if keeps_wire else []
+        inputs = inputs[: len(inputs) - len(jax.tree.leaves(at.frozen))]
+        wire = inputs[len(inputs) - len(jax.tree.leaves(at.wire)) :] if keeps_wire else []
         # Only what depends on the microbatch is handed from part to part; what follows from weights
         # alone is cheaper to make again than to keep for every microbatch in flight.
-        varying = depends_on(jaxpr, given[len(jax.tree.leaves((at.weights, at.rest))) :] + seeds)
+        varying = depends_on(jaxpr, inputs[len(jax.tree.leaves((at.weights, at.rest))) :] + seeds)
         made = {*wire}
         parts: list[Piece] = []
         for number, part in enumerate(outputs):
@@ -323,15 +323,15 @@ class DividedBackward:
         order = [*wire, *seeds, *(v for e in jaxpr.eqns for v in e.outvars)]
         later = parts[1].needs | parts[2].needs
         of_forward = {*wire, *parts[0].made} & made
-        kept = [v for v in order if v in of_forward and v in later]
-        held = [v for v in order if v in made | set(seeds) and v in parts[2].needs]
+        residuals = [v for v in order if v in of_forward and v in later]
+        intermediates = [v for v in order if v in made | set(seeds) and v in parts[2].needs]
         return cls(
             inputs=list(jaxpr.invars),
-            forward_part=_with_outputs(parts[0], kept),
-            input_part=_with_outputs(parts[1], held),
+            forward_part=_with_outputs(parts[0], residuals),
+            input_part=_with_outputs(parts[1], intermediates),
             weight_part=parts[2],
-            kept=kept,
-            held=held,
+            residuals=residuals,
+            intermediates=intermediates,
             consts=dict(zip(jaxpr.constvars, flat.consts, strict=True)),
             trees=(jax.tree.structure(shapes[0]), jax.tree.structure(shapes[2])),
         )
@@ -343,21 +343,21 @@ class DividedBackward:
     def forward(self, at: StageOperands) -> tuple[Wire, list[Array]]:
         """Runs the stage; returns its output and what it keeps."""
         results = self.forward_part.run(self._known(at))
-        count = len(results) - len(self.kept)
+        count = len(results) - len(self.residuals)
         return jax.tree.unflatten(self.trees[0], results[:count]), results[count:]
 
     def input_gradient(
-        self, at: StageOperands, kept: list[Array], cotangents: list[Array]
+        self, at: StageOperands, residuals: list[Array], cotangents: list[Array]
     ) -> tuple[list[Array], list[Array]]:
         """Returns the gradient of the input, and what the weight gradient needs of it."""
-        known = self._known(at, cotangents) | dict(zip(self.kept, kept, strict=True))
+        known = self._known(at, cotangents) | dict(zip(self.residuals, residuals, strict=True))
         results = self.input_part.run(known)
-        count = len(results) - len(self.held)
+        count = len(results) - len(self.intermediates)
         return results[:count], results[count:]
 
-    def weight_gradient(self, at: StageOperands, held: list[Array]) -> tuple[PyTree, PyTree]:
+    def weight_gradient(self, at: StageOperands, values: list[Array]) -> tuple[PyTree, PyTree]:
         """Returns the gradients of weights and rest."""
-        known = self._known(at) | dict(zip(self.held, held, strict=True))
+        known = self._known(at) | dict(zip(self.intermediates, values, strict=True))
         return jax.tree.unflatten(self.trees[1], self.weight_part.run(known))
 
     def _known(self, at: StageOperands, cotangents: list[Array] | None = None) -> dict[Var, Array]:
@@ -365,7 +365,7 @@ class DividedBackward:
         return self.consts | dict(zip(self.inputs, values, strict=False))
 
 
-def _kept_whole(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def _without_checkpoints(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The function without its checkpoints."""
 
     def run(*args: PyTree) -> PyTree:
@@ -375,8 +375,8 @@ def _kept_whole(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
             return equation.primitive.name in CALLS | REMATS
 
         values = jax.tree.leaves(args)
-        found = interpret(closed.jaxpr, closed.consts, values, eval_equation, enters=enters)
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        outputs = interpret(closed.jaxpr, closed.consts, values, eval_equation, enters=enters)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return run
 
@@ -385,7 +385,7 @@ def _light(
     jaxpr: Jaxpr, gradients: Sequence[Var | Literal], known: set[Var], varying: set[Var]
 ) -> list[Var]:
     """The gradients that no product leads to, and that are smaller than what leads to them."""
-    found = []
+    light = []
     for gradient in (v for v in gradients if not isinstance(v, Literal)):
         piece = cut(jaxpr, [gradient], known=known)
         operands = sum(math.prod(struct_of(v).shape) for v in piece.needs & varying)
@@ -396,8 +396,8 @@ def _light(
             for equation in piece.equations
         )
         if size < operands and not has_product:
-            found.append(gradient)
-    return found
+            light.append(gradient)
+    return light
 
 
 def _with_outputs(piece: Piece, more: list[Var]) -> Piece:

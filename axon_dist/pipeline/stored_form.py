@@ -116,8 +116,8 @@ class StoredForm:
             for keys in (*storage.rest, *storage.row_keys)
         }
         others = {(part, ()): False for part, s in enumerate(self.storages) if s is None}
-        found = leaves_with_paths(self.of_slots(is_row | others))
-        return frozenset(path for path, row in found if row)
+        leaves = leaves_with_paths(self.of_slots(is_row | others))
+        return frozenset(path for path, row in leaves if row)
 
     def from_model(self, tree: PyTree) -> PyTree:
         """The stored form of a tree."""
@@ -209,7 +209,7 @@ class VectorLayout:
         (chunk, number), _ = self.owners[place.keys]
         return place.tree, place.part, storage.row_names[chunk][number]
 
-    def own(self, vector: Vector, x: Array) -> Array:
+    def masked(self, vector: Vector, x: Array) -> Array:
         """A stored vector, zeros behind the elements that a rank has of leaves."""
         lengths, size = self.lengths[vector], self.sizes[vector]
         if min(lengths) == size:
@@ -248,7 +248,7 @@ def _treatment(
             return ("of the leaf", names[atom]) if is_leaf else None
         if program.avals[atom].shape != () or program.owners[atom] is not None:
             return None
-        return "known", program.spellings[atom]
+        return "known", program.value_numbers[atom]
 
     keys = [(op.level, kind_of(op), tuple(map(read, op.inputs))) for op in operations]
     if shape == () or any(kind is None or None in reads for _, kind, reads in keys):
@@ -299,14 +299,14 @@ def on_whole_vectors(
                 ]
                 results = _on_vector(program, op, operands, layout)
                 known.update(zip(op.outputs, results, strict=True))
-        found: dict[Slot, Array] = {}
+        outputs: dict[Slot, Array] = {}
         for atom, place in zip(program.outputs, targets, strict=True):
             owner = program.owners[atom]
             if owner in standing:
                 value = as_array(known[atom], program.avals[atom])
                 leaf = _leaf_owner(owner)
-                found[layout.slot(place, 1)] = layout.own(leaf[0], value) if leaf else value
-        return found
+                outputs[layout.slot(place, 1)] = layout.masked(leaf[0], value) if leaf else value
+        return outputs
 
     return run
 
@@ -336,13 +336,13 @@ def _sums_all(program: OwnedProgram, names: Names, targets: Ends, layout: Vector
     """Whether vectors suffice: numbers of leaves are read in sums over all leaves of a vector."""
     sums, partial = sums_of(program)
     for terms in sums.values():
-        found: dict[Hashable, list[Keys]] = {}
+        summed: dict[Hashable, list[Keys]] = {}
         for term in terms:
             if (owner := _leaf_owner(program.owners[term])) is not None:
-                found.setdefault((owner[0], names[term]), []).append(owner[1])
-        for (vector, _), keys in found.items():  # type: ignore[misc]
-            whole = [k for k, owner in layout.owners.items() if owner[0] == vector]
-            if sorted(keys, key=repr) != sorted(whole, key=repr):
+                summed.setdefault((owner[0], names[term]), []).append(owner[1])
+        for (vector, _), keys in summed.items():  # type: ignore[misc]
+            in_vector = [k for k, owner in layout.owners.items() if owner[0] == vector]
+            if sorted(keys, key=repr) != sorted(in_vector, key=repr):
                 return False
     everybodys = program.by_owner.get(None, ())
     shared = [op for op in everybodys if not {*op.outputs} & (sums.keys() | partial)]
@@ -368,7 +368,7 @@ def _on_vector(
         return eval_equation(op.equation, operands)
     vector, dtype = owner[0], program.avals[op.outputs[0]].dtype
     if name == SUM:
-        of_ranks = jnp.sum(layout.own(vector, operands[0]), axis=1, dtype=dtype)
+        of_ranks = jnp.sum(layout.masked(vector, operands[0]), axis=1, dtype=dtype)
         return [jnp.sum(of_ranks, axis=0, dtype=dtype)]
     return [jnp.full((len(layout.lengths[vector]), layout.sizes[vector]), operands[0], dtype)]
 

@@ -68,12 +68,12 @@ class Calls:
         sources: dict[Var, frozenset[int]] = {}
         for index, equation in enumerate(jaxpr.eqns):
             read = variables(equation.invars)
-            found = frozenset().union(*(sources.get(v, ()) for v in read))
+            reached = frozenset().union(*(sources.get(v, ()) for v in read))
             if index in numbers:
                 owners.append(frozenset(block_of[v] for v in read if v in block_of))
-                behind.append(found)
-                found = frozenset({numbers[index]})
-            sources.update((v, found) for v in equation.outvars)
+                behind.append(reached)
+                reached = frozenset({numbers[index]})
+            sources.update((v, reached) for v in equation.outvars)
         return cls(tuple(owners), tuple(behind))
 
     @property
@@ -83,10 +83,10 @@ class Calls:
         Calls of one depth do not depend on each other: the two passes of a loss that calls its
         model twice, or two towers side by side, go through the stages together.
         """
-        found: list[int] = []
+        depths: list[int] = []
         for behind in self.behind:
-            found.append(max((found[call] + 1 for call in behind), default=0))
-        return tuple(found)
+            depths.append(max((depths[call] + 1 for call in behind), default=0))
+        return tuple(depths)
 
     @property
     def called(self) -> set[int]:
@@ -114,16 +114,16 @@ class Calls:
 
 
 def levels_of(
-    jaxpr: Jaxpr, homes: Mapping[int, int], given: Collection[Var] = ()
+    jaxpr: Jaxpr, homes: Mapping[int, int], initial: Collection[Var] = ()
 ) -> dict[Var, int]:
     """The stage in which every value that depends on a call is made.
 
     Args:
         jaxpr: an open jaxpr.
         homes: the stage of each call, by its position; a call waits for its operands all the same.
-        given: variables that the first stage has, as if it made them.
+        initial: variables that the first stage has, as if it made them.
     """
-    levels: dict[Var, int] = dict.fromkeys(given, 0)
+    levels: dict[Var, int] = dict.fromkeys(initial, 0)
     for index, equation in enumerate(jaxpr.eqns):
         level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
         # A value made beside the blocks belongs to the earliest stage that can make it.
@@ -156,13 +156,13 @@ def why_not_seen(
     read = {name for number in unseen for name in readers.get(number, ())}
     paths = [blocks[number] for number in unseen]
     some = ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
-    found = f"the loss has no call of {len(paths)} of the model's {len(blocks)} blocks ({some})"
+    missing = f"the loss has no call of {len(paths)} of the model's {len(blocks)} blocks ({some})"
     must = "A pipeline needs a call of each block"
     rename = 'where these are not the blocks, name their class: classes=("Block",)'
     if not read:
-        return f"{found} and does not use their parameters. {must}. Take them out; {rename}"
+        return f"{missing} and does not use their parameters. {must}. Take them out; {rename}"
     return (
-        f"{found} that a pipeline could see; their parameters are read within: "
+        f"{missing} that a pipeline could see; their parameters are read within: "
         f"{', '.join(sorted(read))}. {must}. Calls are hidden by jit, remat, checkpoint, cond "
         "or scan around them. Call the blocks themselves, directly; a pipeline recomputes without "
         f"nnx.remat around them, and backward=... says what it keeps; {rename}"
@@ -188,7 +188,7 @@ def stages_by_calls(
         for number in owners:
             used[number].add(bisect.bisect_right(depths, depth) - 1)
     ranks = [{schedule.placement[stage] for stage in stages} for stages in used]
-    single = [number for number, found in enumerate(ranks) if len(found) == 1]
+    single = [number for number, devices in enumerate(ranks) if len(devices) == 1]
     single.sort(key=lambda number: min(used[number]))
     counts = [sum(min(used[n]) == stage for n in single) for stage in range(len(depths) - 1)]
     return Stages(
@@ -429,7 +429,7 @@ def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dic
 def _foreign(stages: Stages, stage: int, block: int) -> UnsupportedError:
     """The error about a stage, or the loss behind the last, that reads another rank's block."""
     path, is_loss = "/".join(map(str, stages.blocks[block])), stage == stages.num_stages
-    where = "the loss" if is_loss else f"stage {stage}"
+    reader = "the loss" if is_loss else f"stage {stage}"
     advice = (
         "Tie parameters outside the blocks, or choose boundaries that keep the two together"
         if not is_loss
@@ -437,7 +437,7 @@ def _foreign(stages: Stages, stage: int, block: int) -> UnsupportedError:
         "business here, such as optax.add_decayed_weights"
     )
     return UnsupportedError(
-        f"{where} reads a parameter of {path!r}, which is stage {stages.stage_of(block)}'s alone. "
+        f"{reader} reads a parameter of {path!r}, which is stage {stages.stage_of(block)}'s alone. "
         f"{advice}"
     )
 

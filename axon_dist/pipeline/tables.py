@@ -340,7 +340,7 @@ def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
     return jax.tree.map(of, tree)
 
 
-def where(counts: Array, tree: PyTree) -> PyTree:
+def masked(counts: Array, tree: PyTree) -> PyTree:
     """The values where they count, and zeros elsewhere."""
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
@@ -403,8 +403,8 @@ class Packing:
         vectors = []
         for form in self.packed:
             # A split piece could only be shifted into its place by a permutation, in a branch.
-            own = [whole(x.reshape(-1)) for x in values if x.dtype == form.dtype]
-            vector = jnp.concatenate(own) if own else jnp.zeros(0, form.dtype)
+            pieces = [whole(x.reshape(-1)) for x in values if x.dtype == form.dtype]
+            vector = jnp.concatenate(pieces) if pieces else jnp.zeros(0, form.dtype)
             vectors.append(jnp.pad(vector, (0, form.shape[0] - vector.shape[0])))
         return vectors
 

@@ -98,9 +98,9 @@ class UniformStages(CutLoss):
         of_blocks = {v for keys, v in trace.params.items() if keys not in storage.rest}
         separate = all(made.isdisjoint(p.needs | p.made) for p in (prologue, *beside))
         # What is looked up in parts is there for the first stage alone.
-        whole = all(p.needs.isdisjoint(trace.looked_up) for p in (*beside, epilogue))
+        undivided = all(p.needs.isdisjoint(trace.looked_up) for p in (*beside, epilogue))
         owned = all(of_blocks.isdisjoint(p.needs) for p in (prologue, *beside, epilogue))
-        if not (separate and whole and owned and between.isdisjoint(epilogue.needs)):
+        if not (separate and undivided and owned and between.isdisjoint(epilogue.needs)):
             return None
         ends = reported, learned, prologue, epilogue
         return cls(trace, storage, chain, calls, weights, carried, shared, by_block, *ends)
@@ -192,7 +192,7 @@ class UniformStages(CutLoss):
     ) -> tuple[Wire, dict[int, Any]]:
         """What a block passes on, and the results that it leaves, by their positions."""
         values, common = self._unwire(wire), iter(shared)
-        carried, found = iter(values), values[len(self.carried) :]
+        carried, reports = iter(values), values[len(self.carried) :]
         operands: list[Any] = []
         for position, role in enumerate(self.chain.roles):
             if position in self.weights:
@@ -209,17 +209,17 @@ class UniformStages(CutLoss):
         # The first call stands for all: `find_chains` has shown that they are equal. It stays a
         # call, which is differentiated and lowered once however many blocks there are.
         results = eval_equation(self.calls[0], operands)
-        beside = zip(found, self.reported, strict=True)
-        found = [x.at[number].set(results[r]) for x, r in beside]
+        beside = zip(reports, self.reported, strict=True)
+        reports = [x.at[number].set(results[r]) for x, r in beside]
         left = {r: results[r] for _, r in self.learned.values()}
-        return self._wire([*(results[role] for role in self.chain.carried), *found]), left
+        return self._wire([*(results[role] for role in self.chain.carried), *reports]), left
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
         known = self.known(rest, data)
         values, outputs = self._unwire(wire), self.calls[-1].outvars
         known.update(zip([outputs[r] for r in self.chain.carried], values, strict=False))
-        for r, found in zip(self.reported, values[len(self.carried) :], strict=True):
-            known.update((call.outvars[r], found[n]) for n, call in enumerate(self.calls))
+        for r, rows in zip(self.reported, values[len(self.carried) :], strict=True):
+            known.update((call.outvars[r], rows[n]) for n, call in enumerate(self.calls))
         total, weight, *metrics = self.epilogue.run(known)
         return StageLoss(total, weight, metrics)
 
@@ -228,26 +228,26 @@ def _weights(
     trace: LossTrace, storage: ModelStorage, calls: Sequence[Any]
 ) -> dict[int, int] | None:
     """Operand of a block -> which leaf of the block it is; None where blocks differ."""
-    found = {}
+    previous = {}
     for number, (block, call) in enumerate(zip(storage.stages.blocks, calls, strict=True)):
-        own = {trace.params[block + leaf]: i for i, leaf in enumerate(storage.leaves)}
-        weights = variables(call.invars) & own.keys()
-        operands = {i: own[v] for i, v in enumerate(call.invars) if v in weights}
+        leaf_of = {trace.params[block + leaf]: i for i, leaf in enumerate(storage.leaves)}
+        weights = variables(call.invars) & leaf_of.keys()
+        operands = {i: leaf_of[v] for i, v in enumerate(call.invars) if v in weights}
         # A block that is called with its leaves in other places computes something else with them.
-        if number and operands != found:
+        if number and operands != previous:
             return None
-        found = operands
-    return found
+        previous = operands
+    return previous
 
 
 def _learned(trace: LossTrace, calls: Sequence[Any]) -> dict[int, tuple[int, int]] | None:
     """Of buffers that blocks change, block and result; None where one is no block's own."""
     made = {v: (n, r) for n, call in enumerate(calls) for r, v in enumerate(call.outvars)}
-    found = {}
+    learned = {}
     for i, new in trace.learned.items():
         old = trace.buffers[i]
         readers = [e for e in trace.jaxpr.eqns if old in variables(e.invars)]
         if new not in made or readers not in ([], [calls[made[new][0]]]):
             return None
-        found[i] = made[new]
-    return found
+        learned[i] = made[new]
+    return learned

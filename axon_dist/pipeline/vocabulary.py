@@ -46,7 +46,7 @@ class Lookup:
         """Of the rows of a microbatch."""
         return struct_of(self.rows.result)
 
-    def found(self, part: Array, data: Data, axis: str) -> Array:
+    def read(self, part: Array, data: Data, axis: str) -> Array:
         """The rows of a microbatch, on every rank of the axis.
 
         Args:
@@ -55,8 +55,8 @@ class Lookup:
             axis: the mesh axis whose ranks have a part each.
         """
         ids = self._ids(part, data, axis)
-        own = own_rows(lambda at: self._cast(part[at]), ids, len(part), axis)
-        rows = all_sum(own, axis)
+        local = own_rows(lambda at: self._cast(part[at]), ids, len(part), axis)
+        rows = all_sum(local, axis)
         if self.rows.mode is not BOUNDS.FILL_OR_DROP:
             return rows
         is_there = (ids >= 0) & (ids < len(part) * jax.lax.axis_size(axis))
@@ -72,9 +72,9 @@ class Lookup:
             data: of the microbatch.
             axis: the mesh axis whose ranks have a part each.
         """
-        own = self._ids(total, data, axis) - jax.lax.axis_index(axis) * len(total)
+        local = self._ids(total, data, axis) - jax.lax.axis_index(axis) * len(total)
         # A negative place would count from the end: what is no row of this rank lies behind it.
-        place = jnp.where((own >= 0) & (own < len(total)), own, len(total))
+        place = jnp.where((local >= 0) & (local < len(total)), local, len(total))
         return total.at[place].add(gradient.astype(total.dtype), mode="drop")
 
     def _cast(self, rows: Array) -> Array:
@@ -115,15 +115,15 @@ class Embedding:
             parts: the parameters outside the blocks.
         """
 
-        def found(buffers: list[Array]) -> list[Array]:
+        def looked_up(buffers: list[Array]) -> list[Array]:
             data = self.data(tick["microbatch"])
-            rows = [each.found(parts[each.table], data, self.axis) for each in self.lookups]
+            rows = [each.read(parts[each.table], data, self.axis) for each in self.lookups]
             return put(buffers, tick["lookups"], rows)
 
         if not self.lookups:
             return state
         # All ranks take this branch in the same ticks: sums within it wait for nobody.
-        lookups = jax.lax.cond(tick["active"], found, lambda same: same, state.lookups)
+        lookups = jax.lax.cond(tick["active"], looked_up, lambda same: same, state.lookups)
         return state._replace(lookups=lookups)
 
     def scatter(self, tick: Tick, state: State) -> State:
@@ -148,8 +148,8 @@ class Embedding:
 
         if not trained:
             return state
-        own = {table: state.sums.rest[table] for table in sorted(trained)}
-        added = jax.lax.cond(tick["active"], run, lambda same: same, own)
+        totals = {table: state.sums.rest[table] for table in sorted(trained)}
+        added = jax.lax.cond(tick["active"], run, lambda same: same, totals)
         return state._replace(sums=state.sums._replace(rest={**state.sums.rest, **added}))
 
 
@@ -191,7 +191,7 @@ def parted_by_tokens(
         )
     (loss,) = losses
     named = {trace.params[keys]: keys for keys in rest}
-    found: dict[Keys, int] = {}
+    dims: dict[Keys, int] = {}
     for position, dim in _BY_TOKENS.items():
         if position >= len(loss.invars):
             continue
@@ -231,15 +231,15 @@ def parted_by_tokens(
                 f"{size} ranks of {axis!r}; make them a multiple, such as "
                 f"{-(-count // size) * size}, {LEFT_OUT}"
             )
-        found[named[way.source]] = way.dim
+        dims[named[way.source]] = way.dim
     count = struct_of(loss.invars[1]).shape[1]
-    tables = [keys for keys in rest if keys not in found and embedding]
-    return found | {keys: 0 for keys in tables if _is_embedding(trace, keys, count, axis)}
+    tables = [keys for keys in rest if keys not in dims and embedding]
+    return dims | {keys: 0 for keys in tables if _is_embedding(trace, keys, count, axis)}
 
 
 def readings_of(trace: LossTrace, table: Any) -> Readers:
     """What reads a parameter, by ids only where these are known ahead of parameters and blocks."""
-    found = readers_of(trace.jaxpr, table)
+    readers = readers_of(trace.jaxpr, table)
     made = made_by(trace.jaxpr.eqns[call] for call in trace.calls)
     learned = [trace.buffers[i] for i in trace.learned]
     late = depends_on(trace.jaxpr, [*trace.params.values(), *made, *learned])
@@ -247,8 +247,8 @@ def readings_of(trace: LossTrace, table: Any) -> Readers:
     def is_early(rows):
         return late.isdisjoint(variables(rows.operands))
 
-    others = (rows.equation for rows in found.rows if not is_early(rows))
-    return Readers(tuple(filter(is_early, found.rows)), (*found.others, *others), found.forms)
+    others = (rows.equation for rows in readers.rows if not is_early(rows))
+    return Readers(tuple(filter(is_early, readers.rows)), (*readers.others, *others), readers.forms)
 
 
 def _is_embedding(trace: LossTrace, keys: Keys, count: int, axis: str) -> bool:
@@ -306,12 +306,12 @@ class _OperandPath:
             jaxpr: of the loss.
             reads: what reads the parameter.
         """
-        own = {id(reader) for _, reader in self.steps}
-        others = [each for each in reads.others if id(each) not in own]
+        steps = {id(reader) for _, reader in self.steps}
+        others = [each for each in reads.others if id(each) not in steps]
         for atom, _ in self.steps:
             if atom in reads.forms:
                 continue
-            others += [e for e in jaxpr.eqns if atom in variables(e.invars) and id(e) not in own]
+            others += [e for e in jaxpr.eqns if atom in variables(e.invars) and id(e) not in steps]
             others += [None] if atom in variables(jaxpr.outvars) else []
         return _name(others[0]) if others else ""
 
@@ -327,8 +327,8 @@ def with_parted_loss(program: StageProgram, axis: str) -> StageProgram:
     def of_all(equation: Any, operands: Sequence[Array]) -> list[Array]:
         how = equation.params["how"]
 
-        def run(given, wants):
-            return evaluate(how, Operands(*given), wants, axis)
+        def run(values, wants):
+            return evaluate(how, Operands(*values), wants, axis)
 
         return list(differentiable(run)(*operands))
 

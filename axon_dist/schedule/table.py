@@ -465,9 +465,9 @@ def _deadlock(
         rows.append([*cells[: done + 1]])
         if device in stuck:
             missing = stuck[device]
-            where = f"of device {home[missing]}" if missing in home else "which no device has"
+            owner = f"of device {home[missing]}" if missing in home else "which no device has"
             head = "+".join(map(str, cells[done]))
-            lines.append(f"  device {device} waits at {head} for {missing}, {where}")
+            lines.append(f"  device {device} waits at {head} for {missing}, {owner}")
             marks.append((device, done))
     return (
         f"schedule {name!r} deadlocks: these devices wait for each other for ever.\n"

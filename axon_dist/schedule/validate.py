@@ -80,18 +80,18 @@ def _check_names(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    where = schedule.where
+    places = schedule.where
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             phases = (phase for phase in Phase if phase not in TOGETHER)
             f, b, i, w = (Action(stage, phase, microbatch) for phase in phases)
-            present = [action for action in (f, b, i, w) if action in where]
+            present = [action for action in (f, b, i, w) if action in places]
             if present not in ([f, b], [f, i, w]):
                 raise _fail(
                     schedule,
                     f"stage {stage}, microbatch {microbatch} {_wrong(present, f, b, i, w)}. Every "
                     "microbatch passes every stage once: F, and then either B or both I and W.",
-                    *(where[action] for action in present),
+                    *(places[action] for action in present),
                 )
 
 
@@ -146,16 +146,16 @@ def _check_vocabulary(schedule: Schedule, used: Sequence[Phase]) -> None:
 def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
     """One microbatch's actions of one phase, one on each device."""
     _, phase, microbatch = next(iter(wanted))
-    found = {action for action in schedule.where if action[1:] == (phase, microbatch)}
-    parts = sorted((schedule.where[action] for action in found), key=lambda part: part.device)
-    if found != wanted:
+    present = {action for action in schedule.where if action[1:] == (phase, microbatch)}
+    parts = sorted((schedule.where[action] for action in present), key=lambda part: part.device)
+    if present != wanted:
 
         def names(actions):
             return ", ".join(map(str, sorted(actions))) or f"no {phase}"
 
         raise _fail(
             schedule,
-            f"microbatch {microbatch} has {names(found)}, and {phase} is of all devices, each "
+            f"microbatch {microbatch} has {names(present)}, and {phase} is of all devices, each "
             f"named after its first stage. It needs {names(wanted)}.",
             *parts,
         )
@@ -171,7 +171,7 @@ def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
 
 def _check_order(schedule: Schedule) -> None:
     """Every action stands on its stage's device, behind all that it needs."""
-    where, pairs = schedule.where, []
+    places, pairs = schedule.where, []
     for placed in schedule.placed():
         home = schedule.placement[placed.action.stage]
         if home != placed.device:
@@ -181,8 +181,8 @@ def _check_order(schedule: Schedule) -> None:
                 f"device {home}. Move the action, or change the placement.",
                 placed,
             )
-        needed = dependencies(placed.action, schedule.num_stages, where)
-        pairs += [(placed, where[action]) for action in needed]
+        needed = dependencies(placed.action, schedule.num_stages, places)
+        pairs += [(placed, places[action]) for action in needed]
     pairs.sort(key=lambda pair: pair[0].tick)
     for user, made in pairs:
         before = (user.tick, user.position) < (made.tick, made.position)
@@ -272,8 +272,8 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         both = _delayed(schedule, 0)
         validate(both)
         return both
-    last, where = schedule.num_stages - 1, schedule.where
-    ends = [where[Action(last, Phase.F, m)].tick for m in range(schedule.num_microbatches)]
+    last, places = schedule.num_stages - 1, schedule.where
+    ends = [places[Action(last, Phase.F, m)].tick for m in range(schedule.num_microbatches)]
     least = max(0, *(end + 2 - _back(schedule, last, m) for m, end in enumerate(ends)))
     tables = [_delayed(schedule, least + more) for more in range(_TRIED)]
     shortest = min(tables, key=lambda table: simulate(table, costs, lockstep=True).makespan)
@@ -283,12 +283,12 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 def _delayed(schedule: Schedule, delay: int) -> Schedule:
     """The table one tick later, backwards by so many more, with the actions of all between them."""
-    last, where = schedule.num_stages - 1, schedule.where
+    last, places = schedule.num_stages - 1, schedule.where
     # A tick later than the stage's action in this table there is its place in the new one.
     ticks = {
-        Phase.E: lambda m: where[Action(0, Phase.F, m)].tick,
+        Phase.E: lambda m: places[Action(0, Phase.F, m)].tick,
         Phase.G: lambda m: _back(schedule, 0, m) + delay + 2,
-        Phase.V: lambda m: where[Action(last, Phase.F, m)].tick + 2,
+        Phase.V: lambda m: places[Action(last, Phase.F, m)].tick + 2,
     }
     if schedule.splits_vocabulary:
         del ticks[Phase.V]

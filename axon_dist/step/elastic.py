@@ -68,7 +68,7 @@ class ElasticPlan(LocalPlan):
         """Runs on one rank: shards in, sums along the tree and new buffers out."""
         spec, shards = self.spec, self.spec.num_ranks
         gathered, others = (
-            self._gathered(tree, places)
+            self._unsharded(tree, places)
             for tree, places in ((params, self.param_specs), (frozen, self.frozen_specs))
         )
         forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))

@@ -209,8 +209,8 @@ class LocalPlan:
         if not gathers_by_units(self.spec):
             # Cast before the gather: in a lower precision half the bytes are sent, and the gradient
             # comes back in the dtype of the compute.
-            gathered = self._gathered(params, self.param_specs)
-            others = self._gathered(frozen, self.frozen_specs)
+            gathered = self._unsharded(params, self.param_specs)
+            others = self._unsharded(frozen, self.frozen_specs)
             # Where statistics are averaged over the ranks, so are the gradients that come back
             # through them: those of losses that must have been divided by one weight.
             averaged = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
@@ -332,7 +332,7 @@ class LocalPlan:
         bridges = ["/".join(map(str, keys)) for keys, _ in bridges_of(spec.parts.abstract)]
         return frozenset(p for p in paths if not any(is_inside(p, bridge) for bridge in bridges))
 
-    def _gathered(self, shards: PyTree, places: PyTree) -> PyTree:
+    def _unsharded(self, shards: PyTree, places: PyTree) -> PyTree:
         view, int8 = self.spec.view, self.spec.parts.int8
 
         def cast(path: Path, x: Array) -> Array:

@@ -26,7 +26,7 @@ from ..core.typing import Batch, LossFn, Path
 from ..jaxpr.randomness import is_added_to
 from ..jaxpr.sample_pairs import RESIZED
 from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
-from ..jaxpr.walk import moves_with, shape_of, sources_of
+from ..jaxpr.walk import moves_with, sources_of
 from ..parallel import keep_samples_apart
 from .loss_traces import (
     ALONE,
@@ -416,9 +416,8 @@ class Separator:
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""
-        shapes = [shape_of(atom) for atom in program.jaxpr.outvars]
-        after = shapes[len(shapes) - len(self._buffers) :]
-        for (path, old), shape in zip(self._buffers, after, strict=True):
+        after: list[Any] = program.out_avals[len(program.out_avals) - len(self._buffers) :]
+        for (path, old), shape in zip(self._buffers, (x.shape for x in after), strict=True):
             if self._microbatches > 1 and shape != old.shape:
                 raise UnsupportedError(
                     f"the buffer {path!r} has the shape {old.shape}, and {shape} after a "
@@ -434,7 +433,7 @@ class Separator:
         )
         guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
         return (
-            f"the loss {use.loss.why} ({use.loss.where}). Each of {ranks * self._microbatches} "
+            f"the loss {use.loss.why} ({use.loss.line}). Each of {ranks * self._microbatches} "
             f"parts of the batch would count that term, as one device would not. {guard}"
             "build_train_step(separable=True) takes the mean over the parts all the same"
         )

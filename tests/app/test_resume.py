@@ -74,17 +74,18 @@ def tokens_seen(monkeypatch):
 @pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop):
     console = Console(file=io.StringIO(), width=200)
-    whole = train(config("whole"), console, resume="auto")
+    saved = {"every": stop, "keep": 9}
+    whole = train(config("whole", checkpoint=saved), console, resume="auto")
     assert "no checkpoint in" in console.file.getvalue()
     assert "beginning at step 0" in console.file.getvalue()
     expected = list(tokens_seen)
     tokens_seen.clear()
-    cut = train(config("cut"))
+    cut = train(config("cut", checkpoint=saved))
     keep_only(cut, stop)
     assert tokens_seen == expected
     tokens_seen.clear()
 
-    resumed = train(config("cut"), resume="auto")
+    resumed = train(config("cut", checkpoint=saved), resume="auto")
     assert bits(resumed.result.state) == bits(whole.result.state)
     assert tokens_seen == expected[stop:]
     assert rows(resumed) == rows(whole)

@@ -27,12 +27,16 @@ def simulate(case, optimizer, outer, every, replicas, num_steps, accumulate=1, f
     gradient = jax.jit(jax.value_and_grad(_total_of(graphdef, case.loss_fn), has_aux=True))
     update, meet = compiled_update(optimizer), compiled_update(outer)
     own = [(params, optimizer.init(params), _of_replica(buffers, r)) for r in range(replicas)]
+    draws = any(_is_key(x) for x in jax.tree.leaves(buffers))
     common, outer_states = params, [outer.init(params) for _ in fragments]
     trace = []
     for number in range(num_steps):
         reported = []
         for r in range(replicas):
             pieces = _share(case.batch(number), r, replicas, accumulate)
+            if draws:
+                # A replica draws for all of its samples at once, however many microbatches it has.
+                pieces = [jax.tree.map(lambda *x: np.concatenate(x), *pieces)]
             own[r], metrics = _step(gradient, update, own[r], pieces)
             reported.append(metrics)
         trace.append({n: float(np.mean([m[n] for m in reported])) for n in reported[0]})
@@ -66,9 +70,12 @@ def _total_of(graphdef, loss_fn):
 
 def _of_replica(buffers, r):
     """The first replica draws as the model would, the others from keys folded with their number."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    fold = lambda x: jax.random.fold_in(x, r) if is_key(x) and r else x
+    fold = lambda x: jax.random.fold_in(x, r) if _is_key(x) and r else x
     return jax.tree.map(fold, buffers)
+
+
+def _is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _share(batch, r, replicas, accumulate):

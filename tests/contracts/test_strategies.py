@@ -80,7 +80,7 @@ ROWS = [
     Row("full_shard_by_hand", "fsdp=4", "weighted", 2),
     Row("hybrid_shard", "dp=2,fsdp=4", "weighted", 1, unroll=1),
     Row("full_shard_remat", "fsdp=4", "weighted", 1),
-    Row("full_shard_offload", "fsdp=4", "mlp", 2),
+    Row("full_shard_offload", "fsdp=4", "mlp", 2, "sgd", 0.1),
 ]
 BLOCKS = ("mlp", "weighted", "transformer")
 """The models that repeat blocks, which rematerialisation needs."""

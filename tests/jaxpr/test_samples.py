@@ -421,7 +421,7 @@ def test_what_couples_the_samples_and_where(name):
     assert use.loss.kind is Use.COUPLED, str(use)
     assert re.search(why, use.loss.why), str(use)
     if "entry of its own" not in why:
-        assert use.loss.where.startswith("test_samples.py:"), str(use)
+        assert use.loss.line.startswith("test_samples.py:"), str(use)
 
 
 def test_a_foreign_call_has_a_rule_of_its_own(monkeypatch):

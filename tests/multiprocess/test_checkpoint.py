@@ -34,8 +34,9 @@ def free_port():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, object_server):
     folder, port = tmp_path_factory.mktemp("saved"), free_port()
-    plain = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment = plain | {"JAX_PLATFORMS": "cpu", "NPROC": "16"} | object_server.env()
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "16", "XLA_FLAGS": flags}
+    environment |= object_server.env()
     environment["BUCKET"] = "gs://bucket/saved"
     processes = [
         subprocess.Popen(

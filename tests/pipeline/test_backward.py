@@ -57,7 +57,7 @@ def test_every_part_has_a_product_per_layer(layers):
 def test_weights_are_not_handed_over():
     at, seed = operands()
     parts = DividedBackward.of(PROGRAM, at, seed, keeps_wire=True)
-    shapes = {shape.shape for shape in parts.shapes([*parts.kept, *parts.held])}
+    shapes = {shape.shape for shape in parts.shapes([*parts.residuals, *parts.intermediates])}
     assert shapes <= {(4, 8), (4, 16)}
 
 
@@ -76,7 +76,8 @@ def test_gradients_of_scales_and_biases_are_not_put_off():
     seed = [array(4, 6)]
     parts = DividedBackward.of(program, at, seed)
     # The input and the cotangent of the product, and two finished gradients.
-    assert sorted(shape.shape for shape in parts.shapes(parts.held)) == [(4, 6), (4, 8), (6,), (8,)]
+    shapes = parts.shapes(parts.intermediates)
+    assert sorted(shape.shape for shape in shapes) == [(4, 6), (4, 8), (6,), (8,)]
     assert [e.primitive.name for e in parts.weight_part.equations].count("reduce_sum") == 0
     _, kept = parts.forward(at)
     _, held = parts.input_gradient(at, kept, seed)

@@ -275,7 +275,7 @@ DATA: Mapping[str, Cell] = {
     "zero2 by hand k4": Cell("dp=4", lambda: stage(2, reduction=BY_HAND), "mlp", 4),
     "zero3 dropout": Cell("dp=4", lambda: stage(3), "dropout"),
     "shard_grad_op": Cell("fsdp=4", lambda: shard("shard_grad_op"), "blocks", 1, "adam"),
-    "full_shard": Cell("fsdp=8", shard, "transformer", quick=True),
+    "full_shard": Cell("fsdp=8", shard, "transformer"),
     "full_shard loop": Cell("fsdp=4", shard, "blocks", options={"unroll": 1}),
     "full_shard stacked k4": Cell("fsdp=4", shard, "stacked", 4),
     "full_shard k4 per step": Cell(
@@ -384,7 +384,7 @@ def pipe(*others: Callable[[], Strategy], schedule: str = "1f1b", count: int = 4
 PIPELINES: Mapping[str, Cell] = {
     **{
         f"pipeline {name}": Cell(
-            "pp=2", pipe(schedule=name), "decoder4", quick=name in ("1f1b", "zero_bubble_v")
+            "pp=2", pipe(schedule=name), "decoder4", quick=name == "zero_bubble_v"
         )
         for name in sorted(SCHEDULES)
     },

@@ -92,6 +92,11 @@ ROWS = {
 }
 
 
+# What every advice does for a loop over microbatches; buckets read the same proof.
+@pytest.mark.sample(
+    *(f"{row}-{{'accumulate': 2}}" for row in ROWS),
+    *(f"{row}-{{'bucket_capacity': 4}}" for row in ("a transform", "a loop for each")),
+)
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"bucket_capacity": 4}], ids=str)
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_advised_works(row, options):

@@ -177,7 +177,7 @@ def test_float16_has_a_scale_by_default():
     assert build(precision="bf16").options.scaler is None
 
 
-@pytest.mark.sample("ddp-15", "zero3-15")
+@pytest.mark.sample("zero3-15")
 @pytest.mark.parametrize("bad", [0, 15])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(scaled, bad):
     state = scaled.init()
