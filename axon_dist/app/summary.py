@@ -49,12 +49,10 @@ def opening_lines(run: Run) -> list[str]:
 
 def _idle_lines(run: Run) -> list[str]:
     """The axes of the mesh along which every device computes the same."""
-    used = run.step.strategy.axes
     return [
-        f"axis {axis} of the mesh is split by no strategy: its {size} ranks compute the same "
-        "(a list composes strategies, as in parallel: [ddp, tensor])"
-        for axis, size in run.world.mesh.shape.items()
-        if size > 1 and axis not in used
+        f"axis {axis} of the mesh is split by no strategy: its {run.world.mesh.shape[axis]} ranks "
+        "compute the same (a list composes strategies, as in parallel: [ddp, tensor])"
+        for axis in run.step.idle_axes
     ]
 
 

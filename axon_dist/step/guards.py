@@ -1,7 +1,11 @@
-"""What a step must not be: a pipeline that waits forever, a program of values that do not exist."""
+"""What a step must not be: a pipeline that waits forever, a program of values that do not exist.
+
+Nor more steps under way than threads can wait for.
+"""
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import jax
@@ -14,6 +18,9 @@ from ..inspect.parse import ProgramLike, as_module, origin
 from ..inspect.transfers import collective_kind
 from ..jaxpr.walk import in_branches
 from .spec import StepSpec
+
+STEPS_IN_FLIGHT = 16
+"""The most un-waited steps on emulated devices."""
 
 
 class DeadlockGuard:
@@ -128,3 +135,27 @@ def _refuse(permutes: set[str]) -> None:
             "along a dim that a strategy splits, such as the positions under sequence=True. Leave "
             "that strategy out, or compute such a slice before the model, in the batch"
         )
+
+
+class InFlightLimit:
+    """Waits for an old step once too many are under way.
+
+    Every emulated device of every step in flight parks a thread while it waits for the others;
+    when the pool is full of waiting devices, none can arrive and XLA ends the process. Real
+    devices have queues of their own and need no limit.
+
+    Args:
+        limit: the most steps in flight; 0 sets no limit.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._running: collections.deque[Any] = collections.deque()
+
+    def add(self, result: Any) -> None:
+        """Notes a step by one of its results, and waits for the oldest beyond the limit."""
+        if not self.limit:
+            return
+        self._running.append(result)
+        if len(self._running) > self.limit:
+            jax.block_until_ready(self._running.popleft())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import weakref
@@ -22,15 +21,12 @@ from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
 from .global_view import evaluation, means
-from .guards import ESCAPED, jit_of, trace
+from .guards import ESCAPED, STEPS_IN_FLIGHT, InFlightLimit, jit_of, trace
 from .replicas import separation_of, shared_metrics
 from .separable import Separation
 from .spec import StepSpec
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
 from .state_form import Claims, StateForm, placed_shape
-
-STEPS_IN_FLIGHT = 16
-"""The most un-waited steps on emulated devices."""
 
 
 class TrainStep:
@@ -98,6 +94,19 @@ class TrainStep:
         self._report = jax.jit(shared_metrics, out_shardings=form.replicated)
         self._counted: tuple[Callable[[], TrainState | None], int] = (lambda: None, 0)
         self._means = jax.jit(means)
+
+    @property
+    def idle_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that no strategy splits: all ranks along one compute the same."""
+        sizes = self.world.mesh.shape.items()
+        return tuple(axis for axis, size in sizes if size > 1 and axis not in self.strategy.axes)
+
+    def __repr__(self) -> str:
+        world, count = self.world, self.spec.num_microbatches
+        what = f"{self.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
+        what += f", {count} microbatches" if count > 1 else ""
+        idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
+        return f"TrainStep({what}{''.join(idle)})"
 
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
         """Makes the first state, every array born where it lives.
@@ -473,27 +482,3 @@ def _convert(
     return dataclasses.replace(
         state, params=params, frozen=frozen, ema=ema, opt_state=opt_state(state.opt_state)
     )
-
-
-class InFlightLimit:
-    """Waits for an old step once too many are under way.
-
-    Every emulated device of every step in flight parks a thread while it waits for the others;
-    when the pool is full of waiting devices, none can arrive and XLA ends the process. Real
-    devices have queues of their own and need no limit.
-
-    Args:
-        limit: the most steps in flight; 0 sets no limit.
-    """
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self._running: collections.deque[Any] = collections.deque()
-
-    def add(self, result: Any) -> None:
-        """Notes a step by one of its results, and waits for the oldest beyond the limit."""
-        if not self.limit:
-            return
-        self._running.append(result)
-        if len(self._running) > self.limit:
-            jax.block_until_ready(self._running.popleft())

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from axon_dist.step.step import InFlightLimit
+from axon_dist.step.guards import InFlightLimit
 
 
 class Result:

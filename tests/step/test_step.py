@@ -523,3 +523,16 @@ def test_recomputing_changes_no_gradient(kept, remat):
         jax.tree.leaves(gradients_with(remat)), jax.tree.leaves(kept), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+# What it prints
+
+
+def test_a_step_says_what_it_is_and_which_axes_nothing_splits():
+    world = World.emulate(4, "dp=2,tp=2")
+    step = build(world, accumulate=2)
+    assert step.idle_axes == ("tp",)
+    assert repr(step) == (
+        "TrainStep(ddp on mesh dp=2,tp=2 of 4 emulated devices, 2 microbatches, "
+        "axis 'tp' is split by no strategy)"
+    )
