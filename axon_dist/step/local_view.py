@@ -1,4 +1,6 @@
-"""Gradients summed per rank and reduced once: what global view cannot express.
+"""Gradients that each rank computes of its own samples, reduced by collectives written out.
+
+That is what global view cannot express: microbatches whose gradients are reduced once, buckets.
 
 A model that keeps its layers in a list has an array for each of them; the loop that runs them wants
 one for all. Carried from microbatch to microbatch as a list, weights and sums would be in memory
