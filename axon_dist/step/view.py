@@ -117,7 +117,8 @@ class ModelChanges:
             }
             marks = model, lambda path, _: path in self.units, remat, self.looped
             units = mark_units(*marks) if self.units else []
-            linen = ["/".join(map(str, keys)) for keys, _ in bridges_of(model)]
+            bridges = bridges_of(model) if self.parts.int8 else ()
+            linen = ["/".join(map(str, keys)) for keys, _ in bridges]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
             for path, variable in ((p, v) for p, v in variables.items() if p in weights):
