@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
+from ..core.modules import bridges_of
 from ..core.tree import is_key
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
-from ..jaxpr.linen import bridges_of
 from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
