@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import UnsupportedError
-from ..core.modules import stacks_of
+from ..core.modules import bridges_of, stacks_of
 from ..core.tree import joined, parted, paths_of
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.linen import linen_blocks, linen_modules, linen_named, looped_inputs
+from ..jaxpr.linen import linen_blocks, linen_modules, looped_inputs
 from ..jaxpr.rows import Stacked, by_rows, whole
 from ..jaxpr.units import mark_units, names_of
 from ..ops.int8 import Int8Form, narrowed, widened
@@ -284,10 +284,10 @@ def block_keys(
         is_block = type(module).__name__ in classes if classes else listed
         if is_block and not _is_in(keys, outermost):
             outermost.append(keys)
-    if loops and not classes:
-        in_linen: Iterable[Keys] = loops
-    else:
-        in_linen = linen_named(model, classes) if classes else linen_blocks(model)
+    in_linen: Iterable[Keys] = loops
+    if classes or not loops:
+        bridges = bridges_of(model)
+        in_linen = [above + keys for above, one in bridges for keys in linen_blocks(one, classes)]
     # Of those within each other the outermost.
     for keys in sorted(in_linen, key=len):
         if not _is_in(keys, outermost):

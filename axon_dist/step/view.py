@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
+from ..core.modules import bridges_of
 from ..core.tree import is_key
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
-from ..jaxpr.linen import bridges_of
 from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
@@ -117,7 +117,8 @@ class ModelChanges:
             }
             marks = model, lambda path, _: path in self.units, remat, self.looped
             units = mark_units(*marks) if self.units else []
-            linen = ["/".join(map(str, keys)) for keys, _ in bridges_of(model)]
+            bridges = bridges_of(model) if self.parts.int8 else ()
+            linen = ["/".join(map(str, keys)) for keys, _ in bridges]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
             for path, variable in ((p, v) for p, v in variables.items() if p in weights):
