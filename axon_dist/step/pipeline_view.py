@@ -292,7 +292,7 @@ class StagedPlan:
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
-        uniform = UniformStages.find(trace, self.rows)
+        uniform = UniformStages.find(trace, self.rows) if trace.is_chain else None
         programs = (uniform or SwitchStages(trace, self.rows)).programs()
         if self.pipeline.schedule.splits_vocabulary:
             programs = [with_parted_loss(program, self.pipeline.axis) for program in programs]
