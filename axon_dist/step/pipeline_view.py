@@ -17,6 +17,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.randomness import at_part, without_rank
+from ..jaxpr.walk import equations
 from ..parallel import PipelinePlan
 from ..pipeline import (
     Data,
@@ -67,7 +68,8 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     params, frozen = plan.view.cast((params, frozen))
     replicated = PartitionSpec()
     parted = plan.parted(buffers, batch) if plan.pipeline.schedule.splits_vocabulary else {}
-    draws = draws_of(spec, batch, spec.strategy.batch_axes)
+    asks = jax.tree.leaves(buffers) or _draws(spec, batch)
+    draws = draws_of(spec, batch, spec.strategy.batch_axes) if asks else None
     rest_specs = [plan.by_tokens(parted.get(i), replicated) for i in range(len(plan.rows.rest))]
     stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
     in_specs: list[Any] = [(plan.row_specs, rest_specs), replicated]
@@ -93,6 +95,15 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
     return GradientResult(*sums.means(), buffers)
+
+
+def _draws(spec: StepSpec, batch: Batch) -> bool:
+    """Whether a loss without buffers, and so without keys of a model, draws random numbers."""
+    if spec.num_microbatches * spec.num_ranks == 1:
+        return False
+    samples, shapes = spec.microbatch(batch)
+    program = spec.separator.program(shapes, samples // spec.num_ranks)
+    return any(e.primitive.name.startswith("random_") for e in equations(program.jaxpr))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -268,7 +279,7 @@ class StagedPlan:
         reduced, names = self._reduce(sums, parted), cast(Any, trace.metrics)
         total, of_loss, metrics = all_sum(sums.loss, self.axes)
         loss = total, of_loss, nested_metrics(dict(zip(names, metrics, strict=True)))
-        return *reduced, unit, loss, without_rank(changed, buffers)
+        return *reduced, unit, loss, changed if draws is None else without_rank(changed, buffers)
 
     def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:
         """The loss of one microbatch of this rank; outside of the manual region of all ranks."""
