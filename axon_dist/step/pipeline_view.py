@@ -63,7 +63,7 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
         arguments: parameters, buffers, batch and scale.
     """
     plan, (params, frozen, buffers, batch, scale) = StagedPlan.of(spec), arguments
-    if plan.pipeline.num_microbatches == 1:
+    if spec.num_microbatches == 1:
         batch = jax.tree.map(lambda x: x[None], batch)
     params, frozen = plan.view.cast((params, frozen))
     replicated = PartitionSpec()
@@ -84,7 +84,7 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
         out_specs=(*plan.grad_specs(parted), replicated, replicated, replicated),
         check_vma=False,
     )
-    parts = plan.pipeline.num_microbatches * spec.num_ranks
+    parts = spec.num_microbatches * spec.num_ranks
     # As in `gradient_sums`: scaled like the mean of the whole batch.
     scale = None if scale is None else scale / parts
     rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
@@ -233,7 +233,7 @@ class StagedPlan:
         looked_up = tuple(each.rows.result for each in lookups)
         unparted = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
         trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unparted))
-        programs, count = self.programs(trace), self.pipeline.num_microbatches
+        programs, count = self.programs(trace), spec.num_microbatches
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
         paths = [path for path, _ in leaves_with_paths(drawing)]
