@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
@@ -35,6 +35,12 @@ from .walk import Aval, same_program, without_tracers
 
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
+
+
+def is_unit(equation: JaxprEqn) -> bool:
+    """Whether an equation of a jaxpr is the call of a marked unit."""
+    return equation.params.get("name") == UNIT_NAME and "jaxpr" in equation.params
+
 
 GATHER = "axon_gather"
 """The key of a parameter's metadata under which its gather function is stored."""
@@ -74,7 +80,7 @@ class RealOnly:
         return self.policy(primitive, *avals, **params)
 
 
-def units_of(model: nnx.Module, is_unit: IsUnit) -> Iterator[tuple[Path, nnx.Module]]:
+def units_of(model: nnx.Module, matches: IsUnit) -> Iterator[tuple[Path, nnx.Module]]:
     """The outermost modules that are units, with their paths; nothing inside a unit is one."""
     outer: set[str] = set()
     paths = sorted(
@@ -82,7 +88,7 @@ def units_of(model: nnx.Module, is_unit: IsUnit) -> Iterator[tuple[Path, nnx.Mod
         key=lambda item: item[0].count("/") if item[0] else -1,
     )
     for path, module in paths:
-        if not is_in_any(path, outer) and is_unit(path, module):
+        if not is_in_any(path, outer) and matches(path, module):
             outer.add(path)
             yield path, module
 
@@ -105,7 +111,7 @@ def is_in_any(path: Path, units: Container[Path]) -> bool:
 
 def mark_units(
     model: nnx.Module,
-    is_unit: IsUnit,
+    matches: IsUnit,
     remat: RematPolicy | None = None,
     looped: Container[Path] = (),
 ) -> list[Path]:
@@ -113,7 +119,7 @@ def mark_units(
 
     Args:
         model: a model merged inside a trace; it is changed.
-        is_unit: which modules are units; the outermost win.
+        matches: which modules are units; the outermost win.
         remat: when given, each unit is under `jax.checkpoint` with this policy.
         looped: the paths of Linen modules whose parameters stack those of the layers that a loop
             calls, of which each call is a unit.
@@ -129,7 +135,7 @@ def mark_units(
         >>> [equation.params["name"] for equation in jaxpr.eqns]
         ['axon_unit', 'axon_unit', 'axon_unit']
     """
-    units = list(units_of(model, is_unit))
+    units = list(units_of(model, matches))
     # Created per trace, so that the programs of units are released with the trace.
     around = {"__call__": AsUnit(UnitPrograms(_running(remat)))}
     for _, module in units:
@@ -141,7 +147,7 @@ def mark_units(
     named = linen_modules(model) if bridges else ()
     for keys, _ in sorted(named, key=lambda item: len(item[0])):
         path = path_str(keys)
-        if not is_in_any(path, {*outer, *inner}) and is_unit(path, None):
+        if not is_in_any(path, {*outer, *inner}) and matches(path, None):
             inner.append(path)
     for keys, bridge in bridges:
         below = [path for path in inner if is_inside(path, path_str(keys))]

@@ -262,7 +262,7 @@ class StepSpec:
         strategy, options, is_elastic = self.strategy, self.options, self.options.is_elastic
         pipeline, precision = strategy.pipeline, strategy.precision
         mesh = self.world.mesh if self.region is None else self.region
-        count = options.accumulate if pipeline is None else pipeline.num_microbatches
+        count = options.accumulate if pipeline is None else pipeline.schedule.num_microbatches
         count = 1 if is_elastic else count
         # A rule refuses axes that the mesh lacks.
         ranks = math.prod(mesh.shape.get(axis, 1) for axis in strategy.batch_axes)

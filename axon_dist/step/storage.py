@@ -193,7 +193,7 @@ def _stages(
         if len(blocks) < plan.schedule.num_stages:
             raise _too_few(model, plan, blocks)
         table = plan.schedule
-        boundaries = plan.partition(len(blocks))
+        boundaries = table.partition(len(blocks), plan.costs, plan.boundaries)
         stages = Stages(blocks, boundaries, table.placement, table.num_devices)
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
@@ -209,8 +209,8 @@ def _fits(calls: Calls, blocks: Sequence[Keys], plan: PipelinePlan) -> bool:
     said = plan.boundaries[-1:] if plan.boundaries else (len(plan.costs or blocks),)
     if len(blocks) < count or said != (len(blocks),):
         return False
-    ends = enumerate(itertools.pairwise(plan.partition(len(blocks))))
-    return calls.fits([stage for stage, (first, end) in ends for _ in range(first, end)])
+    ends = itertools.pairwise(plan.schedule.partition(len(blocks), plan.costs, plan.boundaries))
+    return calls.fits([at for at, (first, end) in enumerate(ends) for _ in range(first, end)])
 
 
 def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
@@ -221,7 +221,7 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
             f"the pipeline has {count} stages, and the longest way through the loss has {size} "
             "calls of blocks, one behind another. Use fewer stages"
         )
-    return plan.partition(size)
+    return plan.schedule.partition(size, plan.costs, plan.boundaries)
 
 
 def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> UnsupportedError:

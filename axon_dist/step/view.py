@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
-from ..core.modules import bridges_of
+from ..core.modules import bridges_of, wrap_calls
 from ..core.tree import is_key
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
@@ -22,14 +22,15 @@ from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
 from ..ops.precision import autocast, cast_floating, wide
 from ..parallel import (
+    SUM_SAMPLES,
     LossOverMesh,
     Reduction,
     Strategy,
+    SumOverRanks,
     TransformerAutoWrapPolicy,
+    has_experts,
     ring_products,
     sends_pieces,
-    sum_over_ranks,
-    sums_samples,
 )
 from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
@@ -306,15 +307,19 @@ def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
         axes: the mesh axes that split the batch.
 
     """
-    for module in _batch_norms(model):
-        module.axis_name = axes  # type: ignore[assignment]
-    sum_over_ranks(model, axes)
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, nnx.BatchNorm):
+            module.axis_name = axes  # type: ignore[assignment]
+        elif hasattr(module, SUM_SAMPLES) and has_experts(module):
+            wrap_calls(module, {SUM_SAMPLES: SumOverRanks(axes)})
 
 
 def has_statistics(model: nnx.Module) -> bool:
     """Whether a model has what `synchronise_statistics` changes; of arrays or shapes."""
-    counts = any(sums_samples(module) for _, module in nnx.iter_modules(model))
-    return counts or next(_batch_norms(model), None) is not None
+    return any(
+        isinstance(module, nnx.BatchNorm) or (hasattr(module, SUM_SAMPLES) and has_experts(module))
+        for _, module in nnx.iter_modules(model)
+    )
 
 
 def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
