@@ -92,9 +92,12 @@ class Role(enum.Enum):
     NEW = "new"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Factors:
-    """The factors of an equation, which its rule says one by one.
+    """The factors of an equation.
+
+    The rule of the primitive fills the last three lists in place, one factor at a time, by `add`
+    and what calls it; when `factors` or `factors_of` returns, they are complete, and are only read.
 
     Args:
         name: of its primitive.
