@@ -100,6 +100,8 @@ class _Reader:
         self.spread: set[int] = {-1}
         self.wholes: dict[tuple[int, Splits], Sharded] = {}
         self.joint: list[tuple[Sum, Axes, Axes]] = []
+        # What a constraint writes that sends nothing: the axes over which ranks keep a slice.
+        self.slices: dict[tuple[int, ...], Axes] = {}
 
     def input(self, atom: Atom, splits: Splits) -> Sharded:
         return self.buffer(self.local_bytes(atom, splits), splits)
@@ -235,15 +237,12 @@ class _Reader:
             if node.name not in SUMS or (len(all_reduces), len(node.writes)) != (1, 1):
                 continue
             readers = [other for other in self.nodes if node.writes[0] in other.reads]
-            places = [other for other in readers if other.name == "sharding_constraint"]
-            shares = {self.sizes[other.writes[0]] for other in places if places == readers}
+            shards = {self.slices.get(other.writes, NONE) for other in readers}
             axes, size = frozenset(all_reduces[0].axes), all_reduces[0].num_bytes
-            for shard in (axes, *(axes - {axis} for axis in sorted(axes))):
-                rest = axes - shard
-                if shares == {size // self.ways(shard)} and rest in summed:
-                    node.sent = ()
-                    self._send_sum(Sum(node, axes, size), shard, rest, size)
-                    break
+            shard = shards.pop() if len(shards) == 1 else NONE
+            if shard and shard <= axes and axes - shard in summed:
+                node.sent = ()
+                self._send_sum(Sum(node, axes, size), shard, axes - shard, size)
 
     def _send_sum(self, one: Sum, shard: Axes, rest: Axes, size: int) -> None:
         if shard:
@@ -351,7 +350,9 @@ class _Reader:
         if key in self.wholes:
             return [self.wholes[key]]
         if not gathered and not moved:
-            return [self._after(operand, self.input(atom, splits), "sharding_constraint", "fused")]
+            made = self.input(atom, splits)
+            self.slices[made.buffer,] = axes - before
+            return [self._after(operand, made, "sharding_constraint", "fused")]
         kind = "all-gather" if gathered else "all-to-all"
         self.wholes[key] = self._sent_to(operand, splits, atom, gathered or moved, kind)
         return [self.wholes[key]]
