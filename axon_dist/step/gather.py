@@ -78,21 +78,20 @@ class GlobalGather:
 
     def forward(self, weight: Array) -> Array:
         """Returns the gathered weight, its gradient left to the compiler."""
-        stored, full = self._place(self.own, weight), self._place(self.full, weight)
-        gathered = jax.lax.with_sharding_constraint(weight, stored)
-        gathered = jax.lax.with_sharding_constraint(gathered, full)
+        gathered = weight
+        for spec in (self.own, self.full):
+            place = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
+            gathered = jax.lax.with_sharding_constraint(gathered, place)
         return jax.lax.optimization_barrier(gathered) if self.in_loop else gathered
 
     def backward(self, gradient: Array) -> Array:
         """Returns the gradient of the whole weight, sharded as after the reduction."""
         if self.grad is None:
             return gradient
-        if self.in_loop:
-            gradient = jax.lax.with_sharding_constraint(gradient, self._place(self.full, gradient))
-        return jax.lax.with_sharding_constraint(gradient, self._place(self.grad, gradient))
-
-    def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(*tuple(spec)[self.ndim - weight.ndim :]))
+        for spec in (self.full, self.grad) if self.in_loop else (self.grad,):
+            place = NamedSharding(self.mesh, row_spec(spec, self.ndim, gradient))
+            gradient = jax.lax.with_sharding_constraint(gradient, place)
+        return gradient
 
     def beside(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
@@ -123,7 +122,7 @@ class LocalGather:
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
-        spec = PartitionSpec(*tuple(self.spec)[self.ndim - weight.ndim :])
+        spec = row_spec(self.spec, self.ndim, weight)
         if not self.has_grad:
             return all_gather_by(weight, spec)
         gather = jax.custom_vjp(lambda w: all_gather_by(w, spec))
@@ -203,7 +202,7 @@ class ReduceHeld:
 
     def __call__(self, bundle: Held) -> Array:
         """Returns the weight; to be called once for each, or sums would count more than once."""
-        spec = PartitionSpec(*tuple(self.spec)[self.ndim - bundle.weight.ndim :])
+        spec = row_spec(self.spec, self.ndim, bundle.weight)
         # Rules that close over values of a trace are different for each weight.
         dtype = bundle.slot.dtype
 
@@ -319,6 +318,11 @@ def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: An
             total = sum_scatter(total, split, dim)
     rest = tuple(axis for axis in axes if axis not in spec_axes(spec))
     return all_sum(total, rest).astype(value.dtype)
+
+
+def row_spec(spec: PartitionSpec, ndim: int, weight: Array) -> PartitionSpec:
+    """The spec of a weight: that of a parameter of `ndim` dims, or of one row of such a stack."""
+    return PartitionSpec(*tuple(spec)[ndim - weight.ndim :])
 
 
 def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:

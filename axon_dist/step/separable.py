@@ -29,17 +29,7 @@ from ..jaxpr.sample_pairs import RESIZED
 from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
 from ..jaxpr.walk import moves_with, sources_of
 from ..parallel import SUM_SAMPLES, keep_samples_apart
-from .loss_traces import (
-    ALONE,
-    LOSS,
-    LossEnding,
-    OfSums,
-    Traced,
-    Traces,
-    in_parts,
-    resized,
-    sum_name,
-)
+from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
 from .view import warn_of_parts
 
 if TYPE_CHECKING:
@@ -279,12 +269,8 @@ class Separator:
         Returns:
             (params, buffers, batch) -> what the loss function gives, with the weights whole.
         """
-        key = shape_key(resized(batch, samples))
-        for traces in self._traced.values():
-            if key in traces.traced:
-                return traces.traced[key].program
         # Asked for where ranks are known by name, which the program over all of them is not.
-        return self._alone.of(batch, samples).program
+        return self._alone.of(batch, samples, self._traced.values()).program
 
     @cached_property
     def _alone(self) -> Traces:

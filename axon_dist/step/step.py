@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -171,7 +172,12 @@ class TrainStep:
         return self.form.lower_factory()
 
     def __call__(
-        self, state: TrainState, batch: Batch | Placed, was_nonfinite: Array | None = None
+        self,
+        state: TrainState,
+        batch: Batch | Placed,
+        was_nonfinite: Array | None = None,
+        *,
+        held: Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Takes one step; the arrays of the state given are used up.
 
@@ -182,6 +188,7 @@ class TrainStep:
             was_nonfinite: the metric `nonfinite` of the step before. Where the option `nonfinite`
                 is `"stop"` or `"rollback"`, the state then stays what it was before the first such
                 step, without the host having to look; elsewhere it is ignored.
+            held: the older name of `was_nonfinite`, which it replaces with a `DeprecationWarning`.
 
         Returns:
             The next state, and the metrics as scalars on the devices, not waited for.
@@ -192,6 +199,10 @@ class TrainStep:
             UnsupportedError: when the parts of such a batch do not give its loss; for the batch
                 that the builder was given, that is said there.
         """
+        if held is not None:
+            text = "held= of a step is called was_nonfinite="
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            was_nonfinite = held
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
         was_nonfinite = self._flag(was_nonfinite) if self._keeps_state else None
