@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
 from ..core.modules import bridges_of
-from ..core.tree import is_key
+from ..core.tree import is_key, wide
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
@@ -21,7 +21,7 @@ from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside,
 from ..nn import block_paths
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
-from ..ops.precision import autocast, cast_floating, wide
+from ..ops.precision import autocast, cast_floating
 from ..parallel import (
     LossOverMesh,
     Reduction,
