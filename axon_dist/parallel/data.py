@@ -15,7 +15,7 @@ from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unkno
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
-from .plans import AutoWrapPolicy, CPUOffload, SlowPlan, TransformerAutoWrapPolicy
+from .plans import AutoWrapPolicy, CPUOffload, SlowPlan
 from .strategy import Reduction, Strategy, axes_of
 
 
@@ -258,7 +258,7 @@ def fsdp(
     )
     return dataclasses.replace(
         made,
-        wrap=auto_wrap_policy or TransformerAutoWrapPolicy(),
+        wrap=auto_wrap_policy,
         precision=None if mixed_precision is None else MixedPrecision.of(mixed_precision),
         remat=activation_checkpointing,
         offload=CPUOffload(cpu_offload),

@@ -31,7 +31,8 @@ from jax.sharding import Mesh, PartitionSpec
 from ..core.errors import AxonDistError, ConfigError
 from ..core.tree import paths_of
 from ..core.typing import Array, PyTree, Shape
-from ..jaxpr.rows import RowCall, has_matrices, hidden_in, input_shapes, run_with_calls
+from ..jaxpr.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
+from ..jaxpr.walk import equations
 from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
@@ -240,7 +241,8 @@ class DistributedUpdate:
         program, results = trace(self.params, self.state, self.params, loss)
         object.__setattr__(self, "program", program)
         object.__setattr__(self, "results", results)
-        object.__setattr__(self, "needs_matrices", has_matrices(program))
+        names = {equation.primitive.name for equation in equations(program.jaxpr)}
+        object.__setattr__(self, "needs_matrices", MATRIXWISE in names)
 
     @cached_property
     def _places(self) -> tuple[PartitionSpec, ...]:

@@ -19,6 +19,7 @@ from ..core.checks import takes
 from ..core.errors import ConfigError
 from ..core.modules import stacks_of
 from ..core.tree import (
+    floating_dtype,
     joined,
     leaves_with_paths,
     parted,
@@ -29,7 +30,7 @@ from ..core.tree import (
 from ..core.typing import Function, Path, PyTree, Shape, Trainable
 from ..core.words import pattern_error
 from ..ops.int8 import Int8Form, as_values, int8_form, narrowed
-from ..ops.precision import MixedPrecision, cast_floating, floating_dtype
+from ..ops.precision import MixedPrecision, cast_floating
 
 INT8 = "int8"
 """The dtype of frozen parameters that is no cast: matrices are kept as `int8_form` says."""
