@@ -82,7 +82,7 @@ def _rings(strategy: Strategy, positions: bool = True) -> Mapping[str, str] | No
 def _not_over_stages(
     strategy: Strategy, plan: PipelinePlan, world: World
 ) -> Mapping[str, str] | None:
-    """An axis that is left to the compiler, in no strategy that the stages run by hand."""
+    """An axis that splits neither stages nor the batch, and so is left to the compiler."""
     by_hand = {plan.axis, *strategy.batch_axes}
     left = (axis for axis, size in world.mesh.shape.items() if size > 1 and axis not in by_hand)
     return next(({"axis": axis} for axis in left), None)
@@ -177,11 +177,12 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "the pipeline fits its axis",
         MeshError,
         "schedule {strategy.pipeline.schedule.name!r} is for "
-        "{strategy.pipeline.schedule.num_devices} devices along {strategy.pipeline.axis!r}, and "
-        "mesh {mesh} has another number of them; make them equal",
+        "{strategy.pipeline.schedule.num_devices} devices, and mesh {mesh} has {size} along "
+        "{strategy.pipeline.axis!r}; make them equal",
         lambda strategy, world: (
             strategy.pipeline
             and strategy.pipeline.schedule.num_devices != world.mesh.shape[strategy.pipeline.axis]
+            and {"size": world.mesh.shape[strategy.pipeline.axis]}
         ),
     ),
     _rule(
