@@ -236,9 +236,7 @@ class SwitchStages:
         block_of = {variable: number for variable, number in blocks if number is not None}
         levels, crossing = _cuts(trace, _homes(trace, stages, block_of), count)
         self.crossing: list[list[Var]] = crossing
-        self.learned: dict[int, int] = {}
-        if trace.learned:
-            self.learned = _learned(trace, levels, crossing)
+        self.learned: dict[int, int] = _learned(trace, levels, crossing) if trace.learned else {}
         new, homes = trace.new_buffers, self.learned.items()
         left = [[new[i] for i, home in homes if home == stage] for stage in range(count)]
         passed = zip(self.crossing[1:], left, strict=False)
