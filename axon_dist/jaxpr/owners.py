@@ -177,7 +177,14 @@ class _Flat:
             return self.follow(inner.jaxpr, inner.consts, operands)
         if equation.primitive.name == "cond" and self._is_shared_choice(equation, operands):
             return self._choose(equation, operands)
-        owner = self._owner_of(operands)
+        varying = [a for a in operands if a not in self.constants]
+        arrays = [a for a in varying if self.avals[a].size > 1]
+        # The owner is that of the arrays, or of the scalars where there are none.
+        mine = {self.owners[a] for a in arrays or varying} - {None}
+        owner = next(iter(mine)) if len(mine) == 1 else None
+        if not arrays and not self.common.isdisjoint(varying):
+            # A term that is added to a sum over owners keeps that sum shared.
+            owner = None
         named = [self.names[a] for a in operands if self.owners[a] is not None]
         name = named[0] if named else ""
         outputs = tuple(self.new(v.aval, owner, name) for v in equation.outvars)
@@ -185,16 +192,6 @@ class _Flat:
         if owner is None and (named or not self.common.isdisjoint(operands)):
             self.common.update(outputs)
         return outputs
-
-    def _owner_of(self, operands: Sequence[Atom]) -> Owner:
-        """The owner of an operation: that of its arrays, or of its scalars where it has none."""
-        varying = [a for a in operands if a not in self.constants]
-        arrays = [a for a in varying if self.avals[a].size > 1]
-        if not arrays and not self.common.isdisjoint(varying):
-            # A term that is added to a sum over owners keeps that sum shared.
-            return None
-        mine = {self.owners[a] for a in arrays or varying} - {None}
-        return next(iter(mine)) if len(mine) == 1 else None
 
     def _is_shared_choice(self, equation: JaxprEqn, operands: Sequence[Atom]) -> bool:
         """Whether a shared scalar selects a branch that reads values of several owners."""

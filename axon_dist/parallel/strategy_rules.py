@@ -14,7 +14,7 @@ from ..core.errors import (
     did_you_mean,
 )
 from ..mesh import World
-from .plans import CPUOffload, PipelinePlan, check_offload
+from .plans import CPUOffload, check_offload
 from .strategy import Strategy
 
 
@@ -79,13 +79,11 @@ def _rings(strategy: Strategy, positions: bool = True) -> Mapping[str, str] | No
     return {"axis": rings[0].axes[0], **(keys if rings[0].splits_positions else activations)}
 
 
-def _not_over_stages(
-    strategy: Strategy, plan: PipelinePlan, world: World
-) -> Mapping[str, str] | None:
-    """An axis that is left to the compiler, in no strategy that the stages run by hand."""
-    by_hand = {plan.axis, *strategy.batch_axes}
-    left = (axis for axis, size in world.mesh.shape.items() if size > 1 and axis not in by_hand)
-    return next(({"axis": axis} for axis in left), None)
+def _not_over_stages(strategy: Strategy, axis: str, world: World) -> Mapping[str, str] | None:
+    """An axis that splits neither stages nor the batch, and so is left to the compiler."""
+    by_hand = {axis, *strategy.batch_axes}
+    left = (other for other, size in world.mesh.shape.items() if size > 1 and other not in by_hand)
+    return next(({"axis": other} for other in left), None)
 
 
 STRATEGY_RULES: tuple[Requirement[Any], ...] = (
@@ -177,11 +175,12 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "the pipeline fits its axis",
         MeshError,
         "schedule {strategy.pipeline.schedule.name!r} is for "
-        "{strategy.pipeline.schedule.num_devices} devices along {strategy.pipeline.axis!r}, and "
-        "mesh {mesh} has another number of them; make them equal",
+        "{strategy.pipeline.schedule.num_devices} devices, and mesh {mesh} has {size} along "
+        "{strategy.pipeline.axis!r}; make them equal",
         lambda strategy, world: (
             strategy.pipeline
             and strategy.pipeline.schedule.num_devices != world.mesh.shape[strategy.pipeline.axis]
+            and {"size": world.mesh.shape[strategy.pipeline.axis]}
         ),
     ),
     _rule(
@@ -235,7 +234,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         lambda strategy, world: (
             strategy.pipeline
             and strategy.pipeline.schedule.splits_vocabulary
-            and _not_over_stages(strategy, strategy.pipeline, world)
+            and _not_over_stages(strategy, strategy.pipeline.axis, world)
         ),
     ),
     _rule(

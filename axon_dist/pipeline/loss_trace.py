@@ -22,18 +22,10 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
 from ..jaxpr.pieces import Piece, cut
 from ..jaxpr.units import is_unit
-from ..jaxpr.walk import (
-    called,
-    depends_on,
-    interpret,
-    made_by,
-    needed_for,
-    struct_of,
-    variables,
-)
+from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for, struct_of
 from ..schedule import Phase, Schedule
 from .layout import Keys, flatten
-from .stage import Data
+from .stage import Data, Rest
 
 Atom: TypeAlias = "Var | Literal"
 """A variable of a program, or a constant in it."""
@@ -104,21 +96,26 @@ class LossTrace:
             if not self.known_ahead.issuperset(self.made_of(i)[1])
         }
 
-    def known(
-        self,
-        rest: dict[Keys, Array],
-        buffers: Sequence[Array],
-        batch: Sequence[Array],
-        rows: Sequence[Array] = (),
-    ) -> dict:
-        """The values of the inputs, without the parameters of blocks."""
+    def known(self, data: Data, names: Sequence[Keys], rest: Rest) -> dict[Var, Array]:
+        """The values of the inputs, without the parameters of blocks.
+
+        Args:
+            data: of the microbatch.
+            names: the keys of the parameters outside the blocks.
+            rest: the values of some of these, by number.
+        """
         known = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        known.update(zip(self.buffers, buffers, strict=True))
-        known.update(zip(self.batch, batch, strict=True))
-        known.update((self.params[keys], value) for keys, value in rest.items())
+        known.update(zip(self.buffers, data.buffers, strict=True))
+        known.update(zip(self.batch, data.batch, strict=True))
+        known.update((self.params[names[i]], value) for i, value in rest.items())
         # Only the first stage knows them.
-        known.update(zip(self.looked_up, rows, strict=False))
+        known.update(zip(self.looked_up, data.rows, strict=False))
         return known
+
+    def uses(self, names: Sequence[Keys], *pieces: Piece) -> tuple[int, ...]:
+        """The numbers of the parameters outside the blocks, of these keys, that pieces read."""
+        needs = frozenset[Var]().union(*(piece.needs for piece in pieces))
+        return tuple(i for i, keys in enumerate(names) if self.params[keys] in needs)
 
 
 def trace_loss(
@@ -158,7 +155,7 @@ def trace_loss(
         metrics=sorted(shapes[2]),
         new_buffers=after,
         calls=calls,
-        is_chain=all(variables(other.invars) & {*one.outvars} for one, other in pairs),
+        is_chain=all(any(v in one.outvars for v in other.invars) for one, other in pairs),
         changing=[i for i, v in enumerate(after) if v is not before[i]],
         of_batch=frozenset(depends_on(jaxpr, of_batch) - trained),
     )
@@ -344,7 +341,7 @@ def mean_weight(
         )
 
     def weight_of(microbatch: Array) -> Array:
-        known: dict[Var, Array] = trace.known({}, *data(microbatch))
+        known = trace.known(data(microbatch), (), {})
         (weight,) = eval_jaxpr(ClosedJaxpr(part, trace.consts), [known[v] for v in needed])
         return weight
 

@@ -201,30 +201,7 @@ def stages_by_calls(
     )
 
 
-class CutLoss:
-    """A loss that is cut into stages.
-
-    Attributes:
-        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        storage: the stored form of the parameters.
-    """
-
-    trace: LossTrace
-    storage: ModelStorage
-
-    def known(self, rest: Rest, data: Data) -> dict[Var, Array]:
-        """The values that a stage has apart from its blocks and the other stages' outputs."""
-        named = {keys: rest[i] for i, keys in enumerate(self.storage.rest) if i in rest}
-        return self.trace.known(named, *data)
-
-    def uses(self, *pieces: Piece) -> tuple[int, ...]:
-        """The numbers of the parameters outside the blocks that pieces read."""
-        needs = frozenset[Var]().union(*(piece.needs for piece in pieces))
-        rest = enumerate(self.storage.rest)
-        return tuple(i for i, keys in rest if self.trace.params[keys] in needs)
-
-
-class SwitchStages(CutLoss):
+class SwitchStages:
     """The loss as one program per stage, with any computation between its blocks.
 
     An equation is in the stage of the last block that it depends on; one that depends on no block
@@ -259,9 +236,7 @@ class SwitchStages(CutLoss):
         block_of = {variable: number for variable, number in blocks if number is not None}
         levels, crossing = _cuts(trace, _homes(trace, stages, block_of), count)
         self.crossing: list[list[Var]] = crossing
-        self.learned: dict[int, int] = {}
-        if trace.learned:
-            self.learned = _learned(trace, levels, crossing)
+        self.learned: dict[int, int] = _learned(trace, levels, crossing) if trace.learned else {}
         new, homes = trace.new_buffers, self.learned.items()
         left = [[new[i] for i, home in homes if home == stage] for stage in range(count)]
         passed = zip(self.crossing[1:], left, strict=False)
@@ -282,6 +257,7 @@ class SwitchStages(CutLoss):
 
     def programs(self) -> list[StageProgram]:
         """One program per stage."""
+        outside = self.storage.rest
         return [
             StageProgram(
                 stages=(stage,),
@@ -293,8 +269,8 @@ class SwitchStages(CutLoss):
                 middle=partial(self._middle, stage),
                 last=self._last,
                 first_uses=(),
-                middle_uses=self.uses(self.pieces[stage]),
-                last_uses=self.uses(self.pieces[-1]),
+                middle_uses=self.trace.uses(outside, self.pieces[stage]),
+                last_uses=self.trace.uses(outside, self.pieces[-1]),
                 learns={i: home for i, home in self.learned.items() if home == stage},
             )
             for stage in range(self.storage.stages.num_stages)
@@ -309,7 +285,8 @@ class SwitchStages(CutLoss):
     def _middle(
         self, stage: int, weights: Weights, rest: Rest, data: Data, _: Array, wire: Wire
     ) -> Wire:
-        known, rows = self.known(rest, data) | self._unpack(stage, wire), iter(weights)
+        known = self.trace.known(data, self.storage.rest, rest) | self._unpack(stage, wire)
+        rows = iter(weights)
         for home, numbers in self.rows[stage]:
             of_home = [next(rows) for _ in numbers]
             for keys, value in self.storage.block_weights(home, of_home).items():
@@ -318,7 +295,8 @@ class SwitchStages(CutLoss):
         return self._pack(stage + 1, results[:count])._replace(left=results[count:])
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
-        known = self.known(rest, data) | self._unpack(len(self.crossing) - 1, wire)
+        known = self.trace.known(data, self.storage.rest, rest)
+        known |= self._unpack(len(self.crossing) - 1, wire)
         total, weight, *metrics = self.pieces[-1].run(known)
         return StageLoss(total, weight, metrics)
 

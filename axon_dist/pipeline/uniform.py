@@ -19,12 +19,11 @@ from ..jaxpr.walk import made_by, variables
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Wire
 from .storage import ModelStorage
-from .switch import CutLoss
 from .tables import like, plain, zeros
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UniformStages(CutLoss):
+class UniformStages:
     """The loss as prologue, a chain of equal blocks, and epilogue.
 
     The sequential program it equals:
@@ -108,7 +107,7 @@ class UniformStages(CutLoss):
     def programs(self) -> list[StageProgram]:
         """One program per chunk."""
         stages, of_middle = self.storage.stages, itertools.chain(*self.by_block.values())
-        middle_uses = self.uses(self.shared, *of_middle)
+        middle_uses = self.trace.uses(self.storage.rest, self.shared, *of_middle)
         homes = {i: stages.stage_of(number) for i, (number, _) in self.learned.items()}
         return [
             StageProgram(
@@ -118,9 +117,9 @@ class UniformStages(CutLoss):
                 first=self._first,
                 middle=partial(self._middle, chunk),
                 last=self._last,
-                first_uses=self.uses(self.prologue),
+                first_uses=self.trace.uses(self.storage.rest, self.prologue),
                 middle_uses=middle_uses,
-                last_uses=self.uses(self.epilogue),
+                last_uses=self.trace.uses(self.storage.rest, self.epilogue),
                 learns={i: home for i, home in homes.items() if home in stages.stages_of(chunk)},
             )
             for chunk in range(stages.num_chunks)
@@ -150,10 +149,11 @@ class UniformStages(CutLoss):
         count = len(self.calls)
         forms = [self.calls[0].outvars[r].aval for r in self.reported]
         none = [jnp.zeros((count, *form.shape), form.dtype) for form in forms]
-        return self._wire([*self.prologue.run(self.known(rest, data)), *none])
+        known = self.trace.known(data, self.storage.rest, rest)
+        return self._wire([*self.prologue.run(known), *none])
 
     def _middle(self, chunk: int, weights: Any, rest: Rest, data: Data, stage: Array, wire: Wire):
-        known = self.known(rest, data)
+        known = self.trace.known(data, self.storage.rest, rest)
         shared = self.shared.run(known)
         stages = self.storage.stages
         # `stage` is traced: the same program runs on all ranks, each knows its stage at run time.
@@ -215,7 +215,7 @@ class UniformStages(CutLoss):
         return self._wire([*(results[role] for role in self.chain.carried), *reports]), left
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
-        known = self.known(rest, data)
+        known = self.trace.known(data, self.storage.rest, rest)
         values, outputs = self._unwire(wire), self.calls[-1].outvars
         known.update(zip([outputs[r] for r in self.chain.carried], values, strict=False))
         for r, rows in zip(self.reported, values[len(self.carried) :], strict=True):

@@ -83,7 +83,7 @@ class Lookup:
         return rows
 
     def _ids(self, part: Array, data: Data, axis: str) -> Array:
-        known = self.trace.known({}, data.buffers, data.batch)
+        known = self.trace.known(data, (), {})
         ids = self.rows.ids(self.piece.run(known)).astype(jnp.int32)
         if self.rows.mode is BOUNDS.FILL_OR_DROP:
             return ids

@@ -242,8 +242,10 @@ def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, Moment
         is_here = source.device == user.device
         made = _moment(source) if is_here else (source.tick, _ARRIVAL)
     is_last = stage + 1 == schedule.num_stages
-    home = schedule.stages_of(user.device)[0] if is_last else stage
-    part = places.get(Action(home, Phase.V, action.microbatch))
+    part = None
+    if is_last and schedule.splits_vocabulary:
+        home = schedule.stages_of(user.device)[0]
+        part = places.get(Action(home, Phase.V, action.microbatch))
     lookup = places.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
 
     if action.phase is Phase.F:
@@ -252,7 +254,7 @@ def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, Moment
         yield "stash", now, _moment(end)
         if stage > 0:
             yield "activations", made, now
-        if is_last and part is not None:
+        if part is not None:
             yield "outputs", now, _moment(part)
         if lookup is not None:
             back = places.get(action._replace(phase=Phase.I), end)

@@ -136,31 +136,17 @@ def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[l
 def _walks(
     device: int, num_devices: int, num_microbatches: int, chunks: int
 ) -> tuple[list[Action], list[Action]]:
-    """The forwards and the backwards of a device, each in their order."""
-    visits = units(num_devices, num_microbatches, chunks)
-    forwards = [Action(device + c * num_devices, Phase.F, m) for c, m in visits]
-    # Backwards visit the chunks from the last to the first.
-    backwards = [Action(device + (chunks - 1 - c) * num_devices, Phase.B, m) for c, m in visits]
-    return forwards, backwards
-
-
-def units(num_devices: int, num_microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) in the order of forwards: groups of `P` microbatches, chunk by chunk.
-
-    Args:
-        num_devices: devices `P`.
-        num_microbatches: microbatches `M`.
-        chunks: stages per device `V`.
-
-    Returns:
-        The visits; backwards count the chunks from the last.
-    """
-    return [
+    """The forwards and the backwards of a device: groups of `P` microbatches, chunk by chunk."""
+    visits = [
         (chunk, microbatch)
         for first in range(0, num_microbatches, num_devices)
         for chunk in range(chunks)
         for microbatch in range(first, min(first + num_devices, num_microbatches))
     ]
+    forwards = [Action(device + c * num_devices, Phase.F, m) for c, m in visits]
+    # Backwards visit the chunks from the last to the first.
+    backwards = [Action(device + (chunks - 1 - c) * num_devices, Phase.B, m) for c, m in visits]
+    return forwards, backwards
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:

@@ -159,8 +159,8 @@ class Traces:
         """
         parts, full = self._parts, self.of(batch, sizes[1])
         paths = [path for path, _ in leaves_with_paths(parts.weights)]
-        moving = (paths[number] for number in moves_with(full.program, 1, len(paths)))
-        if trained := [path for path in moving if path not in parts.frozen_paths]:
+        moving = () if full.is_plain else moves_with(full.program, 1, len(paths))
+        if trained := [paths[at] for at in moving if paths[at] not in parts.frozen_paths]:
             # Weights of parts are added up before anything is divided, so they are constant when
             # the loss is differentiated. What no gradient goes through may read parameters.
             raise UnsupportedError(

@@ -18,7 +18,7 @@ def test_inputs_and_outputs_are_told_apart():
     trace, data = traced(chain_loss, params, buffers, batch)
     flat = jax.tree_util.tree_leaves_with_path(params)
     values = {tuple(entry.key for entry in path): leaf for path, leaf in flat}
-    known = trace.known(values, *data)
+    known = trace.known(data, [*values], dict(enumerate(values.values())))
     total, weight, *metrics = trace.cut(trace.loss).run(known)
     want = chain_loss(params, buffers, batch)
     np.testing.assert_allclose([total, weight], want[:2], rtol=1e-6)

@@ -1,8 +1,10 @@
+import itertools
+
 import numpy as np
 import pytest
 
 from axon_dist.core.errors import ScheduleError
-from axon_dist.schedule import SCHEDULES, PipelineSchedule, build_schedule
+from axon_dist.schedule import SCHEDULES, PipelineSchedule, build_schedule, validate
 
 
 def test_every_name_has_a_row_and_every_table_its_name():
@@ -12,6 +14,26 @@ def test_every_name_has_a_row_and_every_table_its_name():
         assert table.name == name
         assert table.num_devices == 4
         assert table.chunks == builder.chunks
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(1, 1), (3, 2), (4, 4)],
+        pytest.param(list(itertools.product(range(1, 10), range(1, 20))), marks=pytest.mark.full),
+    ],
+)
+def test_tables_of_builders_are_valid(sizes):
+    """A step does not validate them again."""
+    free = {name: (1, 2, 3) for name, builder in SCHEDULES.items() if builder.any_chunks}
+    for (name, builder), size in itertools.product(SCHEDULES.items(), sizes):
+        for chunks in free.get(name, (builder.chunks,)):
+            try:
+                table = build_schedule(name, *size, chunks)
+            except ScheduleError:
+                continue  # Sizes that this schedule cannot do.
+            validate(table)
+            assert (table.num_devices, table.num_microbatches, table.chunks) == (*size, chunks)
 
 
 def test_names_may_be_text():

@@ -181,6 +181,10 @@ EXAMPLES = {
         lambda: build(compose(local_sgd(every=2), expert_parallel()), "nodes=2,ep=4"),
         "along axis 'ep' whose gradients the compiler reduces",
     ),
+    "the axis of the stages exists": (
+        lambda: build(pipelined(2, 4, axis="qq"), PP),
+        "split over axis 'qq', which mesh .* lacks",
+    ),
     "the pipeline fits its axis": (lambda: build(pipelined(4, 4), PP), "4 devices.* 2 along"),
     "stages recompute block by block": (
         lambda: build(compose(*WIDE, remat(interval=2)), PP),
