@@ -157,7 +157,7 @@ def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | Non
     if strategy.pipeline is None:
         return None
     ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
-    divides = config.train.global_batch % (ranks * strategy.pipeline.num_microbatches) == 0
+    divides = config.train.global_batch % (ranks * strategy.pipeline.schedule.num_microbatches) == 0
     return abstract_batch(config) if divides else None
 
 

@@ -1,10 +1,10 @@
-"""Modules of a model, unmodified: how their calls are wrapped, and which of them stack layers."""
+"""Modules of a model, unmodified: how calls are wrapped; which stack layers, which are bridged."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -173,3 +173,10 @@ def stacks_of(model: nnx.Module) -> dict[Path, int]:
         if not inside and (count := num_stacked(module)) is not None:
             counts[keys] = count
     return {"/".join(map(str, keys)): count for keys, count in counts.items()}
+
+
+def bridges_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], nnx.bridge.ToNNX]]:
+    """The bridged Linen modules of a model, with their keys."""
+    for keys, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.bridge.ToNNX):
+            yield tuple(keys), module

@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import eval_equation, eval_jaxpr, inner_programs
 from ..core.typing import Array, Function, PyTree
-from .units import UNIT_NAME, RealOnly, RematPolicy
+from .units import RealOnly, RematPolicy, is_unit
 from .walk import (
     CALLS,
     LOOPS,
@@ -150,11 +150,6 @@ def scan_over_layers(
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return scanned
-
-
-def is_unit(equation: JaxprEqn) -> bool:
-    """Whether an equation of a jaxpr is the call of a marked unit."""
-    return equation.params.get("name") == UNIT_NAME and "jaxpr" in equation.params
 
 
 def find_chains(jaxpr: Jaxpr) -> list[Chain]:

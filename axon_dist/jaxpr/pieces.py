@@ -17,7 +17,8 @@ from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
 from ..core.weighted import PER_SAMPLE
 from .factors import EACH, RESHAPES
-from .layer_scan import has_units, is_unit
+from .layer_scan import has_units
+from .units import is_unit
 from .walk import (
     LOOPS,
     Atom,

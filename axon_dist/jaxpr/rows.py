@@ -25,7 +25,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs, new_operation
 from ..core.typing import Array, Function, PyTree
 from .factors import ELEMENTWISE, KEEPS, MOVES, Role, factors
-from .layer_scan import has_units, is_unit
+from .layer_scan import has_units
+from .units import is_unit
 from .walk import (
     Params,
     called,

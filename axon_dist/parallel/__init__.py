@@ -20,14 +20,14 @@ from .data import local_sgd as local_sgd
 from .data import zero as zero
 from .expert import EXPERTS as EXPERTS
 from .expert import MIX as MIX
+from .expert import SUM_SAMPLES as SUM_SAMPLES
 from .expert import ByExperts as ByExperts
 from .expert import ExpertForm as ExpertForm
+from .expert import SumOverRanks as SumOverRanks
 from .expert import expert_parallel as expert_parallel
 from .expert import has_experts as has_experts
 from .expert import keep_samples_apart as keep_samples_apart
 from .expert import map_experts as map_experts
-from .expert import sum_over_ranks as sum_over_ranks
-from .expert import sums_samples as sums_samples
 from .kernels import LossOverMesh as LossOverMesh
 from .kernels import map_kernels as map_kernels
 from .pipelining import Pipeline as Pipeline

@@ -181,7 +181,8 @@ class ShardingStrategy(NamedChoice):
     NO_SHARD = "no_shard"
     """Nothing: data parallelism."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """Gradients, between microbatches too, and optimizer state: ZeRO-2."""
+    """Gradients, between microbatches too, and optimizer state: ZeRO-2. Parameters stay whole
+    between steps, where PyTorch splits them until the forward pass."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"

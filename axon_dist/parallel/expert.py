@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.checks import TEXT, ArgumentKind, checked, is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
-from ..core.modules import Around, wrap_calls
+from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree, Shape
@@ -34,7 +34,7 @@ EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
 MIX = "mix_experts"
 """The method of a module that sends tokens through experts, `Experts.mix_experts` or alike."""
 
-SUM = "sum_samples"
+SUM_SAMPLES = "sum_samples"
 """The method of a module that adds up what it finds out about the samples, likewise."""
 
 
@@ -230,29 +230,10 @@ def map_experts(
         form: how tokens are sent.
         capacity: the factor of slots, or None.
     """
-    _wrap(model, has_experts, MIX, SplitExperts(layout, axis, form, capacity))
-
-
-def _wrap(model: nnx.Module, matches: Callable[[object], bool], method: str, run: Around) -> None:
-    """Has something run in place of a method of some modules."""
+    split = SplitExperts(layout, axis, form, capacity)
     for _, module in list(nnx.iter_modules(model)):
-        if matches(module):
-            wrap_calls(module, {method: run})
-
-
-def sum_over_ranks(model: nnx.Module, axes: Axes) -> None:
-    """Has modules with experts find out about the samples of all ranks, in place.
-
-    Args:
-        model: merged in a region where the axes are manual.
-        axes: the mesh axes that split the samples.
-    """
-    _wrap(model, sums_samples, SUM, SumOverRanks(axes))
-
-
-def sums_samples(module: object) -> bool:
-    """Whether a module adds up over the samples of a batch by a method that can be replaced."""
-    return has_experts(module) and hasattr(module, SUM)
+        if has_experts(module):
+            wrap_calls(module, {MIX: split})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +261,9 @@ def keep_samples_apart(model: nnx.Module) -> None:
     Args:
         model: to be traced, to find out what it makes of its samples.
     """
-    _wrap(model, sums_samples, MIX, _one_by_one)
+    for _, module in list(nnx.iter_modules(model)):
+        if hasattr(module, SUM_SAMPLES) and has_experts(module):
+            wrap_calls(module, {MIX: _one_by_one})
 
 
 def _one_by_one(mix: Function, module: nnx.Module, *arrays: Array) -> tuple[Array, Array]:

@@ -29,10 +29,16 @@ BACKWARD = ("recompute", "residuals")
 
 
 _COST = ArgumentKind("a positive number, of one block", lambda x: is_number(x) and x > 0)
+_CLASSES = ArgumentKind(
+    'the name of a block class, the class itself, or a tuple of these, such as ("Block",)',
+    lambda x: all(
+        isinstance(each, (str, type)) for each in (x if isinstance(x, (tuple, list)) else (x,))
+    ),
+)
 _STAGES = ArgumentKind("an nnx.Module, of one stage", lambda x: isinstance(x, nnx.Module)).several()
 
 
-@checked(costs=_COST.several().or_none())
+@checked(costs=_COST.several().or_none(), classes=_CLASSES)
 def pipelined(
     num_stages: int,
     num_microbatches: int,
@@ -96,31 +102,13 @@ def pipelined(
     if backward not in (valid := [*BACKWARD, *POLICIES]):
         raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
     keeps = backward != "recompute"
-    plan = PipelinePlan(table, axis, _names(classes), _integers(boundaries), costs, keeps)
+    entries = (classes,) if isinstance(classes, (str, type)) else classes
+    names = tuple(each if isinstance(each, str) else each.__name__ for each in entries)
+    if boundaries is not None:
+        boundaries = tuple(map(operator.index, boundaries))
+    plan = PipelinePlan(table, axis, names, boundaries, costs, keeps)
     remat = ActivationCheckpointing(policy=backward) if backward in POLICIES else None
     return Strategy("pipeline", pipeline=plan, remat=remat)
-
-
-def _names(classes: Any) -> tuple[str, ...]:
-    entries = tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
-    if not all(isinstance(each, (str, type)) for each in entries):
-        raise ConfigError(
-            f"got classes={classes!r}; it must be the name of a block class, the class itself, or "
-            'a tuple of these, such as classes=("Block",)'
-        )
-    return tuple(each if isinstance(each, str) else each.__name__ for each in entries)
-
-
-def _integers(boundaries: Any) -> tuple[int, ...] | None:
-    if boundaries is None:
-        return None
-    try:
-        return tuple(operator.index(boundary) for boundary in boundaries)
-    except TypeError:
-        raise ConfigError(
-            f"got boundaries={boundaries!r}; it must be a tuple of integers, the first block of "
-            "each stage and the number of blocks, such as (0, 2, 4)"
-        ) from None
 
 
 class PipelineStage(nnx.Module):
@@ -332,7 +320,7 @@ def read_schedule(
         table = build_schedule(str(schedule), num_stages, num_microbatches, chunks)
     got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
     asked = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    if got != asked or chunks not in (None, table.chunks):
+    if got != asked or (chunks is not None and chunks != table.chunks):
         raise ConfigError(
             f"schedule {table.name!r} has {got} and {table.chunks} chunks, and the pipeline was "
             f"given {asked} and chunks={chunks}; make them equal"

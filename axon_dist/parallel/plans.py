@@ -11,12 +11,12 @@ from flax import nnx
 
 from ..collectives import Compression
 from ..core.checks import is_whole
-from ..core.errors import ConfigError, MeshError, NamedChoice, UnsupportedError, did_you_mean
+from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.typing import Path
 from ..jaxpr.linen import linen_modules
 from ..mesh import World
 from ..nn import block_paths
-from ..schedule import Schedule, partition
+from ..schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,33 +39,6 @@ class PipelinePlan:
     boundaries: tuple[int, ...] | None = None
     costs: tuple[float, ...] | None = None
     keeps_residuals: bool = False
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches per step."""
-        return self.schedule.num_microbatches
-
-    def partition(self, num_layers: int) -> tuple[int, ...]:
-        """The first layer of each stage of a chain of layers, and their number."""
-        return partition(num_layers, self.schedule.num_stages, self.costs, self.boundaries)
-
-    def validate(self, world: World) -> None:
-        """Checks the plan against a world.
-
-        Raises:
-            MeshError: when the mesh lacks the axis, or has another number of ranks on it.
-        """
-        if self.axis not in world.mesh.axis_names:
-            raise MeshError(
-                f"the pipeline is split over axis {self.axis!r}, which mesh {world.spec} lacks."
-                f"{did_you_mean(self.axis, world.mesh.axis_names)}"
-            )
-        size = world.mesh.shape[self.axis]
-        if size != self.schedule.num_devices:
-            raise MeshError(
-                f"schedule {self.schedule.name!r} is for {self.schedule.num_devices} devices, and "
-                f"mesh {world.spec} has {size} along {self.axis!r}; make them equal"
-            )
 
 
 APART = ("diloco", "local_sgd")

@@ -14,7 +14,7 @@ from ..core.errors import (
     did_you_mean,
 )
 from ..mesh import World
-from .plans import CPUOffload, check_offload
+from .plans import CPUOffload, PipelinePlan, check_offload
 from .strategy import Strategy
 
 
@@ -79,11 +79,10 @@ def _rings(strategy: Strategy, positions: bool = True) -> Mapping[str, str] | No
     return {"axis": rings[0].axes[0], **(keys if rings[0].splits_positions else activations)}
 
 
-def _not_over_stages(strategy: Strategy, world: World) -> Mapping[str, str] | None:
-    """An axis that is left to the compiler beside a vocabulary that stages split."""
-    plan = strategy.pipeline
-    if plan is None or not plan.schedule.splits_vocabulary:
-        return None
+def _not_over_stages(
+    strategy: Strategy, plan: PipelinePlan, world: World
+) -> Mapping[str, str] | None:
+    """An axis that is left to the compiler, in no strategy that the stages run by hand."""
     by_hand = {plan.axis, *strategy.batch_axes}
     left = (axis for axis, size in world.mesh.shape.items() if size > 1 and axis not in by_hand)
     return next(({"axis": axis} for axis in left), None)
@@ -168,9 +167,22 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
             and check_offload(placed.strategy.offload, placed.world)
         ),
     ),
-    Requirement(
+    _rule(
+        "the axis of the stages exists",
+        MeshError,
+        "the pipeline is split over axis {axis!r}, which mesh {mesh} lacks.{near}",
+        lambda strategy, world: strategy.pipeline and _lacking([strategy.pipeline.axis], world),
+    ),
+    _rule(
         "the pipeline fits its axis",
-        lambda placed: placed.strategy.pipeline and placed.strategy.pipeline.validate(placed.world),
+        MeshError,
+        "schedule {strategy.pipeline.schedule.name!r} is for "
+        "{strategy.pipeline.schedule.num_devices} devices along {strategy.pipeline.axis!r}, and "
+        "mesh {mesh} has another number of them; make them equal",
+        lambda strategy, world: (
+            strategy.pipeline
+            and strategy.pipeline.schedule.num_devices != world.mesh.shape[strategy.pipeline.axis]
+        ),
     ),
     _rule(
         "stages recompute block by block",
@@ -220,7 +232,11 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "rank of which computes its part alone, and leaves axis {axis!r} to the compiler; leave "
         "split_vocabulary out, for tensor parallelism splits the head already, or use data "
         "parallelism beside the pipeline",
-        lambda strategy, world: strategy.pipeline and _not_over_stages(strategy, world),
+        lambda strategy, world: (
+            strategy.pipeline
+            and strategy.pipeline.schedule.splits_vocabulary
+            and _not_over_stages(strategy, strategy.pipeline, world)
+        ),
     ),
     _rule(
         "stages keep the statistics of all ranks",

@@ -219,6 +219,8 @@ class Stacks:
             shapes: likewise, those of the tree by default; a leaf in a stack that has no row for
                 each block is every block's.
         """
+        if not self.depths:
+            return tree
         leaves: dict[Keys, PyTree] = {}
         likes = flatten(tree if shapes is None else shapes)
         for keys, leaf in flatten(tree).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -19,9 +20,17 @@ from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
-from ..jaxpr.layer_scan import is_unit
 from ..jaxpr.pieces import Piece, cut
-from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for, struct_of
+from ..jaxpr.units import is_unit
+from ..jaxpr.walk import (
+    called,
+    depends_on,
+    interpret,
+    made_by,
+    needed_for,
+    struct_of,
+    variables,
+)
 from ..schedule import Phase, Schedule
 from .layout import Keys, flatten
 from .stage import Data
@@ -44,6 +53,7 @@ class LossTrace:
         metrics: the names of the metrics.
         new_buffers: the atoms of the buffers afterwards.
         calls: the positions of the equations that call a block.
+        is_chain: whether each of them reads a result of the one before.
         changing: the numbers of the buffers that the loss changes.
         of_batch: the variables that depend on the batch, and on no parameter and no block.
         looked_up: the variables of rows of tables that are split over the ranks; they are looked up
@@ -60,6 +70,7 @@ class LossTrace:
     metrics: list[str]
     new_buffers: list[Atom]
     calls: list[int]
+    is_chain: bool
     changing: list[int]
     of_batch: frozenset[Var]
     looked_up: tuple[Var, ...] = ()
@@ -133,7 +144,9 @@ def trace_loss(
     before, after = inputs[len(keys) : len(keys) + num_buffers], outputs[num_loss:]
     of_batch = inputs[len(keys) + num_buffers :]
     calls = [i for i, equation in enumerate(jaxpr.eqns) if is_unit(equation)]
-    made = made_by(jaxpr.eqns[call] for call in calls)
+    blocks = [jaxpr.eqns[call] for call in calls]
+    pairs = itertools.pairwise(blocks)
+    made = made_by(blocks)
     trained = depends_on(jaxpr, [*inputs[: len(keys)], *made])
     return LossTrace(
         jaxpr=jaxpr,
@@ -145,6 +158,7 @@ def trace_loss(
         metrics=sorted(shapes[2]),
         new_buffers=after,
         calls=calls,
+        is_chain=all(variables(other.invars) & {*one.outvars} for one, other in pairs),
         changing=[i for i, v in enumerate(after) if v is not before[i]],
         of_batch=frozenset(depends_on(jaxpr, of_batch) - trained),
     )

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..core.errors import ScheduleError
-from .action import Action, Cell, Phase, dependencies
+from .action import Action, Boundaries, Cell, Phase, dependencies, partition
 
 _LABEL = len("device 10")
 _MARGIN = 6  # ticks shown on each side of a marked cell
@@ -327,6 +327,15 @@ class Schedule:
     def stages_of(self, device: int) -> tuple[int, ...]:
         """The stages that a device holds, in the order of the model."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == device)
+
+    def partition(
+        self,
+        num_layers: int,
+        costs: Sequence[float] | None = None,
+        boundaries: Sequence[int] | None = None,
+    ) -> Boundaries:
+        """Divides a chain of layers into its stages, as the function `partition` does."""
+        return partition(num_layers, self.num_stages, costs, boundaries)
 
     def tick(self, tick: int) -> tuple[Cell, ...]:
         """The cell of every device in one tick."""

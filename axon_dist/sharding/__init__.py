@@ -1,6 +1,6 @@
 """Who owns which part of every array: pure functions of path, shape and mesh.
 
-No device is needed to decide. Imports `core` and `mesh`. Start reading in `policy.py`; `explain`
+No device is needed to decide. Imports `core`. Start reading in `policy.py`; `explain`
 shows what was decided, and checks that it came true.
 """
 

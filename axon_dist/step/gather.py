@@ -1,7 +1,9 @@
 """Gathering a sharded weight for use, and what that does to its gradient on the way back.
 
-`view.py` attaches a gather to each weight of a unit; `gathered` of `jaxpr/units.py` calls it inside
-the unit, under its checkpoint.
+`view.py` attaches a gather to each weight of a unit, and `gathered` of `jaxpr/units.py` calls it
+inside the unit. The backward pass gathers again because `LayerScan.protect` (`jaxpr/layer_scan.py`)
+puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as its policy. A weight of
+no unit is gathered once, before the model runs.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ class GlobalGather:
         grad: that of its gradient after the reduction; None for a weight without one.
         full: that of the weight in use; what tensor parallelism splits stays split.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
-        in_loop: whether a loop reads it in every turn. Else the compiler gathers the weight, or
-            what is multiplied with it, in every turn of the loop. With `in_loop` it is gathered
-            before the loop, and its gradient is summed over the turns before it is scattered.
+        in_loop: whether a loop reads it in every turn. It is then gathered before the loop, and its
+            gradient is summed over the turns before it is scattered; the compiler alone would
+            gather the weight, or what is multiplied with it, in every turn.
     """
 
     mesh: Mesh

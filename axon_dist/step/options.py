@@ -258,8 +258,7 @@ class StepOptions:
         unroll: where a strategy splits or recomputes blocks, and these call each other, they run
             as one loop, which is compiled once. Up to so many are written out instead: each is
             compiled by itself, and what it keeps for its backward pass goes on no stack. None is 4,
-            and 1 where blocks are recomputed, loop themselves, or microbatches are added up. It
-            changes no number.
+            and 1 where blocks are recomputed or loop themselves. It changes no number.
 
     Example:
         >>> StepOptions(accumulate=4, clip_norm=1.0).accumulate

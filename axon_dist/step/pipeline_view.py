@@ -17,6 +17,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.randomness import at_part, without_rank
+from ..jaxpr.walk import equations
 from ..parallel import PipelinePlan
 from ..pipeline import (
     Data,
@@ -62,12 +63,13 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
         arguments: parameters, buffers, batch and scale.
     """
     plan, (params, frozen, buffers, batch, scale) = StagedPlan.of(spec), arguments
-    if plan.pipeline.num_microbatches == 1:
+    if spec.num_microbatches == 1:
         batch = jax.tree.map(lambda x: x[None], batch)
     params, frozen = plan.view.cast((params, frozen))
     replicated = PartitionSpec()
     parted = plan.parted(buffers, batch) if plan.pipeline.schedule.splits_vocabulary else {}
-    draws = draws_of(spec, batch, spec.strategy.batch_axes)
+    asks = jax.tree.leaves(buffers) or _draws(spec, batch)
+    draws = draws_of(spec, batch, spec.strategy.batch_axes) if asks else None
     rest_specs = [plan.by_tokens(parted.get(i), replicated) for i in range(len(plan.rows.rest))]
     stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
     in_specs: list[Any] = [(plan.row_specs, rest_specs), replicated]
@@ -82,7 +84,7 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
         out_specs=(*plan.grad_specs(parted), replicated, replicated, replicated),
         check_vma=False,
     )
-    parts = plan.pipeline.num_microbatches * spec.num_ranks
+    parts = spec.num_microbatches * spec.num_ranks
     # As in `gradient_sums`: scaled like the mean of the whole batch.
     scale = None if scale is None else scale / parts
     rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
@@ -93,6 +95,15 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
     return GradientResult(*sums.means(), buffers)
+
+
+def _draws(spec: StepSpec, batch: Batch) -> bool:
+    """Whether a loss without buffers, and so without keys of a model, draws random numbers."""
+    if spec.num_microbatches * spec.num_ranks == 1:
+        return False
+    samples, shapes = spec.microbatch(batch)
+    program = spec.separator.program(shapes, samples // spec.num_ranks)
+    return any(e.primitive.name.startswith("random_") for e in equations(program.jaxpr))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,7 +233,7 @@ class StagedPlan:
         looked_up = tuple(each.rows.result for each in lookups)
         unparted = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
         trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unparted))
-        programs, count = self.programs(trace), self.pipeline.num_microbatches
+        programs, count = self.programs(trace), spec.num_microbatches
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
         paths = [path for path, _ in leaves_with_paths(drawing)]
@@ -268,7 +279,7 @@ class StagedPlan:
         reduced, names = self._reduce(sums, parted), cast(Any, trace.metrics)
         total, of_loss, metrics = all_sum(sums.loss, self.axes)
         loss = total, of_loss, nested_metrics(dict(zip(names, metrics, strict=True)))
-        return *reduced, unit, loss, without_rank(changed, buffers)
+        return *reduced, unit, loss, changed if draws is None else without_rank(changed, buffers)
 
     def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:
         """The loss of one microbatch of this rank; outside of the manual region of all ranks."""
@@ -292,7 +303,7 @@ class StagedPlan:
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
-        uniform = UniformStages.find(trace, self.rows)
+        uniform = UniformStages.find(trace, self.rows) if trace.is_chain else None
         programs = (uniform or SwitchStages(trace, self.rows)).programs()
         if self.pipeline.schedule.splits_vocabulary:
             programs = [with_parted_loss(program, self.pipeline.axis) for program in programs]

@@ -30,7 +30,7 @@ Found = Mapping[str, Any] | None
 
 def _microbatches(spec: StepSpec) -> Found:
     accumulate, count = spec.options.accumulate, spec.num_microbatches
-    return {"accumulate": accumulate, "count": count} if accumulate not in (1, count) else None
+    return {"accumulate": accumulate, "count": count} if accumulate != count else None
 
 
 def _layers(spec: StepSpec) -> None:
@@ -206,7 +206,7 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
         StrategyConflictError,
         "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
         "its accumulation; leave accumulate out, or change num_microbatches",
-        _microbatches,
+        lambda spec: None if spec.options.accumulate == 1 else _microbatches(spec),
     ),
     Requirement.row(
         "stages have experts in equal blocks",

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from ..collectives import GradSyncStrategy
@@ -27,7 +28,7 @@ from ..jaxpr.randomness import is_added_to
 from ..jaxpr.sample_pairs import RESIZED
 from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
 from ..jaxpr.walk import moves_with, sources_of
-from ..parallel import keep_samples_apart
+from ..parallel import SUM_SAMPLES, keep_samples_apart
 from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
 from .view import warn_of_parts
 
@@ -282,7 +283,9 @@ class Separator:
         apart = ranks == 1 or self._spec.strategy.pipeline is not None
         if apart not in self._traced:
             # Where samples are apart, experts promise to keep them so.
-            adapt = self._spec.view.prepare(None, keep_samples_apart if apart else None)
+            modules = nnx.iter_modules(self._parts.abstract)
+            promises = apart and any(hasattr(module, SUM_SAMPLES) for _, module in modules)
+            adapt = self._spec.view.prepare(None, keep_samples_apart if promises else None)
             self._traced[apart] = Traces(self._parts, self._loss_fn, adapt)
         return self._traced[apart]
 

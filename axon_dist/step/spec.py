@@ -116,7 +116,7 @@ def compiler_options(
     """
     if given is not None:
         _check_values(given)
-    given, chip = dict(given or {}), relative_of(world.mesh)
+    given = dict(given or {})
     fixed = deterministic_options(world, deterministic) if deterministic else {}
     for name, value in fixed.items():
         if name in given and str(given[name]).lower() != str(value).lower():
@@ -127,6 +127,7 @@ def compiler_options(
     if is_abstract(world):
         return {name: value for name, value in given.items() if value is not None}
     defaults: Mapping[str, OptionValue] = {}
+    chip = None if world.is_cpu else relative_of(world.mesh)
     if chip is not None and strategy is None:
         defaults = chip.options_for(world.size)
     elif chip is not None and strategy is not None:
@@ -261,7 +262,7 @@ class StepSpec:
         strategy, options, is_elastic = self.strategy, self.options, self.options.is_elastic
         pipeline, precision = strategy.pipeline, strategy.precision
         mesh = self.world.mesh if self.region is None else self.region
-        count = options.accumulate if pipeline is None else pipeline.num_microbatches
+        count = options.accumulate if pipeline is None else pipeline.schedule.num_microbatches
         count = 1 if is_elastic else count
         # A rule refuses axes that the mesh lacks.
         ranks = math.prod(mesh.shape.get(axis, 1) for axis in strategy.batch_axes)
@@ -382,8 +383,10 @@ class StepSpec:
         layout = self.strategy.layout(self.world.mesh)
         # Kernels first: where a layer has mapped attention over all axes already, nothing is left
         # for them to split.
-        map_kernels(model, layout)
-        if any(hasattr(module, MIX) for _, module in nnx.iter_modules(model)):
+        modules = [module for _, module in nnx.iter_modules(model)]
+        if any(hasattr(module, "attend") for module in modules):
+            map_kernels(model, layout)
+        if any(hasattr(module, MIX) for module in modules):
             map_experts(model, layout)
         for layers in self.strategy.layers:
             layers(model, layout)

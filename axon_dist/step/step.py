@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,12 +23,15 @@ from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
 from .global_view import evaluation, means
-from .guards import ESCAPED, STEPS_IN_FLIGHT, InFlightLimit, jit_of, trace
+from .guards import ESCAPED, DeadlockGuard, trace
 from .replicas import separation_of, shared_metrics
 from .separable import Separation
 from .spec import StepSpec
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
 from .state_form import Claims, StateForm, placed_shape
+
+STEPS_IN_FLIGHT = 16
+"""The most un-waited steps on emulated devices."""
 
 
 class TrainStep:
@@ -67,8 +71,11 @@ class TrainStep:
         self.state_shardings: TrainState = form.places
         self.claims: Claims = form.claims
         self.on_device: Callable[[TrainState], TrainState] = form.on_device
-        self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
-        guarded = jax.jit if spec.strategy.pipeline is None else jit_of(spec)
+        self._in_flight = deque[Array]()
+        # The stages of a pipeline take branches that the compiler partitions over these axes.
+        pipeline, split = spec.strategy.pipeline, (a for a, n in spec.mesh.shape.items() if n > 1)
+        is_partitioned = pipeline and not {*split} <= {pipeline.axis, *spec.strategy.batch_axes}
+        guarded = DeadlockGuard if is_partitioned else jax.jit
         jit = functools.partial(guarded, compiler_options=spec.compiler_options)
         on_device = form.on_device
 
@@ -220,7 +227,12 @@ class TrainStep:
                 state = self._outer_steps[number](state)
             self._counted = weakref.ref(state), count + 1
         self._last = weakref.ref(state)
-        self._in_flight.add(metrics["loss"])
+        if self.world.is_cpu:
+            # Each emulated device of a step under way parks a thread while it waits for the others:
+            # in a pool full of them none can arrive, and XLA ends the process.
+            self._in_flight.append(metrics["loss"])
+            if len(self._in_flight) > STEPS_IN_FLIGHT:
+                jax.block_until_ready(self._in_flight.popleft())
         return state, metrics
 
     def _agree_on_program(self, *args: Any) -> None:

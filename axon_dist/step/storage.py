@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import UnsupportedError
-from ..core.modules import stacks_of
+from ..core.modules import bridges_of, stacks_of
 from ..core.tree import joined, parted, paths_of
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.linen import linen_blocks, linen_modules, linen_named, looped_inputs
+from ..jaxpr.linen import linen_blocks, linen_modules, looped_inputs
 from ..jaxpr.rows import Stacked, by_rows, whole
 from ..jaxpr.units import mark_units, names_of
 from ..ops.int8 import Int8Form, narrowed, widened
@@ -193,7 +193,7 @@ def _stages(
         if len(blocks) < plan.schedule.num_stages:
             raise _too_few(model, plan, blocks)
         table = plan.schedule
-        boundaries = plan.partition(len(blocks))
+        boundaries = table.partition(len(blocks), plan.costs, plan.boundaries)
         stages = Stages(blocks, boundaries, table.placement, table.num_devices)
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
@@ -209,8 +209,8 @@ def _fits(calls: Calls, blocks: Sequence[Keys], plan: PipelinePlan) -> bool:
     said = plan.boundaries[-1:] if plan.boundaries else (len(plan.costs or blocks),)
     if len(blocks) < count or said != (len(blocks),):
         return False
-    ends = enumerate(itertools.pairwise(plan.partition(len(blocks))))
-    return calls.fits([stage for stage, (first, end) in ends for _ in range(first, end)])
+    ends = itertools.pairwise(plan.schedule.partition(len(blocks), plan.costs, plan.boundaries))
+    return calls.fits([at for at, (first, end) in enumerate(ends) for _ in range(first, end)])
 
 
 def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
@@ -221,7 +221,7 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
             f"the pipeline has {count} stages, and the longest way through the loss has {size} "
             "calls of blocks, one behind another. Use fewer stages"
         )
-    return plan.partition(size)
+    return plan.schedule.partition(size, plan.costs, plan.boundaries)
 
 
 def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> UnsupportedError:
@@ -284,10 +284,10 @@ def block_keys(
         is_block = type(module).__name__ in classes if classes else listed
         if is_block and not _is_in(keys, outermost):
             outermost.append(keys)
-    if loops and not classes:
-        in_linen: Iterable[Keys] = loops
-    else:
-        in_linen = linen_named(model, classes) if classes else linen_blocks(model)
+    in_linen: Iterable[Keys] = loops
+    if classes or not loops:
+        bridges = bridges_of(model)
+        in_linen = [above + keys for above, one in bridges for keys in linen_blocks(one, classes)]
     # Of those within each other the outermost.
     for keys in sorted(in_linen, key=len):
         if not _is_in(keys, outermost):

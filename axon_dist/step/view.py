@@ -12,24 +12,25 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
+from ..core.modules import bridges_of, wrap_calls
 from ..core.tree import is_key
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
-from ..jaxpr.linen import bridges_of
 from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
 from ..ops.precision import autocast, cast_floating, wide
 from ..parallel import (
+    SUM_SAMPLES,
     LossOverMesh,
     Reduction,
     Strategy,
+    SumOverRanks,
     TransformerAutoWrapPolicy,
+    has_experts,
     ring_products,
     sends_pieces,
-    sum_over_ranks,
-    sums_samples,
 )
 from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
@@ -117,7 +118,8 @@ class ModelChanges:
             }
             marks = model, lambda path, _: path in self.units, remat, self.looped
             units = mark_units(*marks) if self.units else []
-            linen = ["/".join(map(str, keys)) for keys, _ in bridges_of(model)]
+            bridges = bridges_of(model) if self.parts.int8 else ()
+            linen = ["/".join(map(str, keys)) for keys, _ in bridges]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
             for path, variable in ((p, v) for p, v in variables.items() if p in weights):
@@ -305,15 +307,19 @@ def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
         axes: the mesh axes that split the batch.
 
     """
-    for module in _batch_norms(model):
-        module.axis_name = axes  # type: ignore[assignment]
-    sum_over_ranks(model, axes)
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, nnx.BatchNorm):
+            module.axis_name = axes  # type: ignore[assignment]
+        elif hasattr(module, SUM_SAMPLES) and has_experts(module):
+            wrap_calls(module, {SUM_SAMPLES: SumOverRanks(axes)})
 
 
 def has_statistics(model: nnx.Module) -> bool:
     """Whether a model has what `synchronise_statistics` changes; of arrays or shapes."""
-    counts = any(sums_samples(module) for _, module in nnx.iter_modules(model))
-    return counts or next(_batch_norms(model), None) is not None
+    return any(
+        isinstance(module, nnx.BatchNorm) or (hasattr(module, SUM_SAMPLES) and has_experts(module))
+        for _, module in nnx.iter_modules(model)
+    )
 
 
 def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:

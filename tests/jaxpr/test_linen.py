@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axon_dist.jaxpr.layer_scan import find_chains, is_unit
+from axon_dist.jaxpr.layer_scan import find_chains
 from axon_dist.jaxpr.linen import linen_blocks
-from axon_dist.jaxpr.units import GATHER, mark_units
+from axon_dist.jaxpr.units import GATHER, is_unit, mark_units
 from axon_dist.nn import block_paths
 
 WIDTH, DEPTH = 4, 3
