@@ -100,7 +100,7 @@ class _Reader:
         self.spread: set[int] = {-1}
         self.wholes: dict[tuple[int, Splits], Sharded] = {}
         self.joint: list[tuple[Sum, Axes, Axes]] = []
-        # What a constraint writes that sends nothing: the axes over which ranks keep a slice.
+        # The axes over which a constraint that sends nothing cuts what it writes.
         self.slices: dict[tuple[int, ...], Axes] = {}
 
     def input(self, atom: Atom, splits: Splits) -> Sharded:
@@ -189,8 +189,7 @@ class _Reader:
         if shard and self._sends_rows(one, shard):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
-        # XLA:CPU has no reduce-scatter, and slices the all-reduced sum. And no platform scatters,
-        # over some of its axes, a sum that has to be replicated.
+        # XLA:CPU slices an all-reduced sum; no platform scatters a replicated one over some axes.
         if shard and (self.platform == "cpu" or (rest and one.is_replicated)):
             shard, rest = NONE, one.axes
         if shard and rest and one.node.kind != "product":
@@ -231,10 +230,7 @@ class _Reader:
             self._scatter_what_is_sliced(summed)
 
     def _scatter_what_is_sliced(self, summed: set[Axes]) -> None:
-        """Makes an all-reduce a reduce-scatter where each rank reads a slice of the sum.
-
-        XLA's ReduceScatterCreator does so.
-        """
+        """Scatters a sum of which each rank reads a slice, as XLA's ReduceScatterCreator does."""
         for node in self.nodes:
             all_reduces = [one for one in node.sent if one.kind == "all-reduce"]
             if node.name not in SUMS or (len(all_reduces), len(node.writes)) != (1, 1):
@@ -338,8 +334,8 @@ class _Reader:
             # A sum that has to be replicated after a loop is completed there, and scattered once.
             for one in operand.partial:
                 one.is_replicated = True
-                # XLA:CPU reduces what a loop adds up in every iteration; other platforms once,
-                # after the loop (WhileLoopAllReduceCodeMotion).
+                # XLA:CPU reduces in every iteration, others behind the loop
+                # (WhileLoopAllReduceCodeMotion).
                 one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
             self.resolved(operand, scatter=axes)

@@ -200,8 +200,7 @@ class TrainStep:
                 that the builder was given, that is said there.
         """
         if held is not None:
-            text = "held= of a step is called was_nonfinite="
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            warnings.warn("held= is called was_nonfinite=", DeprecationWarning, stacklevel=2)
             was_nonfinite = held
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
@@ -340,8 +339,7 @@ class TrainStep:
         """Lowers the step for a batch of shapes or arrays, without running or storing anything.
 
         Args:
-            batch: leaves of shape [B, ...] with B the samples of all processes;
-                `jax.ShapeDtypeStruct` will do.
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
 
         Returns:
             The lowered step; `.compile()` it to read its memory and collectives. It compiles as it
@@ -374,8 +372,7 @@ class TrainStep:
         """Traces what follows the steps after which replicas synchronize; one program a fragment.
 
         Returns:
-            As of `program`, for a state alone; none where the strategy has no replicas that train
-            on their own.
+            As of `program`, for a state alone; none where the strategy has no such replicas.
         """
         state = self.form.placed_shapes
         return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._outer_steps)
@@ -433,15 +430,11 @@ class PortableForm:
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
-        >>> from axon_dist.mesh import World
-        >>> from axon_dist.parallel import ddp
-        >>> from axon_dist.train import build_train_step
+        >>> from axon_dist import World, build_train_step, ddp
         >>> loss_fn = lambda model, batch: jnp.mean(model(batch["x"]))
         >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> form = PortableForm(
-        ...     build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
-        ... )
-        >>> form.target.params["kernel"].shape
+        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
+        >>> PortableForm(step).target.params["kernel"].shape
         (2, 1)
     """
 
