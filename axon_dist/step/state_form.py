@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rich.console import Group
@@ -288,7 +289,10 @@ class StateForm:
             params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
                 agree(world, "parameters of the model", checksums(params))
-            values = self.spec.stored.storage.store(params), buffers
+            weights = self.spec.stored.storage.store(params)
+            if world.is_cpu and world.num_processes == 1:
+                weights = jax.tree.map(_in_memory, weights)
+            values = weights, buffers
             stored, buffers = jax.device_put(values, (self._stored, self.replicated))
         else:
             stored, buffers = self._drawn(weights)
@@ -379,6 +383,14 @@ class StateForm:
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
         return self._factory()(arrays)
+
+
+def _in_memory(leaf: Leaf) -> Leaf | np.ndarray:
+    """An array of one CPU device as the numpy array that it is.
+
+    To split one over several devices numpy makes views, where JAX compiles a program per shape.
+    """
+    return np.asarray(leaf) if len(leaf.sharding.device_set) == 1 else leaf
 
 
 def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:
