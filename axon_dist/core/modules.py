@@ -155,20 +155,27 @@ def num_stacked(module: nnx.Module) -> int | None:
     sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
         return None
-    # By how many dims the parameters of layers of Flax exceed those of one such layer.
     extra: set[int] = set()
     for _, layer in nnx.iter_modules(module):
-        dims = next((find(layer) for kind, find in DIMS.items() if isinstance(layer, kind)), {})
-        attributes = {name: getattr(layer, name, None) for name in dims}
-        params = {name: value for name, value in attributes.items() if isinstance(value, nnx.Param)}
-        extra |= {len(x.get_value().shape) - dims[name] for name, x in params.items()}
+        extra |= _extra_dims(layer)
     return sizes.pop() if extra == {1} else None
+
+
+def _extra_dims(layer: nnx.Module) -> set[int]:
+    """By how many dims the parameters of a layer of Flax exceed those of one such layer."""
+    dims = next((find(layer) for kind, find in DIMS.items() if isinstance(layer, kind)), {})
+    attributes = {name: getattr(layer, name, None) for name in dims}
+    params = {name: value for name, value in attributes.items() if isinstance(value, nnx.Param)}
+    return {len(x.get_value().shape) - dims[name] for name, x in params.items()}
 
 
 def stacks_of(model: nnx.Module) -> dict[Path, int]:
     """The outermost stacked modules of a model, and how many layers each holds."""
     counts: dict[tuple, int] = {}
-    for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
+    modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    if not any(1 in _extra_dims(module) for _, module in modules):
+        return {}
+    for keys, module in modules:
         inside = not keys or any(keys[: len(outer)] == outer for outer in counts)
         if not inside and (count := num_stacked(module)) is not None:
             counts[keys] = count

@@ -333,6 +333,7 @@ class TrainStep:
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
             state = self.on_device(state)
+            return self.parts.merge(*self.form.values_of_rows(state))
         return self.parts.merge(*self.form.values(state))
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:

@@ -61,7 +61,7 @@ def batch_of(number, factor=1.0):
 def build(strategy=None, axes="dp=4", policy="skip", loss=loss_fn, **options):
     world = World.emulate(int(np.prod([int(part.split("=")[1]) for part in axes.split(",")])), axes)
     return build_train_step(
-        make_chain, optax.adam(1e-2), loss, strategy or ddp(), world, nonfinite=policy, **options
+        make_chain(), optax.adam(1e-2), loss, strategy or ddp(), world, nonfinite=policy, **options
     )
 
 
