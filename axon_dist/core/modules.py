@@ -31,10 +31,6 @@ class Layers:
 
     layers: tuple[tuple[str, Around], ...] = ()
 
-    def around(self, name: str) -> tuple[Around, ...]:
-        """What runs around one method, the innermost first."""
-        return tuple(function for method, function in self.layers if method == name)
-
 
 @dataclasses.dataclass(frozen=True)
 class Beneath:
@@ -59,7 +55,7 @@ class Beneath:
         """Runs it."""
         if not self.depth:
             return getattr(self.module_type, self.name)(module, *args, **kwargs)
-        around = layers_of(module).around(self.name)[self.depth - 1]
+        around = around_of(module, self.name)[self.depth - 1]
         return around(dataclasses.replace(self, depth=self.depth - 1), module, *args, **kwargs)
 
 
@@ -81,7 +77,7 @@ def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
         >>> float(layer(jnp.ones((1, 2))).sum()), isinstance(layer, nnx.Linear)
         (0.0, True)
     """
-    before = layers_of(module)
+    before = getattr(module, HELD, Layers())
     after = Layers((*before.layers, *sorted(around.items(), key=lambda item: item[0])))
     original = type(module).__mro__[1] if before.layers else type(module)
     names = tuple(sorted({name for name, _ in after.layers}))
@@ -89,9 +85,10 @@ def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
     setattr(module, HELD, after)
 
 
-def layers_of(module: nnx.Module) -> Layers:
-    """What runs around the methods of a module."""
-    return getattr(module, HELD, Layers())
+def around_of(module: nnx.Module, name: str) -> tuple[Around, ...]:
+    """What runs around a method of a module, the innermost first."""
+    layers = getattr(module, HELD, Layers()).layers
+    return tuple(function for method, function in layers if method == name)
 
 
 # Flax and JAX keep every class of modules for good, so there must not be one per wrapping: a class
@@ -104,7 +101,7 @@ def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Mod
         # Keeps the signature, by which attention is distinguished from other modules.
         @functools.wraps(getattr(module_type, name))
         def call(self: nnx.Module, *args: object, **kwargs: object) -> PyTree:
-            depth = len(layers_of(self).around(name))
+            depth = len(around_of(self, name))
             return Beneath(module_type, name, depth)(self, *args, **kwargs)
 
         return call

@@ -217,11 +217,6 @@ def shard_bytes(leaf: Leaf) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def paths_of(weights: PyTree) -> frozenset[Path]:
-    """The paths of the leaves of a tree."""
-    return frozenset(path for path, _ in leaves_with_paths(weights))
-
-
 def shapes_of(tree: PyTree, lead: int = 0) -> PyTree:
     """The shapes of a tree's arrays, without some leading dims.
 

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
-from ..core.modules import bridges_of, layers_of, num_stacked, wrap_calls
+from ..core.modules import around_of, bridges_of, num_stacked, wrap_calls
 from ..core.tree import path_str
 from ..core.typing import Array, Function, Path, PyTree
 from .linen import (
@@ -139,7 +139,7 @@ def mark_units(
     # Created per trace, so that the programs of units are released with the trace.
     around = {"__call__": AsUnit(UnitPrograms(_running(remat)))}
     for _, module in units:
-        if not any(isinstance(one, AsUnit) for one in layers_of(module).around("__call__")):
+        if not any(isinstance(one, AsUnit) for one in around_of(module, "__call__")):
             wrap_calls(module, around)
     outer = [path for path, _ in units]
     inner: list[Path] = []

@@ -56,7 +56,9 @@ def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientRe
         samples, shapes = spec.microbatch(batch)
         jaxpr = spec.separator.program(shapes, samples).jaxpr
         looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.parts.weights)])
-    forward = beside(global_forward(spec, spec.change_layers, once, looped), frozen)
+    forward = global_forward(spec, spec.change_layers, once, looped)
+    if frozen:
+        forward = beside(forward, frozen)
     if once:
         params = map_with_path(
             lambda path, weight: global_gather(spec, path).forward(weight), spec.view.cast(params)

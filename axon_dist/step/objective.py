@@ -329,8 +329,6 @@ def beside(forward: Forward, frozen: PyTree) -> Forward:
         forward: of all parameters.
         frozen: those that nothing is differentiated by.
     """
-    if not frozen:
-        return forward
     return lambda params, *args: forward(joined(params, frozen), *args)
 
 

@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import AxonDistError, ConfigError
-from ..core.tree import paths_of
+from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree, Shape
 from ..jaxpr.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
 from ..jaxpr.walk import equations
@@ -65,7 +65,11 @@ def optimizer_for(
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
     staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis)
-    return staged, storage.with_state_rows(staged.state_form.row_paths)
+    # Which leaves of the optimizer's state are rows.
+    policy: Any = storage.strategy.opt_state
+    policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)
+    strategy = dataclasses.replace(storage.strategy, opt_state=policy)
+    return staged, dataclasses.replace(storage, strategy=strategy)
 
 
 def _fitting(
@@ -160,7 +164,7 @@ def _as_state(
     optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
-    trained = paths_of(parts.params)
+    trained = {path for path, _ in leaves_with_paths(parts.params)}
     shown = nnx.state(parts.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
     structure = jax.tree.structure(shown)
     # The leaves of the two forms may be ordered differently: numbers among names.

@@ -23,7 +23,6 @@ from ..core.tree import (
     joined,
     leaves_with_paths,
     parted,
-    paths_of,
     problem_of,
     shapes_of,
 )
@@ -217,7 +216,8 @@ class ModelParts:
         object.__setattr__(self, "weights", weights)
         shapes = {path: leaf.shape for path, leaf in leaves_with_paths(weights)}
         object.__setattr__(self, "shapes", shapes)
-        object.__setattr__(self, "frozen_paths", paths_of(self.frozen))
+        frozen = frozenset(path for path, _ in leaves_with_paths(self.frozen))
+        object.__setattr__(self, "frozen_paths", frozen)
 
     @property
     def arguments(self) -> tuple[PyTree, PyTree]:

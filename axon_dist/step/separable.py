@@ -163,9 +163,14 @@ class Separator:
         if self._microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
         total = samples * self._microbatches
-        if self._microbatches > 1 and not self._is_computable(batch, total, ranks):
-            # A loss of microbatches: of more samples one device could not compute it either.
-            total = samples
+        if self._microbatches > 1:
+            try:
+                self._traces(ranks).of(batch, total)
+            except AxonDistError:
+                raise
+            except Exception:  # Whatever the user's loss does with more samples.
+                # A loss of microbatches: of more samples one device could not compute it either.
+                total = samples
         if samples // ranks == total:
             self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
@@ -249,15 +254,6 @@ class Separator:
         output = traced.total_of(sum_name(number))
         moving = moves_with(traced.program, output, len(paths))
         return any(paths[at] not in self._parts.frozen_paths for at in moving)
-
-    def _is_computable(self, batch: Batch, samples: int, ranks: int) -> bool:
-        try:
-            self._traces(ranks).of(batch, samples)
-        except AxonDistError:
-            raise
-        except Exception:  # Whatever the user's loss does with more samples.
-            return False
-        return True
 
     def program(self, batch: Batch, samples: int) -> ClosedJaxpr:
         """The program of the loss, traced once for a number of samples.
