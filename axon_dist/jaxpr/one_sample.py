@@ -18,17 +18,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.typing import Shape
 from .factors import ELEMENTWISE, RESHAPES
-from .sample_pairs import (
-    Operation,
-    PairValues,
-    Shapes,
-)
+from .sample_pairs import Operation, PairValues, Shapes
 from .sample_rules import SAMPLE_RULES, is_transposed
-from .sample_values import (
-    Coupling,
-    Kind,
-    Value,
-)
+from .sample_values import Coupling, Kind, Value
 from .walk import shape_of
 
 Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]

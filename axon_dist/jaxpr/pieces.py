@@ -32,9 +32,7 @@ from .walk import (
     values_of,
     variables,
 )
-from .walk import (
-    equations as every_equation,
-)
+from .walk import equations as every_equation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,16 +17,7 @@ from .sample_pairs import (
     is_turn,
     not_numbered,
 )
-from .sample_values import (
-    Coupling,
-    Kind,
-    Value,
-    Why,
-    aligned,
-    either,
-    nonlinear,
-    plus,
-)
+from .sample_values import Coupling, Kind, Value, Why, aligned, either, nonlinear, plus
 
 
 def _take(op: Operation, values: list[Value]) -> Value:

@@ -18,15 +18,7 @@ from ..core.compat import eval_equation, source_line
 from ..core.tree import is_key
 from ..core.typing import Array, PyTree
 from .factors import Factors, Role, factors_of
-from .sample_values import (
-    CONSTANT,
-    Coupling,
-    Kind,
-    Number,
-    Value,
-    Why,
-    coupled,
-)
+from .sample_values import CONSTANT, Coupling, Kind, Number, Value, Why, coupled
 from .walk import OPENED, Atom, Aval, Params, dtype_of, equations, shape_of, struct_of
 
 Constant: TypeAlias = Array | np.ndarray | Number

@@ -15,15 +15,7 @@ from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
 from .factors import ALONG_ONE, ELEMENTWISE, KEEPS, REDUCTIONS, TRAILING, WINDOWS, Role
 from .randomness import FIRST_KEY
 from .sample_indexing import INDEXING
-from .sample_pairs import (
-    Operation,
-    Rule,
-    all_constant,
-    as_rows,
-    grown,
-    not_numbered,
-    only_numbers,
-)
+from .sample_pairs import Operation, Rule, all_constant, as_rows, grown, not_numbered, only_numbers
 from .sample_values import (
     CONSTANT,
     Coupling,

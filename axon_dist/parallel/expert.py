@@ -236,6 +236,16 @@ def map_experts(
             wrap_calls(module, {MIX: split})
 
 
+def sum_over_ranks(module: nnx.Module, axes: Axes) -> None:
+    """Has a module with experts find out about the samples of all ranks, in place.
+
+    Args:
+        module: merged in a region where the axes are manual.
+        axes: the mesh axes that split the samples.
+    """
+    wrap_calls(module, {SUM_SAMPLES: SumOverRanks(axes)})
+
+
 @dataclasses.dataclass(frozen=True)
 class SumOverRanks:
     """Runs in place of a module's `sum_samples`, where each rank has some of the samples.

@@ -233,12 +233,12 @@ class Pipeline:
             2
         """
         ordered = _in_order(modules)
-        table = _read_table(schedule)
+        schedule = _read_table(schedule)
         pipe = cls(
             StageChain(ordered),
-            _num_ranks(len(ordered), schedule if table is None else table, chunks),
+            _num_ranks(len(ordered), schedule, chunks),
             num_microbatches,
-            schedule if table is None else table,
+            schedule,
             chunks=chunks,
             boundaries=tuple(range(len(ordered) + 1)),
             **options,
@@ -316,11 +316,11 @@ def read_schedule(
         ConfigError: for a table of other sizes than asked for, or a file that is not there.
     """
     table = _read_table(schedule)
-    if table is None:
-        table = build_schedule(str(schedule), num_stages, num_microbatches, chunks)
+    if isinstance(table, str):
+        table = build_schedule(table, num_stages, num_microbatches, chunks)
     got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
     asked = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    if got != asked or (chunks is not None and chunks != table.chunks):
+    if got != asked or chunks not in (None, table.chunks):
         raise ConfigError(
             f"schedule {table.name!r} has {got} and {table.chunks} chunks, and the pipeline was "
             f"given {asked} and chunks={chunks}; make them equal"
@@ -329,12 +329,10 @@ def read_schedule(
     return table
 
 
-def _read_table(schedule: str | Schedule) -> Schedule | None:
-    """A user's table, a `Schedule` or a CSV file; None for a name."""
-    if isinstance(schedule, Schedule):
+def _read_table(schedule: str | Schedule) -> Schedule | str:
+    """A user's table, a `Schedule` or a CSV file; the name, where that is what it is."""
+    if isinstance(schedule, Schedule) or not str(schedule).endswith(".csv"):
         return schedule
-    if not str(schedule).endswith(".csv"):
-        return None
     path = as_path(str(schedule), "schedule")
     if kind_at(path) is None:
         raise ConfigError(

@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from ..collectives import GradSyncStrategy
-from ..core.errors import (
-    AxonDistError,
-    MeshError,
-    Requirement,
-    StrategyConflictError,
-    did_you_mean,
-)
+from ..core.errors import AxonDistError, MeshError, Requirement, StrategyConflictError, did_you_mean
 from ..mesh import World
 from .plans import CPUOffload, check_offload
 from .strategy import Strategy

@@ -434,16 +434,12 @@ class _JoinedRows:
         if any(batch) or rows < 2 or tuple(of_x) != tuple(range(rows, x.ndim)):
             (result,) = eval_equation(equation, (x, w))
             return result
-        joined = self._join(x, rows)
+        # An id is of one array for as long as the array is held.
+        _, joined = self._joined.get(id(x), (x, x))
+        if joined.ndim != x.ndim - rows + 1:
+            joined = x.reshape(math.prod(x.shape[:rows]), *x.shape[rows:])
+            self._joined[id(x)] = x, joined
         dims = (tuple(range(1, joined.ndim)), of_w), batch
         matrices = equation.replace(params={**equation.params, "dimension_numbers": dims})
         (result,) = eval_equation(matrices, (joined, w))
         return result.reshape(struct_of(equation.outvars[0]).shape)
-
-    def _join(self, x: Array, rows: int) -> Array:
-        # An id is of one array for as long as the array is held.
-        known = self._joined.get(id(x))
-        if known is None or known[1].ndim != x.ndim - rows + 1:
-            shape = math.prod(x.shape[:rows]), *x.shape[rows:]
-            known = self._joined[id(x)] = x, x.reshape(shape)
-        return known[1]

@@ -21,13 +21,7 @@ from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
 from ..jaxpr.factors import EACH
-from ..jaxpr.owners import (
-    Atom,
-    OwnedOperation,
-    OwnedProgram,
-    as_array,
-    sums_of,
-)
+from ..jaxpr.owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
 from .layout import Keys, ParamLike, flatten, nest
 from .storage import Cell, ModelStorage
 

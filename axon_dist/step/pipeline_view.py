@@ -17,7 +17,6 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.randomness import at_part, without_rank
-from ..jaxpr.walk import equations
 from ..parallel import PipelinePlan
 from ..pipeline import (
     Data,
@@ -68,8 +67,9 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     params, frozen = plan.view.cast((params, frozen))
     replicated = PartitionSpec()
     parted = plan.parted(buffers, batch) if plan.pipeline.schedule.splits_vocabulary else {}
-    asks = jax.tree.leaves(buffers) or _draws(spec, batch)
-    draws = draws_of(spec, batch, spec.strategy.batch_axes) if asks else None
+    draws = None
+    if jax.tree.leaves(buffers) or spec.parts_draw(batch):
+        draws = draws_of(spec, batch, spec.strategy.batch_axes)
     rest_specs = [plan.by_tokens(parted.get(i), replicated) for i in range(len(plan.rows.rest))]
     stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
     in_specs: list[Any] = [(plan.row_specs, rest_specs), replicated]
@@ -95,15 +95,6 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
     return GradientResult(*sums.means(), buffers)
-
-
-def _draws(spec: StepSpec, batch: Batch) -> bool:
-    """Whether a loss without buffers, and so without keys of a model, draws random numbers."""
-    if spec.num_microbatches * spec.num_ranks == 1:
-        return False
-    samples, shapes = spec.microbatch(batch)
-    program = spec.separator.program(shapes, samples // spec.num_ranks)
-    return any(e.primitive.name.startswith("random_") for e in equations(program.jaxpr))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

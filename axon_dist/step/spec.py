@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
+from ..jaxpr.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
 from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings
@@ -312,6 +313,18 @@ class StepSpec:
         """
         shapes = shapes_of(batch, lead=int(self.num_microbatches > 1))
         return jax.tree.leaves(shapes)[0].shape[0], shapes
+
+    def parts_draw(self, batch: Batch) -> bool:
+        """Whether the loss draws random numbers of parts of a batch, of which there are several.
+
+        Args:
+            batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
+        """
+        if self.num_microbatches * self.num_ranks == 1:
+            return False
+        samples, shapes = self.microbatch(batch)
+        program = self.separator.program(shapes, samples // self.num_ranks)
+        return any(e.primitive.name.startswith("random_") for e in equations(program.jaxpr))
 
     @cached_property
     def compiler_options(self) -> dict[str, OptionValue]:

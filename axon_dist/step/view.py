@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
-from ..core.modules import bridges_of, wrap_calls
+from ..core.modules import bridges_of
 from ..core.tree import is_key, wide
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
@@ -27,11 +27,11 @@ from ..parallel import (
     LossOverMesh,
     Reduction,
     Strategy,
-    SumOverRanks,
     TransformerAutoWrapPolicy,
     has_experts,
     ring_products,
     sends_pieces,
+    sum_over_ranks,
 )
 from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
@@ -310,7 +310,7 @@ def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
         if isinstance(module, nnx.BatchNorm):
             module.axis_name = axes  # type: ignore[assignment]
         elif hasattr(module, SUM_SAMPLES) and has_experts(module):
-            wrap_calls(module, {SUM_SAMPLES: SumOverRanks(axes)})
+            sum_over_ranks(module, axes)
 
 
 def has_statistics(model: nnx.Module) -> bool:

@@ -86,16 +86,26 @@ def test_dropout_draws_what_one_device_draws(row, optimizer):
             np.testing.assert_allclose(got[...], want[...], rtol=1e-5, atol=2e-6, err_msg=str(keys))
 
 
+def noisy_loss(model, batch):
+    x = batch["x"] + 0.1 * jax.random.normal(jax.random.key(3), batch["x"].shape)
+    return jnp.mean((model(x) - batch["y"]) ** 2)
+
+
 def test_keys_made_on_the_way_are_refused():
-
-    def noisy(model, batch):
-        x = batch["x"] + 0.1 * jax.random.normal(jax.random.key(3), batch["x"].shape)
-        return jnp.mean((model(x) - batch["y"]) ** 2)
-
     with pytest.raises(UnsupportedError, match=r"a key that is made on the way.*2 microbatches"):
         build_train_step(
-            nnx.Linear(16, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), noisy, ddp(),
+            nnx.Linear(16, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), noisy_loss, ddp(),
             World.emulate(2, "dp=2"), accumulate=2, batch=BATCHES[0],
+        )  # fmt: skip
+
+
+def test_a_pipeline_asks_what_a_loss_draws_whose_model_has_no_buffers():
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(16, size, rngs=rngs) for size in (16, 4)]
+    with pytest.raises(UnsupportedError, match="a key that it makes on the way"):
+        build_train_step(
+            nnx.Sequential(*layers), optax.sgd(0.1), noisy_loss, compose(pipelined(2, 2), ddp()),
+            World.emulate(4, "pp=2,dp=2"), batch=BATCHES[0], separable=True,
         )  # fmt: skip
 
 
