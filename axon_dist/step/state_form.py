@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rich.console import Group
@@ -26,6 +25,7 @@ from ..sharding import (
     explain,
     explain_optimizer,
     optimizer_shardings,
+    put,
     shardings,
 )
 from .batch import Placed
@@ -294,11 +294,8 @@ class StateForm:
             params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
                 agree(world, "parameters of the model", checksums(params))
-            weights = self.spec.stored.storage.store(params)
-            if world.is_cpu and world.num_processes == 1:
-                weights = jax.tree.map(_in_memory, weights)
-            values = weights, buffers
-            stored, buffers = jax.device_put(values, (self._stored, self.replicated))
+            stored = put(self.spec.stored.storage.store(params), self._stored)
+            buffers = jax.device_put(buffers, self.replicated)
         else:
             stored, buffers = self._drawn(weights)
         # A given module keeps its arrays: placing one on the device where it is makes no copy.
@@ -396,14 +393,6 @@ class StateForm:
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
         return self._factory(arrays)
-
-
-def _in_memory(leaf: Leaf) -> Leaf | np.ndarray:
-    """An array of one CPU device as the numpy array that it is.
-
-    To split one over several devices numpy makes views, where JAX compiles a program per shape.
-    """
-    return np.asarray(leaf) if len(leaf.sharding.device_set) == 1 else leaf
 
 
 def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:
