@@ -40,6 +40,8 @@ class Bound:
     holds: Callable[[Any], bool]
 
 
+# To evaluate the types of a section takes longer than to read all of its keys.
+_type_hints = functools.lru_cache(maxsize=256)(typing.get_type_hints)
 HUB = "hub"
 """The key of a section whose value is a snapshot of a hub's repository."""
 
@@ -244,7 +246,7 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
         >>> options_of(Parsed)["form"].hint
         <class 'str'>
     """
-    hints = _hints_of(inspect.unwrap(thing))
+    hints = _type_hints(inspect.unwrap(thing), include_extras=True)
     if dataclasses.is_dataclass(thing):
         made = {f.name: f.default_factory for f in dataclasses.fields(thing)}
         defaults = {f.name: f.default for f in dataclasses.fields(thing)}
@@ -255,12 +257,6 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
         defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
         excluded = ("model", "world")
     return {n: Option(hints[n], default) for n, default in defaults.items() if n not in excluded}
-
-
-@functools.lru_cache(maxsize=256)
-def _hints_of(thing: Callable[..., object]) -> Mapping[str, object]:
-    """The types of its fields or parameters; to evaluate them takes longer than to read them."""
-    return typing.get_type_hints(thing, include_extras=True)
 
 
 def _says_missing(path: str, name: str) -> str:

@@ -15,7 +15,7 @@ from rich.console import Group
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.tree import joined, leaves_with_paths, map_with_path
-from ..core.typing import Array, Leaf, Metrics, Path, PyTree
+from ..core.typing import Array, Function, Leaf, Metrics, Path, PyTree
 from ..mesh import agree, checksums, digest
 from ..ops.int8 import NUMBERS
 from ..parallel import CPUOffload, Strategy
@@ -347,11 +347,11 @@ class StateForm:
         )
 
     @cached_property
-    def _complete(self) -> Any:
+    def _complete(self) -> Function:
         return jax.jit(self.around, out_shardings=self.places)
 
     @cached_property
-    def _complete_in_place(self) -> Any:
+    def _complete_in_place(self) -> Function:
         return jax.jit(self.around, out_shardings=self.places, donate_argnums=0)
 
     @cached_property

@@ -185,10 +185,9 @@ class TrainStep:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
                 of this one; or what `place` returned.
-            was_nonfinite: the metric `nonfinite` of the step before. Where the option `nonfinite`
-                is `"stop"` or `"rollback"`, the state then stays what it was before the first such
-                step, without the host having to look; elsewhere it is ignored.
-            held: the older name of `was_nonfinite`, which it replaces with a `DeprecationWarning`.
+            was_nonfinite: the metric `nonfinite` of the step before. Under the options "stop" and
+                "rollback" the state then stays that before the first such step, without the host
+                having to look; elsewhere it is ignored. `held` is its older, deprecated name.
 
         Returns:
             The next state, and the metrics as scalars on the devices, not waited for.

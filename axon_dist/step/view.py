@@ -18,7 +18,6 @@ from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
-from ..nn import block_paths
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
 from ..ops.precision import autocast, cast_floating
@@ -229,8 +228,9 @@ def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) ->
     if strategy.splits or strategy.remat is not None or parts.int8:
         model, wrap, remat = parts.abstract, strategy.wrap, strategy.remat
         named = (remat.classes or ()) if remat is not None else ()
-        units = block_paths(model, named) if named or wrap is None else wrap.units(model)
         by_class = TransformerAutoWrapPolicy
+        policy = by_class(*named) if named or wrap is None else wrap
+        units = frozenset(policy.units(model))
         if named and wrap not in (None, by_class(), by_class(*named)):
             raise StrategyConflictError(
                 f"{wrap} says which modules are gathered as one, and activation checkpointing of "
