@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 
-from .typing import Function, Path, PyTree
+from .typing import Function, Keys, Path, PyTree
 
 Around: TypeAlias = Function
 """`around(method, module, *args, **kwargs)` runs in place of `method(module, *args, **kwargs)`."""
@@ -179,7 +179,7 @@ def stacks_of(model: nnx.Module) -> dict[Path, int]:
     return {"/".join(map(str, keys)): count for keys, count in counts.items()}
 
 
-def bridges_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], nnx.bridge.ToNNX]]:
+def bridges_of(model: nnx.Module) -> Iterator[tuple[Keys, nnx.bridge.ToNNX]]:
     """The bridged Linen modules of a model, with their keys."""
     for keys, module in nnx.iter_modules(model):
         if isinstance(module, nnx.bridge.ToNNX):

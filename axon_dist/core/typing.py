@@ -21,6 +21,9 @@ ArrayTree: TypeAlias = Annotated[Any, ARRAYS]
 Path: TypeAlias = str
 """Where a leaf lives in its tree, as in `"blocks/0/attn/kernel"`."""
 
+Keys: TypeAlias = tuple[Any, ...]
+"""The keys of nested dicts on the way to a leaf or a module."""
+
 Shape: TypeAlias = tuple[int, ...]
 """Sizes of the dims of an array."""
 

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
@@ -26,10 +26,8 @@ from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_equation, eval_jaxpr
 from ..core.modules import bridges_of
-from ..core.typing import Array, Function, Path, PyTree
+from ..core.typing import Array, Function, Keys, Path, PyTree
 from .walk import inners, opened, struct_of, values_of, variables, without_tracers
-
-Keys: TypeAlias = tuple[Any, ...]
 
 Gathers: TypeAlias = tuple[Callable[[Array], Array] | None, ...]
 """The gather function of each of the first values of a program; None for an unsharded value."""

@@ -22,15 +22,8 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.modules import around_of, bridges_of, num_stacked, wrap_calls
 from ..core.tree import path_str
-from ..core.typing import Array, Function, Path, PyTree
-from .linen import (
-    ARRAYS,
-    Gathers,
-    Keys,
-    LinenUnits,
-    RunUnit,
-    linen_modules,
-)
+from ..core.typing import Array, Function, Keys, Path, PyTree
+from .linen import ARRAYS, Gathers, LinenUnits, RunUnit, linen_modules
 from .walk import Aval, same_program, without_tracers
 
 UNIT_NAME = "axon_unit"

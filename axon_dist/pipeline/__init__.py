@@ -9,7 +9,6 @@ over the ranks. Strategies are not known here, but in `step/pipeline_view.py`.
 """
 
 from .executor import Executor as Executor
-from .layout import Keys as Keys
 from .layout import OfBlocks as OfBlocks
 from .layout import Stacks as Stacks
 from .layout import Staged as Staged

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,9 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
 from ..core.errors import StrategyConflictError
-from ..core.typing import Path, PyTree, Shape
+from ..core.typing import Keys, Path, PyTree, Shape
 from ..jaxpr.rows import Stacked, whole
 from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, Wrapped, axes_of
-
-Keys: TypeAlias = tuple[Any, ...]
-"""The keys of nested dicts on the way to a leaf or a module."""
 
 
 def flatten(tree: PyTree) -> dict[Keys, PyTree]:

@@ -19,12 +19,12 @@ from ..core.compat import CALLS, REMATS, eval_equation, eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Keys, Path, PyTree
 from ..jaxpr.pieces import Piece, cut
 from ..jaxpr.units import is_unit
 from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for, struct_of
 from ..schedule import Phase, Schedule
-from .layout import Keys, flatten
+from .layout import flatten
 from .stage import Data, Rest
 
 Atom: TypeAlias = "Var | Literal"

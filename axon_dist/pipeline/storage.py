@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..core.tree import joined
-from ..core.typing import Array, PyTree
-from .layout import Keys, Stages, flatten, nest
+from ..core.typing import Array, Keys, PyTree
+from .layout import Stages, flatten, nest
 from .tables import Packing
 
 Cell: TypeAlias = tuple[int, int]

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Keys, Path, PyTree
 from ..jaxpr.factors import EACH
 from ..jaxpr.owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
-from .layout import Keys, ParamLike, flatten, nest
+from .layout import ParamLike, flatten, nest
 from .storage import Cell, ModelStorage
 
 Slot: TypeAlias = tuple[int, int, Keys | None]

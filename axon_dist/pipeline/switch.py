@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
 
 from ..core.errors import UnsupportedError
-from ..core.typing import Array
+from ..core.typing import Array, Keys
 from ..jaxpr.pieces import Piece
 from ..jaxpr.walk import depends_on, struct_of, variables
 from ..schedule import Schedule
-from .layout import Keys, Stages
+from .layout import Stages
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Weights, Wire
 from .storage import ModelStorage

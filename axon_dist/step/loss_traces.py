@@ -10,7 +10,7 @@ times the derivative of the loss by it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -92,7 +92,7 @@ class Traces:
     ):
         self._parts, self._loss_fn, self.adapt = parts, loss_fn, adapt
         self._over_all = over_all and has_statistics(parts.abstract)
-        self._traced: dict[Any, Traced] = {}
+        self._traced: dict[Hashable, Traced] = {}
 
     def of(self, batch: Batch, samples: int, others: Iterable[Traces] = ()) -> Traced:
         """The loss of so many samples, traced where that has not been done.

@@ -187,7 +187,8 @@ class TrainStep:
                 of this one; or what `place` returned.
             was_nonfinite: the metric `nonfinite` of the step before. Under the options "stop" and
                 "rollback" the state then stays that before the first such step, without the host
-                having to look; elsewhere it is ignored. `held` is its older, deprecated name.
+                having to look; elsewhere it is ignored.
+            held: its older, deprecated name.
 
         Returns:
             The next state, and the metrics as scalars on the devices, not waited for.
@@ -195,8 +196,7 @@ class TrainStep:
         Raises:
             DivisibilityError: when the batch cannot be cut evenly.
             ConfigError: when an earlier step has used the state up.
-            UnsupportedError: when the parts of such a batch do not give its loss; for the batch
-                that the builder was given, that is said there.
+            UnsupportedError: when the parts of a batch new to the builder do not give its loss.
         """
         if held is not None:
             warnings.warn("held= is called was_nonfinite=", DeprecationWarning, stacklevel=2)

@@ -19,7 +19,7 @@ from flax import nnx
 from ..core.errors import UnsupportedError
 from ..core.modules import bridges_of, stacks_of
 from ..core.tree import joined, leaves_with_paths, parted
-from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
+from ..core.typing import Array, Batch, Function, Keys, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.linen import linen_blocks, linen_modules, looped_inputs
 from ..jaxpr.rows import Stacked, by_rows, whole
@@ -29,7 +29,6 @@ from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
     BATCH,
     Calls,
-    Keys,
     LossTrace,
     ModelStorage,
     OfBlocks,
