@@ -15,8 +15,8 @@ from ..core.checks import TEXTS, check_fields
 from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
 from ..core.tree import floating_dtype
 from ..core.typing import Path
-from ..jaxpr.units import check_some
-from ..nn import ActivationCheckpointing, Layout, block_paths
+from ..jaxpr.units import block_paths, check_some
+from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
