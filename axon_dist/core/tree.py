@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from .errors import ConfigError, DTypeError, did_you_mean
 from .typing import Array, Function, Leaf, Path, PyTree
@@ -271,7 +272,7 @@ def has_64_bits() -> bool:
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
-def floating_dtype(value: Any, what: str) -> np.dtype:
+def floating_dtype(value: DTypeLike, what: str) -> np.dtype:
     """Reads a floating-point dtype or its name.
 
     Raises:

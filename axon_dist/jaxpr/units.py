@@ -20,10 +20,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
-from ..core.modules import around_of, bridges_of, num_stacked, wrap_calls
+from ..core.modules import around_of, bridges_of, num_stacked, stacks_of, wrap_calls
 from ..core.tree import path_str
 from ..core.typing import Array, Function, Keys, Path, PyTree
-from .linen import ARRAYS, Gathers, LinenUnits, RunUnit, linen_modules
+from .linen import ARRAYS, Gathers, LinenUnits, RunUnit, linen_blocks, linen_modules
 from .walk import Aval, same_program, without_tracers
 
 UNIT_NAME = "axon_unit"
@@ -100,6 +100,54 @@ def is_in_any(path: Path, units: Container[Path]) -> bool:
     """
     ends = [index for index, sign in enumerate(path) if sign == "/"]
     return "" in units or path in units or any(path[:end] in units for end in ends)
+
+
+def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Path]:
+    """The paths of the blocks of a model, those within bridged Linen modules too.
+
+    Args:
+        model: any NNX module; its leaves may be shapes.
+        names: of block classes. Of a module within a bridged one, which has a class only while it
+            runs, its name without its number: `layer` or `encoder/layer` for `encoder/layer/0`,
+            `Block` for `Block_0`. None takes the blocks that the model repeats.
+
+    Returns:
+        Paths.
+    """
+    classes = names or block_classes(model)
+    blocks = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
+    for above, bridge in bridges_of(model):
+        blocks.update(above + keys for keys in linen_blocks(bridge, names))
+    return frozenset("/".join(map(str, keys)) for keys in blocks)
+
+
+def block_classes(model: nnx.Module) -> tuple[str, ...]:
+    """The classes of the blocks that a model repeats, in lists or stacked by `nnx.vmap`.
+
+    Args:
+        model: any NNX module.
+
+    Returns:
+        Class names, of elements of outermost lists that hold parameters and of outermost stacked
+        modules; empty where nothing is repeated. A stacked module without a layer of Flax in it
+        looks like a single one: name its class yourself.
+
+    Example:
+        >>> block_classes(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.relu))
+        ('Linear',)
+    """
+    stacks = stacks_of(model)
+    names: dict[str, int] = {}
+    for keys, module in nnx.iter_modules(model):
+        path = "/".join(map(str, keys))
+        depth = sum(isinstance(key, int) for key in keys)
+        has_params = bool(jax.tree.leaves(nnx.state(module, nnx.Param)))
+        is_listed = depth == 1 and isinstance(keys[-1], int) and has_params
+        # Lists within a stacked block are parts of that block.
+        in_stack = any(is_inside(path, stack) for stack in stacks)
+        if path in stacks or (is_listed and not in_stack):
+            names.setdefault(type(module).__name__, 0)
+    return tuple(names)
 
 
 def mark_units(

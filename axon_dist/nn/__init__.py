@@ -12,6 +12,8 @@ from ..jaxpr.layer_scan import scan_over_layers as scan_over_layers
 from ..jaxpr.units import GATHER as GATHER
 from ..jaxpr.units import IsUnit as IsUnit
 from ..jaxpr.units import RematPolicy as RematPolicy
+from ..jaxpr.units import block_classes as block_classes
+from ..jaxpr.units import block_paths as block_paths
 from ..jaxpr.units import check_some as check_some
 from ..jaxpr.units import is_inside as is_inside
 from ..jaxpr.units import mark_units as mark_units
@@ -43,8 +45,6 @@ from .lora import merge_lora as merge_lora
 from .remat import POLICIES as POLICIES
 from .remat import SUMS as SUMS
 from .remat import ActivationCheckpointing as ActivationCheckpointing
-from .remat import block_classes as block_classes
-from .remat import block_paths as block_paths
 from .remat import by_class as by_class
 from .remat import summed as summed
 

@@ -12,10 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.checks import COUNT, check_fields
 from ..core.errors import ConfigError, did_you_mean
-from ..core.modules import bridges_of, stacks_of
 from ..core.typing import Array, Path
-from ..jaxpr.linen import linen_blocks
-from ..jaxpr.units import IsUnit, RematPolicy, is_inside
+from ..jaxpr.units import IsUnit, RematPolicy
 from ..ops.ring import AROUND
 
 SUMS = "sums"
@@ -130,51 +128,3 @@ class ClassIs:
     def __call__(self, path: Path, module: nnx.Module | None) -> bool:
         """Tells whether a module is a unit."""
         return type(module).__name__ in self.names
-
-
-def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Path]:
-    """The paths of the blocks of a model, those within bridged Linen modules too.
-
-    Args:
-        model: any NNX module; its leaves may be shapes.
-        names: of block classes. Of a module within a bridged one, which has a class only while it
-            runs, its name without its number: `layer` or `encoder/layer` for `encoder/layer/0`,
-            `Block` for `Block_0`. None takes the blocks that the model repeats.
-
-    Returns:
-        Paths.
-    """
-    classes = names or block_classes(model)
-    blocks = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
-    for above, bridge in bridges_of(model):
-        blocks.update(above + keys for keys in linen_blocks(bridge, names))
-    return frozenset("/".join(map(str, keys)) for keys in blocks)
-
-
-def block_classes(model: nnx.Module) -> tuple[str, ...]:
-    """The classes of the blocks that a model repeats, in lists or stacked by `nnx.vmap`.
-
-    Args:
-        model: any NNX module.
-
-    Returns:
-        Class names, of elements of outermost lists that hold parameters and of outermost stacked
-        modules; empty where nothing is repeated. A stacked module without a layer of Flax in it
-        looks like a single one: name its class yourself.
-
-    Example:
-        >>> block_classes(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.relu))
-        ('Linear',)
-    """
-    stacks = stacks_of(model)
-    names: dict[str, int] = {}
-    for keys, module in nnx.iter_modules(model):
-        path = "/".join(map(str, keys))
-        depth = sum(isinstance(key, int) for key in keys)
-        has_params = bool(jax.tree.leaves(nnx.state(module, nnx.Param)))
-        is_listed = depth == 1 and isinstance(keys[-1], int) and has_params
-        # Lists within a stacked block are parts of that block.
-        in_stack = any(is_inside(path, stack) for stack in stacks)
-        if path in stacks or (is_listed and not in_stack):
-            names.setdefault(type(module).__name__, 0)
-    return tuple(names)

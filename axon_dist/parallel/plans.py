@@ -14,8 +14,8 @@ from ..core.checks import is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.typing import Path
 from ..jaxpr.linen import linen_modules
+from ..jaxpr.units import block_paths
 from ..mesh import World
-from ..nn import block_paths
 from ..schedule import Schedule
 
 

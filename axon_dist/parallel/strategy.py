@@ -12,15 +12,21 @@ from jax.sharding import Mesh
 
 from ..collectives import GradSyncStrategy
 from ..core.checks import TEXTS, check_fields
-from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
+from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
 from ..core.tree import floating_dtype
 from ..core.typing import Path
-from ..mesh import GROUP, ProcessGroup
+from ..jaxpr.units import block_paths, check_some
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
-from .plans import AutoWrapPolicy, CPUOffload, PipelinePlan, SlowPlan
+from .plans import (
+    AutoWrapPolicy,
+    CPUOffload,
+    PipelinePlan,
+    SlowPlan,
+    TransformerAutoWrapPolicy,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +206,7 @@ class Strategy:
     def reduces_per(self) -> str:
         """`"step"` or `"microbatch"`: what was said, or what the layout of the parameters asks for.
 
-        Where the data-parallel ranks split the parameters, none of them is to hold a whole
-        gradient, so each microbatch is reduced.
+        Ranks that split the parameters are to hold no whole gradient: each microbatch is reduced.
         """
         said = None if self.reduction is None else self.reduction.per
         splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
@@ -232,11 +237,34 @@ class Strategy:
         once = self.gathers_once or (self.reduction is not None and self.reduction.per == "step")
         return (once or not splits) and self.pipeline is None
 
+    def units(self, model: nnx.Module) -> frozenset[Path]:
+        """The paths of the modules that are gathered, freed and recomputed as one.
+
+        Args:
+            model: any NNX module; its leaves may be shapes.
+
+        Raises:
+            StrategyConflictError: when `wrap` and `remat` name different classes.
+            UnsupportedError: when the model has none of the modules that they name.
+        """
+        wrap, remat = self.wrap, self.remat
+        named = (remat.classes or ()) if remat is not None else ()
+        units = block_paths(model, named) if named or wrap is None else wrap.units(model)
+        by_class = TransformerAutoWrapPolicy
+        if named and wrap not in (None, by_class(), by_class(*named)):
+            raise StrategyConflictError(
+                f"{wrap} says which modules are gathered as one, and activation checkpointing of "
+                f"{named} which are recomputed as one; they are the same modules, so say it once"
+            )
+        if not units and (remat is not None or getattr(wrap, "classes", ())):
+            what = f"activation checkpointing of {named or 'repeated blocks'}"
+            check_some([], f"{wrap}" if remat is None else what, model)
+        return units
+
     def holds_whole_gradients(self, num_microbatches: int) -> bool:
         """Whether a data-parallel rank holds a whole gradient while microbatches are added up.
 
-        Where moments are whole, their gradients are. A pipeline reduces once per step, and so holds
-        those of its stages whole.
+        Where moments are whole, their gradients are; so are those of stages, reduced once per step.
 
         Args:
             num_microbatches: how many microbatches a step has.
@@ -285,16 +313,6 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
             'such as "dp"'
         )
     return named
-
-
-def require_axes(group: ProcessGroup, who: str) -> None:
-    """Raises `GroupError` for anything but a group by mesh axes, which a list of ranks is not."""
-    GROUP.check(who, "group", group)
-    if group.members is not None:
-        raise GroupError(
-            f"{who} got the {group}; a training step needs a group by mesh axes, such as "
-            'world.group("dp")'
-        )
 
 
 def compose(*strategies: Strategy | HasStrategy) -> Strategy:

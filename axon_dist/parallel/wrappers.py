@@ -14,16 +14,16 @@ from jax.typing import DTypeLike
 
 from ..collectives import GradSyncStrategy, broadcast, sync_gradients
 from ..core.checks import COUNT, MODEL, MODULE, OPTIMIZER, check_fields, checked
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, GroupError
 from ..core.tree import bytes_per_device, num_bytes, num_params
 from ..core.typing import Array, ArrayTree, PyTree
-from ..mesh import ProcessGroup, from_main
+from ..mesh import GROUP, ProcessGroup, from_main
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision, cast_floating, clip_by_global_norm
 from ..sharding import Policy, Replicate, explain_optimizer, put, shardings
 from .data import MIN_ELEMENTS, ShardingStrategy, ZeROStage, ddp, fsdp, zero
 from .plans import AutoWrapPolicy, CPUOffload
-from .strategy import Reduction, Strategy, require_axes, with_masters
+from .strategy import Reduction, Strategy, with_masters
 
 
 class _Wrapper:
@@ -76,6 +76,16 @@ def _params(module: Any) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
+def _require_axes(group: ProcessGroup, who: str) -> None:
+    """Raises `GroupError` for anything but a group by mesh axes, which a list of ranks is not."""
+    GROUP.check(who, "group", group)
+    if group.members is not None:
+        raise GroupError(
+            f"{who} got the {group}; a training step needs a group by mesh axes, such as "
+            'world.group("dp")'
+        )
+
+
 class DistributedDataParallel(_Wrapper):
     """Wraps a module for data parallelism; PyTorch's name and manners, one jitted step inside.
 
@@ -115,7 +125,7 @@ class DistributedDataParallel(_Wrapper):
         reduce_dtype: DTypeLike | None = None,
         broadcast_buffers: bool = True,
     ):
-        require_axes(group, "DDP")
+        _require_axes(group, "DDP")
         super().__init__(module, group)
         self.sync: GradSyncStrategy = GradSyncStrategy(sync)
         self.bucket_capacity: int | None = bucket_capacity
@@ -217,7 +227,7 @@ class FullyShardedDataParallel(_Wrapper):
         reduction: Reduction | None = None,
     ):
         MODEL.check("FSDP", "module", module)
-        require_axes(group, "FSDP")
+        _require_axes(group, "FSDP")
         super().__init__(module, group)
         self.sharding_strategy: ShardingStrategy = ShardingStrategy(sharding_strategy)
         self._options: dict[str, Any] = {
@@ -316,7 +326,7 @@ class ZeROOptimizer:
         group: ProcessGroup,
         min_elements: int = MIN_ELEMENTS,
     ):
-        require_axes(group, "ZeROOptimizer")
+        _require_axes(group, "ZeROOptimizer")
         OPTIMIZER.check("ZeROOptimizer", "transformation", transformation)
         self.transformation: optax.GradientTransformation = transformation
         self.group: ProcessGroup = group

@@ -52,16 +52,13 @@ class Policy(abc.ABC):
     """
 
     label = ""
+    flexible = False
+    """Whether it picks among the dims that others left free, rather than claiming its own."""
 
     @property
     def name(self) -> str:
         """The name that conflict messages and tables show; the label, where there is one."""
         return self.label
-
-    @property
-    def flexible(self) -> bool:
-        """Whether it picks among the dims that others left free, rather than claiming its own."""
-        return False
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -149,14 +146,10 @@ class LargestDim(Policy):
     axes: tuple[str, ...]
     min_elements: int = 1024
     label: str = "largest_dim"
+    flexible = True
 
     def __post_init__(self) -> None:
         SIZE.check(self.label, "min_elements", self.min_elements)
-
-    @property
-    def flexible(self) -> bool:
-        """True: it fills a dim that others left free."""
-        return True
 
     @property
     def split_axes(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ class DeadlockGuard:
     """
 
     def __init__(self, function: Function, **options: Any):
-        self._jitted: Any = jax.jit(function, **options)
+        self._jitted = jax.jit(function, **options)
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: PyTree, *others: Any) -> Any:

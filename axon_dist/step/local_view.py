@@ -21,7 +21,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import UnsupportedError
-from ..core.modules import bridges_of
 from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
@@ -331,7 +330,7 @@ class LocalPlan:
         spec, samples = self.spec, jax.tree.leaves(batch)[0].shape[0]
         jaxpr = spec.separator.program(batch, samples).jaxpr
         paths = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
-        bridges = ["/".join(map(str, keys)) for keys, _ in bridges_of(spec.parts.abstract)]
+        bridges = spec.parts.bridges
         return frozenset(p for p in paths if not any(is_inside(p, bridge) for bridge in bridges))
 
     def _unsharded(self, shards: PyTree, places: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import takes
 from ..core.errors import ConfigError
-from ..core.modules import stacks_of
+from ..core.modules import bridges_of, stacks_of
 from ..core.tree import (
     floating_dtype,
     joined,
@@ -265,6 +265,12 @@ class ModelParts:
     def stacks(self) -> Mapping[Path, int]:
         """The outermost modules that stack layers, and how many each holds."""
         return stacks_of(self.abstract)
+
+    @cached_property
+    def bridges(self) -> frozenset[Path]:
+        """The paths of the bridged Linen modules."""
+        keys = (keys for keys, _ in bridges_of(self.abstract))
+        return frozenset("/".join(map(str, each)) for each in keys)
 
     def merge(self, weights: PyTree, buffers: PyTree) -> nnx.Module:
         """Puts a model together around given arrays; changing it leaves them as they are.

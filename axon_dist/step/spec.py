@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import shape_key, shapes_of
-from ..core.typing import Batch, LossFn, OptionValue, PyTree
+from ..core.typing import Batch, LossFn, OptionValue, Path, PyTree
 from ..jaxpr.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
 from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
@@ -27,7 +27,7 @@ from .options import ELASTIC, StepOptions
 from .parts import ModelParts
 from .separable import Separator
 from .storage import Storage, storage_of
-from .view import ModelChanges, view_of
+from .view import ModelChanges
 
 _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
     {
@@ -389,7 +389,10 @@ class StepSpec:
         if self.options.is_elastic:
             # Weights are whole: blocks are no units of a gather, however the strategy splits them.
             strategy = dataclasses.replace(strategy, params=Replicate(), opt_state=Replicate())
-        return view_of(strategy, self.parts, self.options.unroll)
+        units: frozenset[Path] = frozenset()
+        if strategy.splits or strategy.remat is not None or self.parts.int8:
+            units = strategy.units(self.parts.abstract)
+        return ModelChanges(strategy, self.parts, units, self.options.unroll)
 
     def change_layers(self, model: nnx.Module) -> None:
         """Makes the calls of a merged model's layers those of the strategy, in place."""

@@ -72,9 +72,10 @@ class TrainStep:
         self.claims: Claims = form.claims
         self.on_device: Callable[[TrainState], TrainState] = form.on_device
         self._in_flight = deque[Array]()
-        # The stages of a pipeline take branches that the compiler partitions over these axes.
-        pipeline, split = spec.strategy.pipeline, (a for a, n in spec.mesh.shape.items() if n > 1)
-        is_partitioned = pipeline and not {*split} <= {pipeline.axis, *spec.strategy.batch_axes}
+        pipeline, sizes = spec.strategy.pipeline, spec.mesh.shape
+        # What one stage of a pipeline runs is partitioned by the compiler over all other axes.
+        by_hand = sizes.keys() if pipeline is None else {pipeline.axis, *spec.strategy.batch_axes}
+        is_partitioned = any(size > 1 for axis, size in sizes.items() if axis not in by_hand)
         guarded = DeadlockGuard if is_partitioned else jax.jit
         jit = functools.partial(guarded, compiler_options=spec.compiler_options)
         on_device = form.on_device

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from ..core.errors import StrategyConflictError, warn
-from ..core.modules import bridges_of
+from ..core.errors import warn
 from ..core.tree import is_key, wide
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
-from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
+from ..jaxpr.units import GATHER, RematPolicy, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
 from ..ops.precision import autocast, cast_floating
@@ -26,7 +25,6 @@ from ..parallel import (
     LossOverMesh,
     Reduction,
     Strategy,
-    TransformerAutoWrapPolicy,
     has_experts,
     ring_products,
     sends_pieces,
@@ -118,22 +116,18 @@ class ModelChanges:
             }
             marks = model, lambda path, _: path in self.units, remat, self.looped
             units = mark_units(*marks) if self.units else []
-            bridges = bridges_of(model) if self.parts.int8 else ()
-            linen = ["/".join(map(str, keys)) for keys, _ in bridges]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
             for path, variable in ((p, v) for p, v in variables.items() if p in weights):
                 gather: Any = None if make_gather is None else make_gather(path)
-                is_linen = any(is_inside(path, bridge) for bridge in linen)
                 value = variable.get_value()
-                if isinstance(value, Int8) and not is_linen:
-                    gather = Int8Gather(gather, self.parts.int8[path], self.dtype)
-                elif isinstance(value, Int8):
-                    form = self.parts.int8[path]
-                    wider = form.widen(value.numbers, value.scale, self.dtype)
+                if not isinstance(value, Int8):
+                    variable.set_value(bundle(path, self.cast(value)))
+                elif any(is_inside(path, bridge) for bridge in self.parts.bridges):
+                    wider = self.parts.int8[path].widen(value.numbers, value.scale, self.dtype)
                     variable.set_value(bundle(path, wider))
                 else:
-                    variable.set_value(bundle(path, self.cast(value)))
+                    gather = Int8Gather(gather, self.parts.int8[path], self.dtype)
                 if gather is None:
                     continue
                 if id(variable) in by_products and self._travels_rounded(gather):
@@ -206,40 +200,6 @@ def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
         forward = Rewriting(replace, {CONVOLUTION: refuse}).of(forward)
     slices = Rewriting(dict.fromkeys(SHIFTS, keep_whole))
     return forward if strategy.pipeline is None else slices.of(forward)
-
-
-def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) -> ModelChanges:
-    """The view of a strategy on a model.
-
-    Args:
-        strategy: its `wrap`, `precision`, `remat` and policies.
-        parts: the model's structure, and the shapes of its parameters and buffers.
-        unroll: up to how many units are written out; None says so by itself.
-
-    Returns:
-        The view.
-
-    Raises:
-        StrategyConflictError: when wrapping and checkpointing name different classes.
-        UnsupportedError: when the classes named for units or checkpointing do not exist, or fp8
-            finds no layer.
-    """
-    units: frozenset[Path] = frozenset()
-    if strategy.splits or strategy.remat is not None or parts.int8:
-        model, wrap, remat = parts.abstract, strategy.wrap, strategy.remat
-        named = (remat.classes or ()) if remat is not None else ()
-        by_class = TransformerAutoWrapPolicy
-        policy = by_class(*named) if named or wrap is None else wrap
-        units = frozenset(policy.units(model))
-        if named and wrap not in (None, by_class(), by_class(*named)):
-            raise StrategyConflictError(
-                f"{wrap} says which modules are gathered as one, and activation checkpointing of "
-                f"{named} which are recomputed as one; they are the same modules, so say it once"
-            )
-        if not units and (remat is not None or getattr(wrap, "classes", ())):
-            what = f"activation checkpointing of {named or 'repeated blocks'}"
-            check_some([], f"{wrap}" if remat is None else what, model)
-    return ModelChanges(strategy, parts, units, unroll)
 
 
 def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
