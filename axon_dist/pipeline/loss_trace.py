@@ -186,7 +186,7 @@ def buffers_over_time(
         rest: the values of the parameters that are known ahead.
 
     Returns:
-        By the number of each leaf that changes its values before every microbatch, of shape
+        By the number of each leaf that changes, its values before every microbatch, of shape
         [num_microbatches, ...]; and the buffers after the last.
 
     Raises:
