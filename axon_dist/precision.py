@@ -4,6 +4,7 @@ Names of `ops/precision.py`, `ops/fp8.py` and `ops/int8.py`.
 """
 
 from .core.arguments import explain_calls
+from .core.tree import floating_dtype as floating_dtype
 from .ops.fp8 import Fp8Dot as Fp8Dot
 from .ops.fp8 import Fp8Layers as Fp8Layers
 from .ops.fp8 import fp8_layers as fp8_layers
@@ -21,7 +22,6 @@ from .ops.precision import all_finite as all_finite
 from .ops.precision import autocast as autocast
 from .ops.precision import cast_floating as cast_floating
 from .ops.precision import clip_by_global_norm as clip_by_global_norm
-from .ops.precision import floating_dtype as floating_dtype
 from .ops.precision import keep_if as keep_if
 from .ops.precision import without_gathers as without_gathers
 

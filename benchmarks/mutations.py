@@ -281,7 +281,7 @@ MUTATIONS = (
     ),
     # Blocks of bridged models: one program for equal ones, their own weights, their names.
     row(
-        "jaxpr/linen.py", "if same_program(program, other):",
+        "jaxpr/units.py", "if same_program(program, other):",
         "if not same_program(program, other):",
         "jaxpr/test_linen.py",
     ),

@@ -71,7 +71,7 @@ def picture() -> str:
     count = DEPTH * (WIDTH * WIDTH + WIDTH)
     bar = lambda size: "█" * round(8 * size / (4 * count))
     lines = [
-        f"{'':14}parameters   gradients   optimizer state     wire bytes per step",
+        f"{'':14}parameters   gradients   optimizer state     sent per step",
     ]
     for name, strategy in STRATEGIES.items():
         step = built(strategy)

@@ -3,6 +3,7 @@ import types
 
 import pytest
 
+from axon_dist.mesh import World
 from axon_dist.mesh.chips import HARDWARE, hardware
 from benchmarks.object_server import serving
 
@@ -63,4 +64,5 @@ def chip(monkeypatch):
     row = dataclasses.replace(hardware("v5p"), name="emulated", kinds=("cpu",), options=options)
     rows = types.MappingProxyType({**HARDWARE, row.name: row})
     monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", rows)
+    monkeypatch.setattr(World, "is_cpu", False)
     return row

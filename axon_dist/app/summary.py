@@ -38,21 +38,16 @@ def opening_lines(run: Run) -> list[str]:
         *table,
         f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
-        *_idle_lines(run),
+        *(
+            f"axis {axis} of the mesh is split by no strategy: its {run.world.mesh.shape[axis]} "
+            "ranks compute the same (a list composes strategies, as in parallel: [ddp, tensor])"
+            for axis in run.step.idle_axes
+        ),
         *filter(None, [attention_line(run.config, run.step)]),
         f"data: {run.loader.description}",
         f"{plural(train.steps, 'step')} of {batch}{_epochs_of(run)}",
         *_batch_lines(run),
         *filter(None, [remat_line(run.config, run.step), _decay_line(run), run.note]),
-    ]
-
-
-def _idle_lines(run: Run) -> list[str]:
-    """The axes of the mesh along which every device computes the same."""
-    return [
-        f"axis {axis} of the mesh is split by no strategy: its {run.world.mesh.shape[axis]} ranks "
-        "compute the same (a list composes strategies, as in parallel: [ddp, tensor])"
-        for axis in run.step.idle_axes
     ]
 
 

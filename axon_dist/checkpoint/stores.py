@@ -30,7 +30,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from ..core.compat import SharedStore, end_failed_saves, process_id, stop_leaks_of_saves
+from ..core.compat import (
+    SharedStore,
+    array_metadata_store,
+    end_failed_saves,
+    process_id,
+    stop_leaks_of_saves,
+)
 from ..core.errors import MALFORMED, CheckpointError, UnsupportedError, reworded
 from ..core.files import as_path, kind_at
 from ..core.typing import Array, JsonDict, PyTree
@@ -235,6 +241,8 @@ Leaves = Mapping[LeafPath, Array]
 
 Targets = Mapping[LeafPath, jax.ShapeDtypeStruct]
 """What to restore, each with its sharding."""
+_LEAST_SLICE = 2**20
+"""Bytes from which each replica writes a slice; below, compiling the slices takes longer."""
 
 
 class OrbaxStore:
@@ -252,10 +260,17 @@ class OrbaxStore:
         logging.getLogger("absl").addFilter(_is_news)
         barriers = _Barriers(save)
         options = ocp.AsyncOptions(barrier_sync_fn=barriers)
-        checkpointer = ocp.StandardCheckpointer(async_options=options)
+        handler = ocp.type_handlers.ArrayHandler(
+            array_metadata_store=array_metadata_store(),
+            min_slice_bytes_for_replica_parallel=_LEAST_SLICE,
+        )
+        kinds = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+        writer = ocp.PyTreeCheckpointHandler(type_handler_registry=kinds)
+        checkpointer = ocp.AsyncCheckpointer(writer, async_options=options)
         if stored:
             with barriers.failing():
-                checkpointer.save((folder / ARRAYS).absolute(), stored)
+                what = ocp.args.PyTreeSave(stored)
+                checkpointer.save((folder / ARRAYS).absolute(), args=what)
 
         def write() -> None:
             with barriers.failing():

@@ -1,4 +1,5 @@
-"""The `axon` command: a table of verbs, each a thin function over a public one of `axon_dist.app`.
+"""The `axon` command: a table of verbs, each a thin function over public ones of the rooms below.
 
-Importing it imports no other room. Start reading in `main.py`; the table is in `verbs.py`.
+Importing it imports `core` and `schedule`, and no JAX. Start reading in `main.py`; the table is in
+`verbs.py`.
 """

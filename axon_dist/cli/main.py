@@ -154,7 +154,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: when the first argument is no verb.
     """
     _check_verb(arguments)
-    parser, _ = _parser()
+    parser, _ = _parser(arguments[0])
     parsed, behind = parser.parse_known_args(arguments)
     if behind and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in behind)):
         parser.error(f"unrecognized arguments: {' '.join(behind)}")
@@ -171,12 +171,19 @@ def _check_verb(arguments: Sequence[str]) -> None:
         raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the command, and those of its verbs by name."""
+def _parser(
+    called: str | None = None,
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the command, and those of its verbs by name.
+
+    Args:
+        called: the verb whose arguments alone are declared; those of all where it is none.
+    """
     parser = _Parser(prog="axon", description="Train any Flax model on many devices.")
     parser.add_argument("--version", action="version", version=f"axon_dist {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     by_name = {}
+    is_verb = called in [verb.name for verb in VERBS]
     for verb in VERBS:
         by_name[verb.name] = verbs.add_parser(
             verb.name,
@@ -185,7 +192,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             epilog="examples:\n" + "\n".join(f"  {line}" for line in verb.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        verb.add_to(by_name[verb.name])
+        if not is_verb or verb.name == called:
+            verb.add_to(by_name[verb.name])
     return parser, by_name
 
 

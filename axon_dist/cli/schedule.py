@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from axon_dist.core.errors import ConfigError, ScheduleError
 from axon_dist.core.files import as_path, kind_at, read_text
@@ -54,8 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _check_alone(arguments)
     costs = _costs(arguments)
-    # In a pipe a line stays one line; on a screen it breaks between words.
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # In a pipe a line stays one line; on a screen, or in COLUMNS, it breaks between words.
+    is_open = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    console = Console(highlight=False, soft_wrap=is_open)
     if arguments.compare:
         _compare(arguments, costs, console)
         return 0
@@ -170,26 +172,28 @@ def _measures(row: ScheduleSummary) -> str:
 def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> None:
     chunks = {} if arguments.chunks is None else {"chunks": arguments.chunks}
     rows = compare(*_sizes(arguments), costs=costs, **chunks)
-    table = Table("schedule", box=None, pad_edge=False)
-    for title in (
-        "chunks",
-        "ticks",
-        "bubble",
-        "in step",
-        "executed",
-        "in flight",
-        "inputs",
-        "held",
-        "sent",
-    ):
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(*_cells(row))
-    # A table is cut where it is wider than the console, and a cut name names nothing.
-    Console(highlight=False, width=max(console.width, 100)).print(table)
+    width = math.inf if console.soft_wrap else console.width
+    titles = ["schedule", "chunks", "ticks", "bubble", "in step", "executed", "in flight"]
+    titles += ["inputs", "held", "sent"]
+    for line in _folded([titles, *map(_cells, rows)], width):
+        console.print(line)
     for row in rows:
         if isinstance(row, Unavailable):
             console.print(f"{row.name}: {row.reason}", markup=False)
+
+
+def _folded(rows: Sequence[Sequence[str]], width: float) -> Iterator[str]:
+    """A table whose columns continue below, beside the first one again, where it is too wide."""
+    first, *sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = 2 if first + sum(sizes) + 2 * len(sizes) <= width else 1
+    begin, used = 0, first
+    for end, size in enumerate([*sizes, math.inf]):
+        used += gap + size
+        if used > width or end == len(sizes):
+            band = range(begin, end)
+            for name, *cells in rows:
+                yield name.ljust(first) + "".join(cells[n].rjust(gap + sizes[n]) for n in band)
+            begin, used = end, first + gap + size
 
 
 _ALONE = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import inspect
 import re
 import types
@@ -243,7 +244,7 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
         >>> options_of(Parsed)["form"].hint
         <class 'str'>
     """
-    hints = typing.get_type_hints(inspect.unwrap(thing), include_extras=True)
+    hints = _hints_of(inspect.unwrap(thing))
     if dataclasses.is_dataclass(thing):
         made = {f.name: f.default_factory for f in dataclasses.fields(thing)}
         defaults = {f.name: f.default for f in dataclasses.fields(thing)}
@@ -254,6 +255,12 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
         defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
         excluded = ("model", "world")
     return {n: Option(hints[n], default) for n, default in defaults.items() if n not in excluded}
+
+
+@functools.lru_cache(maxsize=256)
+def _hints_of(thing: Callable[..., object]) -> Mapping[str, object]:
+    """The types of its fields or parameters; to evaluate them takes longer than to read them."""
+    return typing.get_type_hints(thing, include_extras=True)
 
 
 def _says_missing(path: str, name: str) -> str:

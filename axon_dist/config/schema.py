@@ -199,8 +199,7 @@ class RunConfig:
         remat: what the backward pass recomputes; `auto` as little as the memory of a device allows,
             which is asked of the compiled step; None leaves it to the strategies.
         unroll: up to how many blocks are unrolled rather than run by a loop; None is 4, and 1
-            where they are recomputed, loop themselves, or microbatches are added up. It changes no
-            number.
+            where they are recomputed or loop themselves. It changes no number.
         weights: files with the first weights; None draws them.
         lora: adapters put beside linear layers, which are then what is trained; None for none.
         trainable: regular expressions, searched for in the paths of the parameters: what is found

@@ -475,6 +475,13 @@ def end_failed_saves() -> None:
             utils._run_sync_via_new_loop = waiting
 
 
+def array_metadata_store() -> Any:
+    """Where Orbax (0.12) checks that all processes write shards of one shape; None in another."""
+    with contextlib.suppress(ImportError, AttributeError):
+        name = "orbax.checkpoint._src.metadata.array_metadata_store"
+        return importlib.import_module(name).Store()
+
+
 async def _after_all(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await coroutine

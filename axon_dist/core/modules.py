@@ -1,10 +1,10 @@
-"""Modules of a model, unmodified: how their calls are wrapped, and which of them stack layers."""
+"""Modules of a model, unmodified: how calls are wrapped; which stack layers, which are bridged."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -31,10 +31,6 @@ class Layers:
 
     layers: tuple[tuple[str, Around], ...] = ()
 
-    def around(self, name: str) -> tuple[Around, ...]:
-        """What runs around one method, the innermost first."""
-        return tuple(function for method, function in self.layers if method == name)
-
 
 @dataclasses.dataclass(frozen=True)
 class Beneath:
@@ -59,7 +55,7 @@ class Beneath:
         """Runs it."""
         if not self.depth:
             return getattr(self.module_type, self.name)(module, *args, **kwargs)
-        around = layers_of(module).around(self.name)[self.depth - 1]
+        around = around_of(module, self.name)[self.depth - 1]
         return around(dataclasses.replace(self, depth=self.depth - 1), module, *args, **kwargs)
 
 
@@ -81,7 +77,7 @@ def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
         >>> float(layer(jnp.ones((1, 2))).sum()), isinstance(layer, nnx.Linear)
         (0.0, True)
     """
-    before = layers_of(module)
+    before = getattr(module, HELD, Layers())
     after = Layers((*before.layers, *sorted(around.items(), key=lambda item: item[0])))
     original = type(module).__mro__[1] if before.layers else type(module)
     names = tuple(sorted({name for name, _ in after.layers}))
@@ -89,9 +85,10 @@ def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
     setattr(module, HELD, after)
 
 
-def layers_of(module: nnx.Module) -> Layers:
-    """What runs around the methods of a module."""
-    return getattr(module, HELD, Layers())
+def around_of(module: nnx.Module, name: str) -> tuple[Around, ...]:
+    """What runs around a method of a module, the innermost first."""
+    layers = getattr(module, HELD, Layers()).layers
+    return tuple(function for method, function in layers if method == name)
 
 
 # Flax and JAX keep every class of modules for good, so there must not be one per wrapping: a class
@@ -104,7 +101,7 @@ def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Mod
         # Keeps the signature, by which attention is distinguished from other modules.
         @functools.wraps(getattr(module_type, name))
         def call(self: nnx.Module, *args: object, **kwargs: object) -> PyTree:
-            depth = len(layers_of(self).around(name))
+            depth = len(around_of(self, name))
             return Beneath(module_type, name, depth)(self, *args, **kwargs)
 
         return call
@@ -155,21 +152,35 @@ def num_stacked(module: nnx.Module) -> int | None:
     sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
         return None
-    # By how many dims the parameters of layers of Flax exceed those of one such layer.
     extra: set[int] = set()
     for _, layer in nnx.iter_modules(module):
-        dims = next((find(layer) for kind, find in DIMS.items() if isinstance(layer, kind)), {})
-        attributes = {name: getattr(layer, name, None) for name in dims}
-        params = {name: value for name, value in attributes.items() if isinstance(value, nnx.Param)}
-        extra |= {len(x.get_value().shape) - dims[name] for name, x in params.items()}
+        extra |= _extra_dims(layer)
     return sizes.pop() if extra == {1} else None
+
+
+def _extra_dims(layer: nnx.Module) -> set[int]:
+    """By how many dims the parameters of a layer of Flax exceed those of one such layer."""
+    dims = next((find(layer) for kind, find in DIMS.items() if isinstance(layer, kind)), {})
+    attributes = {name: getattr(layer, name, None) for name in dims}
+    params = {name: value for name, value in attributes.items() if isinstance(value, nnx.Param)}
+    return {len(x.get_value().shape) - dims[name] for name, x in params.items()}
 
 
 def stacks_of(model: nnx.Module) -> dict[Path, int]:
     """The outermost stacked modules of a model, and how many layers each holds."""
     counts: dict[tuple, int] = {}
-    for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
+    modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    if not any(1 in _extra_dims(module) for _, module in modules):
+        return {}
+    for keys, module in modules:
         inside = not keys or any(keys[: len(outer)] == outer for outer in counts)
         if not inside and (count := num_stacked(module)) is not None:
             counts[keys] = count
     return {"/".join(map(str, keys)): count for keys, count in counts.items()}
+
+
+def bridges_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], nnx.bridge.ToNNX]]:
+    """The bridged Linen modules of a model, with their keys."""
+    for keys, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.bridge.ToNNX):
+            yield tuple(keys), module

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -151,6 +153,13 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _parse(text: str, what: str) -> Any:
+    """What a text says; the caller may change it."""
+    return copy.deepcopy(_parsed(text, what))
+
+
+# A command looks for misspelt keys first, and reads the same config again.
+@functools.lru_cache(maxsize=4)
+def _parsed(text: str, what: str) -> Any:
     try:
         loader = _StrictLoader(text)
         root = loader.get_single_node()

@@ -1,4 +1,4 @@
-"""Paths, kinds and sizes of the leaves of a pytree."""
+"""Paths, dtypes and sizes of the leaves of a pytree."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from .errors import ConfigError, DTypeError
-from .typing import Function, Leaf, Path, PyTree
+from .errors import ConfigError, DTypeError, did_you_mean
+from .typing import Array, Function, Leaf, Path, PyTree
 
 Where: TypeAlias = Literal["device", "host"]
 """Which memory of a device is meant: its own, or that of the host it is attached to."""
@@ -217,11 +217,6 @@ def shard_bytes(leaf: Leaf) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def paths_of(weights: PyTree) -> frozenset[Path]:
-    """The paths of the leaves of a tree."""
-    return frozenset(path for path, _ in leaves_with_paths(weights))
-
-
 def shapes_of(tree: PyTree, lead: int = 0) -> PyTree:
     """The shapes of a tree's arrays, without some leading dims.
 
@@ -271,6 +266,38 @@ _WIDER: tuple[type[np.generic], ...] = (np.longdouble, np.clongdouble)
 def has_64_bits() -> bool:
     """Whether JAX keeps 64 bits of a number; else it makes float64 float32, with a warning."""
     return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+def floating_dtype(value: Any, what: str) -> np.dtype:
+    """Reads a floating-point dtype or its name.
+
+    Raises:
+        ConfigError: naming what it was for, what was got and what is valid.
+    """
+    try:
+        dtype = jax.numpy.dtype(value)
+    except (TypeError, ValueError):
+        dtype = None
+    # Dtypes of 8 bits hold products with scales of their own, as `products="fp8"` has them.
+    if dtype is None or dtype.name not in _FLOATS:
+        raise ConfigError(
+            f"{what} dtype is {value!r:.80}; it must be a floating-point dtype."
+            f"{did_you_mean(str(value), _FLOATS)}"
+        )
+    if dtype.itemsize > 4 and not has_64_bits():
+        raise ConfigError(
+            f"{what} dtype is {dtype.name}, of which JAX keeps 32 bits; take float32, or set "
+            "JAX_ENABLE_X64=1"
+        )
+    return dtype
+
+
+def wide(x: Array) -> Array:
+    """In float32, or wider."""
+    return x.astype(jax.numpy.promote_types(x.dtype, jax.numpy.float32))
 
 
 _NARROW = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32), "f": np.finfo(np.float32)}

@@ -1,8 +1,8 @@
-"""What a program computes where some of its inputs are zero: which results then are one number.
+"""What a program computes where some of its inputs are zero: which results are then constant.
 
-An array is followed as the one number that all its elements are, or as unknown. A product with
-zeros is zero whatever the other factor is, as long as that is finite; so setting the weights of a
-program to zero shows which of its results count only what has a weight.
+This is constant propagation for arrays whose elements are all equal: an array is that one number,
+or unknown. A product with zeros is zero whatever the other factor is, as long as that is finite;
+so setting the weights of samples to zero shows which results leave out samples without a weight.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def _of_array(value: Any) -> Alike:
             return UNKNOWN
     try:
         array = np.asarray(value)
-    except Exception:  # Keys, and what a trace holds.
+    except Exception:  # Keys and tracers.
         return UNKNOWN
     if array.dtype.kind not in "biuf" or not array.size:
         return UNKNOWN
     first = array.flat[0]
     if not (array == first).all():
         return UNKNOWN
-    # An infinite constant, as of masks, is there for samples of any weight.
+    # An infinite constant, such as that of a mask, does not come from a weight of 0.
     return Alike(float(first))
 
 
@@ -156,7 +156,7 @@ def _logical(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
 def _quotient(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
     above, below = operands
     if below.is_zero:
-        # Of a total without weights: the quotient is not used where all weights are zero.
+        # A scalar 0 / 0 is the mean over no weights, which is not used where all weights are zero.
         is_total = above.is_zero and not shape_of(equation.outvars[0])
         return ZERO if is_total else INFINITE
     if above.is_zero:
@@ -192,7 +192,7 @@ _RULES: dict[str, Callable[[JaxprEqn, Sequence[Alike]], Alike]] = {
 
 
 def _computed(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
-    """An operation on each element, done once."""
+    """An elementwise operation, evaluated on the one number that each operand is."""
     if any(value.value is None for value in operands):
         return _unknown(operands)
     values = [
@@ -202,9 +202,9 @@ def _computed(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
     try:
         (result,) = eval_equation(equation, values)
         known = _of_array(np.asarray(result).astype(np.float64))
-    except Exception:  # Shapes or dtypes that a single number does not have.
+    except Exception:  # The operation needs a shape or a dtype that a scalar does not have.
         return _unknown(operands)
     if known.value is None:
-        return INFINITE  # What is no number is not equal to itself.
+        return INFINITE  # The result is NaN, which is not equal to itself.
     spoiled = np.isinf(known.value) and not any(np.isinf(value.value or 0) for value in operands)
     return dataclasses.replace(known, is_finite=_unknown(operands).is_finite and not spoiled)

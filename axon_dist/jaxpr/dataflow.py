@@ -1,10 +1,10 @@
-"""Which dims of a traced model are one and the same: how its kernels feed each other.
+"""Which dims of a traced model have to be split alike: how its kernels feed each other.
 
 Every dim of every array of a jaxpr belongs to a *segment*: the dims that must be split alike for a
 program to need no communication. Elementwise operations join the dims of their operands, products
-join the dims they contract, and so on. A reshape that cuts a dim in factors links its segment to
-those of the factors. What an operation cannot do on a part of a dim spoils the segment, with the
-reason.
+join the dims they contract, and so on. A reshape that cuts a dim into factors links its segment to
+those of the factors. An operation that cannot work on a part of a dim spoils the segment, which
+then cannot be split, and the reason is noted.
 """
 
 from __future__ import annotations
@@ -96,24 +96,24 @@ class Flow:
     def find(self, node: int) -> int:
         """The segment of a node."""
         while self._parent[node] != node:
-            # Halving the way while walking it keeps later walks short.
+            # Path halving keeps later walks short.
             self._parent[node] = self._parent[self._parent[node]]
             node = self._parent[node]
         return node
 
     def join(self, one: int, other: int) -> None:
-        """Two dims are the same; dims of size 1 are ignored."""
+        """Joins the segments of two dims; dims of size 1, and of two sizes, stay apart."""
         # A broadcast dim goes with any size, and would join all of those into one segment.
         if self.sizes[one] == self.sizes[other] != 1:
             self._parent[self.find(other)] = self.find(one)
 
     def spoil(self, node: int, why: str) -> None:
-        """The dim cannot be split, for a reason; the first reason stays."""
+        """Notes why a dim cannot be split; the first reason stays."""
         if self.sizes[node] > 1:
             self.spoiled.setdefault(node, why)
 
     def reasons(self) -> dict[int, str]:
-        """Why each spoiled segment is."""
+        """Why each spoiled segment cannot be split."""
         reasons: dict[int, str] = {}
         for node, why in self.spoiled.items():
             reasons.setdefault(self.find(node), why)
@@ -169,7 +169,7 @@ def _results(flow: Flow, equation: JaxprEqn, operands: Sequence[FlowValue]) -> l
 def _follow_inner(
     flow: Flow, equation: JaxprEqn, inner: Inner, operands: Sequence[FlowValue]
 ) -> list[FlowValue]:
-    """Follows a call, a loop, or of branches the last: it is the one of any platform."""
+    """Follows a call, a loop, or of a conditional the last branch: the one for any platform."""
     shared, carry, stacked = inner.parts(operands)
     rows = [dataclasses.replace(value, dims=value.dims[1:]) for value in stacked]
     outputs = follow(flow, inner.program.jaxpr, [*shared, *carry, *rows])
@@ -253,7 +253,8 @@ class _Step:
             self._join(ins + outs)
         elif role is Role.SUMMED and self.name == "dot_general":
             self._join(ins)
-            # Between activations a sum over ranks is not what a row layer's is: scores need all.
+            # A product of two activations is no row-parallel layer: attention scores, for one, need
+            # the whole sum.
             if all(operand.origin is None for operand in self.operands):
                 self.flow.spoil(ins[0], "is summed over between activations")
         elif role in (Role.SUMMED, Role.REDUCED):
@@ -300,7 +301,7 @@ class _Step:
         return is_lookup
 
     def origin_of(self, result: FlowValue) -> Path | None:
-        """The parameter that a result is."""
+        """The parameter that a result is, reshaped, cast or a row of it; None for others."""
         first = self.operands[0] if self.operands else result
         if self.name in RESHAPES or self.name in ("transpose", "unstack"):
             return first.origin
@@ -350,7 +351,7 @@ class _Step:
             if not numbers:
                 continue
             at = numbers.index(factor)
-            # Of three and more factors the last ones cannot be split, and need no `Cut`.
+            # Of three or more factors the last ones cannot be split, and need no `Cut`.
             if at < _CUT:
                 parts = 1 if at == 0 else self.flow.sizes[self._piece(numbers[0])]
                 repeats = at == 0 and self._piece(numbers[1]) in self.flow.repeated

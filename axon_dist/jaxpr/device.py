@@ -100,6 +100,8 @@ class _Reader:
         self.spread: set[int] = {-1}
         self.wholes: dict[tuple[int, Splits], Sharded] = {}
         self.joint: list[tuple[Sum, Axes, Axes]] = []
+        # The axes over which a constraint that sends nothing cuts what it writes.
+        self.slices: dict[tuple[int, ...], Axes] = {}
 
     def input(self, atom: Atom, splits: Splits) -> Sharded:
         return self.buffer(self.local_bytes(atom, splits), splits)
@@ -147,7 +149,7 @@ class _Reader:
     def _after(
         self, value: Sharded, made: Sharded, name: str, kind: str, sent: tuple[Sent, ...] = ()
     ) -> Sharded:
-        """Notes a node that makes one value of another."""
+        """Adds a node that computes one value from another."""
         self.nodes.append(Node(name, kind, (value.buffer,), (made.buffer,), 0.0, sent))
         return made
 
@@ -167,7 +169,7 @@ class _Reader:
         return next(ours, 0)
 
     def resolved(self, value: Sharded, scatter: Axes = NONE) -> Sharded:
-        """The whole sum where a value is a part of one; over some axes only a shard of it."""
+        """Completes a partial sum; over the axes of `scatter` each rank keeps a shard of it."""
         for one in value.partial:
             if not one.is_done:
                 one.is_done = True
@@ -187,8 +189,7 @@ class _Reader:
         if shard and self._sends_rows(one, shard):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
-        # XLA:CPU has no reduce-scatter, and slices the all-reduced sum. And no platform scatters
-        # a sum over some of its axes that has to be replicated.
+        # XLA:CPU slices an all-reduced sum; no platform scatters a replicated one over some axes.
         if shard and (self.platform == "cpu" or (rest and one.is_replicated)):
             shard, rest = NONE, one.axes
         if shard and rest and one.node.kind != "product":
@@ -197,10 +198,10 @@ class _Reader:
         self._send_sum(one, shard, rest, one.num_bytes)
 
     def _sends_rows(self, one: Sum, over: Axes) -> bool:
-        """Gathers the updates of all ranks, of which each adds those of its shard of the table.
+        """Gathers the updates of all ranks; each rank adds those that belong to its shard.
 
-        XLA's partitioner does so where the rows of all ranks, as of a step's tokens, are fewer
-        bytes than the table; nothing is left to be added up over these axes then.
+        XLA's partitioner does so where the rows of all ranks, such as those of a step's tokens, are
+        fewer bytes than the table; then nothing is left to be summed over these axes.
         """
         node = one.node
         rows = self.sizes[node.reads[2]] if node.name in SCATTERS else 0
@@ -213,7 +214,7 @@ class _Reader:
         return True
 
     def finish(self) -> None:
-        """Adds sums over several axes up in one all-reduce, where the compiler does not split it.
+        """Completes sums over several axes by one all-reduce, unless the compiler splits it.
 
         XLA splits an all-reduce of which a rank keeps a shard into a scatter and an all-reduce of
         the shards only where the program has all-reduces over the same ranks as the latter already
@@ -229,21 +230,18 @@ class _Reader:
             self._scatter_what_is_sliced(summed)
 
     def _scatter_what_is_sliced(self, summed: set[Axes]) -> None:
-        """Makes a scatter of an all-reduce of which ranks read slices, as ReduceScatterCreator."""
+        """Scatters a sum of which each rank reads a slice, as XLA's ReduceScatterCreator does."""
         for node in self.nodes:
             all_reduces = [one for one in node.sent if one.kind == "all-reduce"]
             if node.name not in SUMS or (len(all_reduces), len(node.writes)) != (1, 1):
                 continue
             readers = [other for other in self.nodes if node.writes[0] in other.reads]
-            places = [other for other in readers if other.name == "sharding_constraint"]
-            shares = {self.sizes[other.writes[0]] for other in places if places == readers}
+            shards = {self.slices.get(other.writes, NONE) for other in readers}
             axes, size = frozenset(all_reduces[0].axes), all_reduces[0].num_bytes
-            for shard in (axes, *(axes - {axis} for axis in sorted(axes))):
-                rest = axes - shard
-                if shares == {size // self.ways(shard)} and rest in summed:
-                    node.sent = ()
-                    self._send_sum(Sum(node, axes, size), shard, rest, size)
-                    break
+            shard = shards.pop() if len(shards) == 1 else NONE
+            if shard and shard <= axes and axes - shard in summed:
+                node.sent = ()
+                self._send_sum(Sum(node, axes, size), shard, axes - shard, size)
 
     def _send_sum(self, one: Sum, shard: Axes, rest: Axes, size: int) -> None:
         if shard:
@@ -286,7 +284,7 @@ class _Reader:
         if name in SPREAD:
             self.spread.update(node.writes)
         if name in IN_PLACE and operands[0].buffer in self.spread:
-            # What starts as zeros is split as what it becomes.
+            # A buffer that starts as zeros has the layout of what is written into it.
             self.sizes[operands[0].buffer] = self.sizes[node.writes[0]]
         if name in COLLECTIVES:
             node.sent = tuple(self._sent(equation, operands, results))
@@ -296,7 +294,7 @@ class _Reader:
     def _met(self, equation: JaxprEqn, operands: list[Sharded]) -> list[Sharded]:
         """The operands of a product; where both are split by one axis, one of them is gathered.
 
-        Of activations and a kernel these are the activations, as for sequence parallelism.
+        Of activations and a kernel the activations are gathered, as in sequence parallelism.
         """
         (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
         one, other = (operand.splits for operand in operands)
@@ -333,10 +331,10 @@ class _Reader:
         ((splits, _),) = placed(equation, [operand.splits])
         axes, summed = union(splits), union(one.axes for one in operand.partial)
         if not summed & axes:
-            # What has to be replicated behind a loop is added up there, and scattered once.
+            # A sum that has to be replicated after a loop is completed there, and scattered once.
             for one in operand.partial:
                 one.is_replicated = True
-                # XLA:CPU adds up in every iteration what a loop adds to; others behind the loop
+                # XLA:CPU reduces in every iteration, others behind the loop
                 # (WhileLoopAllReduceCodeMotion).
                 one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
@@ -351,7 +349,9 @@ class _Reader:
         if key in self.wholes:
             return [self.wholes[key]]
         if not gathered and not moved:
-            return [self._after(operand, self.input(atom, splits), "sharding_constraint", "fused")]
+            made = self.input(atom, splits)
+            self.slices[made.buffer,] = axes - before
+            return [self._after(operand, made, "sharding_constraint", "fused")]
         kind = "all-gather" if gathered else "all-to-all"
         self.wholes[key] = self._sent_to(operand, splits, atom, gathered or moved, kind)
         return [self.wholes[key]]
@@ -439,7 +439,7 @@ class _Reader:
         return LivenessProgram(self.nodes, self.sizes, reads, writes)
 
     def loop(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """A loop: the layout of its carry is the one that another iteration does not change."""
+        """A loop, whose carry has the layout that one more iteration leaves unchanged."""
         loop = inners(equation)[-1]
         operands = [self.resolved(one) for one in operands]
         shared, carried, rows = ([x.splits for x in part] for part in loop.parts(operands))
@@ -452,7 +452,7 @@ class _Reader:
             if settled == carried:
                 break
             carried = settled
-        # The first carry has the layout of the others, where it is one number repeated.
+        # A first carry that is a broadcast number takes the layout of the later ones.
         repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
         begins = loop.parts(equation.invars)[1], loop.parts(operands)[1], carried
         for atom, value, splits in zip(*begins, strict=True):

@@ -36,9 +36,10 @@ EACH = frozenset((
     "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
     "stop_gradient", "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
-"""Operations whose every element depends on the elements at the same place, and parameters alone.
+"""Cheap elementwise operations, which the backward pass may compute again.
 
-These are cheap: the backward pass may compute them again. Others are in `ELEMENTWISE`."""
+Each element of their results depends on the elements of operands at the same place, and on
+parameters. Other elementwise operations are in `ELEMENTWISE`."""
 
 ELEMENTWISE = EACH | frozenset((
     "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",
@@ -46,16 +47,16 @@ ELEMENTWISE = EACH | frozenset((
     "polygamma", "polynomial", "random_clone", "random_fold_in", "random_gamma_grad",
     "random_unwrap", "regularized_incomplete_beta", "threefry2x32", "tie", "to_edtype", "zeta",
 ))  # fmt: skip
-"""Those and others, which compute more, give names, or work on keys."""
+"""`EACH`, and elementwise operations that cost more, give names, or work on random keys."""
 
 COMPARES = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
-"""Those of `EACH` whose results are a byte per element, and their operands' dtype is another."""
+"""Those of `EACH` whose results take a byte per element, whatever the dtype of the operands."""
 
 MOVES = frozenset((
     "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice",
     "split", "squeeze", "transpose",
 ))  # fmt: skip
-"""Operations that move numbers, and compute nothing."""
+"""Operations that move elements, and compute nothing."""
 
 RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "reshape", "squeeze"))
 """Those of `MOVES` that may keep the entries of an array in their order."""
@@ -92,9 +93,12 @@ class Role(enum.Enum):
     NEW = "new"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Factors:
-    """The factors of an equation, which its rule says one by one.
+    """The factors of an equation.
+
+    The rule of the primitive fills the last three lists in place, one factor at a time, by `add`
+    and what calls it; when `factors` or `factors_of` returns, they are complete, and are only read.
 
     Args:
         name: of its primitive.
@@ -160,7 +164,7 @@ class Factors:
             self.results[which][dim] += (number,)
 
     def move(self, pairs: Iterable[tuple[int, int]], operand: int = 0) -> None:
-        """Dims of an operand become dims of all results; of another size they are a part."""
+        """Dims of an operand become dims of all results; where sizes differ, one is a part."""
         for source, target in pairs:
             outs = [(number, target) for number in range(len(self.outputs))]
             is_same = all(s[target] == self.inputs[operand][source] for s in self.outputs)
@@ -233,7 +237,7 @@ def _broadcast(draft: Factors) -> None:
 
 
 def _reshape(draft: Factors) -> None:
-    """Groups of dims of one product; of these, the dims of one side are the factors."""
+    """Cuts both shapes into groups of equal size, in which the dims of one side are the factors."""
     (before, *_), (after,) = draft.inputs, draft.outputs
     order = draft.params.get("dimensions") or range(len(before))
     left = [dim for dim in order if before[dim] != 1]
@@ -262,7 +266,7 @@ def _reshape(draft: Factors) -> None:
 
 
 def _drop(draft: Factors, gone: Iterable[int], role: Role | None) -> None:
-    """Some dims of all operands are gone, and the others stay in order."""
+    """Some dims of all operands are dropped, and the others keep their order."""
     gone = {*gone}
     for rank in sorted({len(shape) for shape in draft.inputs}):
         numbers = [n for n, shape in enumerate(draft.inputs) if len(shape) == rank]

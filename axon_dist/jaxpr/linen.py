@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -22,12 +22,12 @@ import numpy as np
 from flax import nnx
 from flax.core import lift
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_equation, eval_jaxpr
+from ..core.modules import bridges_of
 from ..core.typing import Array, Function, Path, PyTree
-from .walk import inners, opened, same_program, struct_of, values_of, variables
+from .walk import inners, opened, struct_of, values_of, variables, without_tracers
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -40,15 +40,11 @@ RunUnit: TypeAlias = Callable[[ClosedJaxpr, Gathers, list[Array]], list[Array]]
 SAME_SHARE = 0.5
 """The least share of leaves that two modules have alike to be blocks of one kind."""
 
+ARRAYS: tuple[type, ...] = jax.Array, np.ndarray
+"""What the arrays among the leaves of a tree are, and what a trace has in place of them."""
+
 MAKES_KEYS = frozenset({"random_fold_in", "random_wrap", "random_unwrap"})
 """The primitives by which Flax derives the random key of a module from its path."""
-
-
-def bridges_of(model: nnx.Module) -> Iterator[tuple[Keys, nnx.bridge.ToNNX]]:
-    """The bridged Linen modules of a model, with their keys."""
-    for keys, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.bridge.ToNNX):
-            yield tuple(keys), module
 
 
 def linen_modules(model: nnx.Module) -> Iterator[tuple[Keys, str]]:
@@ -66,54 +62,37 @@ def linen_modules(model: nnx.Module) -> Iterator[tuple[Keys, str]]:
         yield from ((keys + below, "/".join(name)) for below, name in _named(_tree_of(bridge)))
 
 
-def linen_named(model: nnx.Module, names: Collection[str]) -> list[Keys]:
-    """The modules within the bridged ones of a model that have one of some names.
-
-    Args:
-        model: any NNX module; its leaves may be shapes.
-        names: the last part of a name or more of it, `layer` or `encoder/layer`.
-
-    Returns:
-        Their keys in the model.
-
-    Example:
-        >>> layers = nn.Sequential([nn.Dense(4) for _ in range(2)])
-        >>> model = nnx.bridge.ToNNX(layers, rngs=nnx.Rngs(0)).lazy_init(np.ones((1, 4)))
-        >>> linen_named(model, ["layers"])
-        [('layers_0',), ('layers_1',)]
-    """
-
-    def is_one(name):
-        return any(f"/{name}".endswith(f"/{each}") for each in names)
-
-    return [keys for keys, name in linen_modules(model) if is_one(name)]
-
-
-def linen_blocks(model: nnx.Module) -> list[Keys]:
-    """The repeated blocks of the bridged Linen modules of a model.
+def linen_blocks(bridge: nnx.bridge.ToNNX, names: Collection[str] = ()) -> list[Keys]:
+    """The repeated blocks of a bridged Linen module, or the modules in it of some names.
 
     Of modules in others the outermost that are alike are blocks: those whose leaves have the same
     shapes for the most part. Where modules differ that are numbered, as the stages of a ResNet do,
     what is alike within them comes first. Single layers are blocks only where nothing else is.
 
     Args:
-        model: any NNX module; its leaves may be shapes.
+        bridge: its leaves may be shapes.
+        names: the last part of a name or more of it, `layer` or `encoder/layer`; none takes the
+            repeated blocks.
 
     Returns:
-        Their keys in the model, `layer_2` before `layer_10`.
+        Their keys below the bridge, of repeated blocks `layer_2` before `layer_10`.
 
     Example:
         >>> layers = nn.Sequential([nn.Dense(4) for _ in range(3)])
         >>> model = nnx.bridge.ToNNX(layers, rngs=nnx.Rngs(0)).lazy_init(np.ones((1, 4)))
         >>> linen_blocks(model)
         [('layers_0',), ('layers_1',), ('layers_2',)]
+        >>> linen_blocks(model, ["layers_1"]), len(linen_blocks(model, ["layers"]))
+        ([], 3)
     """
-    blocks: list[Keys] = []
-    for keys, bridge in bridges_of(model):
-        tree = _tree_of(bridge)
-        below = _blocks(tree, composite=True) or _blocks(tree, composite=False)
-        blocks += [keys + each for each in below]
-    return blocks
+    tree = _tree_of(bridge)
+    if not names:
+        return _blocks(tree, composite=True) or _blocks(tree, composite=False)
+
+    def is_one(name):
+        return any(f"/{name}".endswith(f"/{each}") for each in names)
+
+    return [keys for keys, name in _named(tree) if is_one("/".join(name))]
 
 
 def split_number(name: str) -> tuple[str, int | None]:
@@ -180,42 +159,6 @@ def _are_alike(trees: Sequence[Mapping[str, PyTree]]) -> bool:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class UnitPrograms:
-    """The programs of the units of one trace: calls with equal programs share one.
-
-    That two calls are equal is seen from what they have traced to, and not from their modules and
-    arguments: a call may read globals, context variables, the type of a flag or an object that has
-    changed since the call before.
-
-    Args:
-        known: the programs so far, by what is cheap to compare.
-    """
-
-    known: dict[Hashable, list[ClosedJaxpr]] = dataclasses.field(default_factory=dict)
-
-    def shared(self, program: ClosedJaxpr) -> ClosedJaxpr:
-        """The first program that computes the same as this one."""
-        jaxpr = program.jaxpr
-        names = tuple(equation.primitive.name for equation in jaxpr.eqns)
-        alike = self.known.setdefault((names, *(v.aval for v in jaxpr.invars)), [])
-        for other in alike:
-            if same_program(program, other):
-                return other
-        alike.append(program)
-        return program
-
-
-def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
-    """The program with the outer trace's values that it closes over as inputs, and these values."""
-    pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
-    consts = {v: x for v, x in pairs if not isinstance(x, Tracer)}
-    invars = [*closed.jaxpr.invars, *(v for v, _ in read)]
-    jaxpr = closed.jaxpr.replace(constvars=[*consts], invars=invars)
-    return ClosedJaxpr(jaxpr, [*consts.values()]), [x for _, x in read]
-
-
 def without_keys(
     closed: ClosedJaxpr, operands: Sequence[Array], keys: Container[int]
 ) -> tuple[ClosedJaxpr, list[Array]]:
@@ -272,14 +215,12 @@ class LinenUnits:
         paths: of the blocks, below the bridge.
         run: runs a program as the equation of a unit.
         metadata: of a parameter, that which says how it is gathered.
-        programs: of the trace, which gives equal calls the same inner program.
         stacked: those of the paths whose parameters stack the layers of a loop, each a block.
     """
 
     paths: frozenset[Path]
     run: RunUnit
     metadata: str
-    programs: UnitPrograms
     stacked: frozenset[Path] = frozenset()
 
     def __call__(
@@ -361,17 +302,17 @@ class Intercepted:
         ) -> PyTree:
             paths = _outermost(scope_fn(variables, rngs))
             leaves, structure = jax.tree.flatten((args, kwargs))
-            arrays = [leaf for leaf in leaves if is_array(leaf)]
+            arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
             made: list[PyTree] = []
 
             def compute(variables: PyTree, rngs: PyTree, arrays: Sequence[Array]) -> list[Array]:
                 values = iter(arrays)
-                inputs = [next(values) if is_array(leaf) else leaf for leaf in leaves]
+                inputs = [next(values) if isinstance(leaf, ARRAYS) else leaf for leaf in leaves]
                 args, kwargs = jax.tree.unflatten(structure, inputs)
                 scopes = scope_fn(variables, rngs)
                 # A number or a flag that a method returns stays what it is.
                 made[:] = jax.tree.flatten((function(scopes, *args, **kwargs), repack(scopes)))
-                return [leaf for leaf in made[0] if is_array(leaf)]
+                return [leaf for leaf in made[0] if isinstance(leaf, ARRAYS)]
 
             self.is_inside = True
             try:
@@ -379,7 +320,7 @@ class Intercepted:
             finally:
                 self.is_inside = False
             outputs, form = made
-            merged = [next(results) if is_array(leaf) else leaf for leaf in outputs]
+            merged = [next(results) if isinstance(leaf, ARRAYS) else leaf for leaf in outputs]
             return jax.tree.unflatten(form, merged)
 
         return lift.pack(inner, (True,), (True,), (True,), name="unit", enable_kwargs=True)
@@ -411,7 +352,7 @@ class Intercepted:
             pairs = itertools.zip_longest(program.jaxpr.invars, values, gathers)
             operands = [g(x) if g and v in returned else x for v, x, g in pairs]
             return eval_jaxpr(program, operands)
-        return self.units.run(self.units.programs.shared(program), gathers, values)
+        return self.units.run(program, gathers, values)
 
     def _of_leaves(self, variables: PyTree, paths: Sequence[Path]) -> Gathers:
         """How each leaf of the variables of each scope is gathered, or None."""
@@ -438,8 +379,3 @@ def _outermost(scopes: PyTree) -> list[Path]:
         return one != other and one[: len(other)] == other
 
     return ["/".join(p) for p in paths if not any(is_below(p, other) for other in paths)]
-
-
-def is_array(leaf: object) -> bool:
-    """Whether a leaf of a tree is an array, or what a trace has in place of one."""
-    return isinstance(leaf, (jax.Array, np.ndarray))

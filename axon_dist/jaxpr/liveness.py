@@ -1,19 +1,20 @@
 """How many bytes of a program are alive at once: what a compiler that fuses well would allocate.
 
-An elementwise operation costs nothing where it can run inside those that read it. Written out are
-the results of products, reductions, gathers and loops; what a product or a loop reads; and a value
-that several read and that is computed from more bytes than it has. Everything else is computed
-again from what is written out, wherever it is read, and so keeps that alive. So does XLA:GPU; the
-other compilers are close enough for a ranking, and a compiled step has the exact figure.
+An elementwise operation costs nothing where it can be fused into those that read it. These values
+are written to memory: the results of products, reductions, gathers and loops; what a product or a
+loop reads; and a value that several operations read and that is smaller than what it is computed
+from. Everything else is computed again from these wherever it is read, and so keeps them alive.
+XLA:GPU does so; the other compilers are close enough for a ranking, and a compiled step has the
+exact figure.
 
-What is written out is alive from the node that makes it to the last that reads it, or reads what is
-computed from it; updates are made in place, in loops and branches too.
+A value in memory is alive from the node that writes it to the last that reads it, or reads
+something that is computed again from it; updates are in place, in loops and branches too.
 
-XLA's scheduler for GPUs hides latency: it runs the chain of products that the next product needs,
-and behind it those whose results only enter sums, transfers and updates. Those are the
-gradients of weights, and so the activations and cotangents that they are computed from are alive
-together when the chain ends: in an iteration of a loop over layers those of a layer, and in a model
-without such a loop those of all layers.
+XLA's latency-hiding scheduler for GPUs first runs the chain of products that later products need,
+and then the products whose results only enter sums, transfers and updates: the gradients of
+weights. So the activations and cotangents that these are computed from are alive together when the
+chain ends: those of one layer in an iteration of a loop over layers, and those of all layers in a
+model without such a loop.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import TypeAlias
 from .placement import ADDS, IN_PLACE, LivenessProgram, Node, is_added_to
 
 DEAR = frozenset({"tanh", "erf", "erfc", "erf_inv", "atan2", "lgamma", "digamma"})
-"""Elementwise operations that are not done twice."""
+"""Expensive elementwise operations, which are not computed twice."""
 
 INSIDE = frozenset(
     {"gather", "scatter-add", "scatter_add"}
     | {"reduce_window", "reduce_window_max", "reduce_window_sum"}
 )
-"""Operations that compute what they read while they read it, beside elementwise ones."""
+"""Operations, beside elementwise ones, into which those that compute their operands are fused."""
 
 
 class Written:
@@ -64,13 +65,13 @@ class Written:
             self._place(node)
 
     def sources(self, buffer: int) -> frozenset[int]:
-        """What is in memory of what a node reads: the value, or what it is computed from."""
+        """The values in memory behind a buffer: itself, or those that it is computed again from."""
         if buffer in self.buffers:
             return frozenset([buffer])
         return self._made_of.get(buffer, frozenset([buffer]))
 
     def runs(self, node: Node) -> bool:
-        """Whether a node is more than a part of those that read it."""
+        """Whether a node runs by itself, and is not fused into those that read it."""
         return node.kind not in ("fused", "barrier") or not self.buffers.isdisjoint(node.writes)
 
     def _place(self, node: Node) -> None:
@@ -86,9 +87,9 @@ class Written:
             return True
         readers = self.readers[buffer]
         if not sources:
-            # A constant is made where it is read, but for one that is overwritten.
+            # A constant is computed where it is read, except for one that is overwritten.
             return any(buffer in overwritten(reader) for reader in readers)
-        # Kernels, loops and the like read what is written to memory before.
+        # Kernels, loops and the like read their operands from memory.
         outside = any(
             one.kind not in ("fused", "reduction") and one.name not in INSIDE for one in readers
         )
@@ -295,7 +296,7 @@ CHAIN = frozenset({"product", "loop"})
 
 
 def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0) -> LivenessProgram:
-    """The same program with the products that no other node needs behind all others.
+    """Moves the products that no later product or loop needs to the end of a program.
 
     Args:
         program: of a step, or of an iteration of a loop.
@@ -345,7 +346,7 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
 
 
 def _filled(nodes: list[Node]) -> list[Node]:
-    """Moves reductions that do not depend on a loop before it, where they hide its transfers.
+    """Moves reductions that do not depend on a loop in front of it, where they hide its transfers.
 
     The positions of a max-pool are such: they are needed after the blocks that follow it.
     """

@@ -131,7 +131,7 @@ VIEWS = frozenset(
     {"reshape", "squeeze", "expand_dims", "stop_gradient", "pvary", "name", "reshard", "copy_p"}
     | {"bitcast_convert_type", "optimization_barrier", "sharding_constraint"}
 )
-"""Operations that move nothing; a transpose of a matrix is one for the product that reads it."""
+"""Operations that copy no data; the transpose of a matrix is one for the product that reads it."""
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot_general"})
 """Operations whose operands and results are in memory."""
@@ -150,7 +150,7 @@ LINEAR = frozenset(
     {"convert_element_type", "transpose", "reshape", "squeeze", "neg", "copy", "reduce_sum"}
     | {"slice", "pad", "name", "reduce_precision"}
 )
-"""Operations on one operand that may as well be done before ranks add up their parts of it."""
+"""Linear operations on one operand, which may also be done before its sum over ranks."""
 
 COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "psum": ("all-reduce", "axes"),
@@ -167,7 +167,7 @@ SUMS = frozenset({"psum", "psum_invariant"})
 """Those of `COLLECTIVES` that give every rank the whole sum."""
 
 SPREAD = frozenset({"broadcast_in_dim", "iota"})
-"""Operations that read nothing of the size of what they make."""
+"""Operations whose results are larger than all that they read."""
 
 IN_PLACE = frozenset({"scatter-add", "scatter_add", "scatter", "dynamic_update_slice"})
 """Operations that overwrite their first operand where nothing else reads it."""
@@ -239,7 +239,7 @@ class LivenessProgram:
 
     @property
     def flops(self) -> float:
-        """Operations of all products; of branches the dearest that is not rare."""
+        """FLOPs of all products; of a conditional, of the costliest branch that is not rare."""
         return sum(
             node.flops
             + node.trips * max((b.flops for b in node.bodies if not b.is_rare), default=0.0)
@@ -247,7 +247,7 @@ class LivenessProgram:
         )
 
     def sends(self, times: int = 1) -> list[tuple[Sent, int]]:
-        """Every collective, and how often it runs; of branches all."""
+        """Every collective, and how often it runs; those of all branches are listed."""
         collectives = [(sent, times) for node in self.nodes for sent in node.sent]
         for node in self.nodes:
             for body in node.bodies:
@@ -338,16 +338,16 @@ def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
 
 
 def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
-    """The sums that the result of a linear operation is a part of, as its operands are."""
-    # What was added up for another reader is a part no more.
+    """The sums that the result of a linear operation is a part of, because its operands are."""
+    # A sum that was completed for another reader is not partial any more.
     partial = [tuple(part for part in one.partial if not part.is_done) for one in operands]
     is_part = [bool(sums) for sums in partial]
     if name in SCATTERS and len(partial) > 2 and is_part[2]:
         # Added to a replicated array; the sum over ranks may as well follow the scatter.
         return () if is_part[0] or is_part[1] else partial[2]
     if name in ADDS:
-        # What a loop adds to what it carries is added up behind the loop; what is added to a sum,
-        # before or behind it.
+        # What a loop adds to its carry is summed over ranks after the loop; other addends may be
+        # so before or after they are added.
         return joined(tuple(sum(partial, ()))) if any(is_part) else ()
     if name == "mul" and sum(is_part) == 1:
         return partial[0] or partial[1]
@@ -357,7 +357,7 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
 
 
 def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
-    """Sums that are added: of products one collective adds up all, of others one each."""
+    """Partial sums that are added: one collective for all of products, one for each other."""
     if any(one.node.name in SCATTERS for one in sums):
         for one in sums:
             one.is_base = one.node.kind == "product"

@@ -42,7 +42,7 @@ Drawn: TypeAlias = tuple[Any, ...]
 """The shape of drawn bits; or "split" and the shape of keys that one key is split into."""
 
 MAKERS = frozenset({"random_seed", "random_wrap"})
-"""What makes a key of numbers."""
+"""Primitives that make a key from numbers."""
 
 FIRST_KEY = (
     "draws with keys of the samples' own by the generator rbg, which under vmap takes the first "
@@ -67,8 +67,8 @@ def find_rows(
         num_parts: how many parts a batch has.
 
     Returns:
-        For everything that a part draws and that counts samples, which rows it owns; None where
-        nothing is drawn at all.
+        For every shape that a part draws and that counts samples, which rows are the part's; None
+        where nothing is drawn at all.
 
     Raises:
         UnsupportedError: when shapes are ambiguous, or the key of such a draw is made within
@@ -103,7 +103,7 @@ def find_rows(
 
 
 def _note(rows: dict[Drawn, SampleRows | None], drawn: Drawn, sampled: SampleRows | None) -> None:
-    """Notes whose rows are drawn; raises where that is not known by the shape alone."""
+    """Notes the rows of a drawn shape; raises where the shape does not say whether it has any."""
     if rows.setdefault(drawn, sampled) != sampled:
         what = f"random arrays of shape {drawn}"
         if drawn[:1] == ("split",):
@@ -126,15 +126,15 @@ def _key_rows(mine: Shape, full: Shape, dim: int) -> SampleRows:
 
 
 def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleRows]) -> list[bool]:
-    """Raises where samples' rows are drawn from a key made on the way; which results are such keys.
+    """Raises where samples' rows are drawn from a key that the program makes; returns such keys.
 
     Args:
         jaxpr: open; its inner programs are looked into.
-        made: for each input, whether it is a key made on the way.
+        made: for each input, whether it is a key that the program makes.
         rows: the shapes that count samples.
 
     Returns:
-        A flag for every output.
+        For every output, whether it is such a key.
     """
 
     def run(equation: JaxprEqn, operands: Sequence[bool]) -> list[bool]:
@@ -210,7 +210,7 @@ def _compare(mine: Drawn, full: Drawn) -> SampleRows | None:
 
 
 DRAWS = frozenset({"random_bits", "random_split"})
-"""What makes random numbers or keys of a key."""
+"""Primitives that draw random numbers or keys from a key."""
 
 
 def _drawn_by(equation: JaxprEqn) -> Drawn:
@@ -310,7 +310,7 @@ def results_of_no_sample(
         part: the program of a part of a batch.
         batch: that of the whole batch.
         num_samples: how many of the last inputs are samples.
-        num_results: how many of the last results are asked about; those handed on unchanged are
+        num_results: how many of the last results are asked about; those passed on unchanged are
             left out.
     """
     if not all(map(same, part.consts, batch.consts)):
@@ -328,7 +328,7 @@ def results_of_no_sample(
 
 
 def changed_results(program: ClosedJaxpr, first: int, count: int) -> list[int]:
-    """Which of the last results are not the inputs that they belong to, handed on unchanged.
+    """Which of the last results are not the inputs that they belong to, passed on unchanged.
 
     Args:
         program: any.
@@ -359,7 +359,7 @@ def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
     """
 
     def run(equation: JaxprEqn, addends: Sequence[int]) -> list[int]:
-        """How often the input is an addend of each result; 2 for all else that it is of it."""
+        """How often the input is an addend of each result; 2 where it enters in another way."""
         name, count = equation.primitive.name, sum(addends)
         is_sum = name == "add" or (name in _ADDING and not any(addends[1:]))
         is_integer = jnp.issubdtype(dtype_of(equation.outvars[0]), jnp.integer)
@@ -375,4 +375,4 @@ _ADDING = (
     *("sub", "scatter-add", "convert_element_type", "copy"),
     *("reshape", "broadcast_in_dim", "squeeze"),
 )
-"""What adds to its first operand, or hands it on."""
+"""Primitives that add to their first operand, or pass it on."""

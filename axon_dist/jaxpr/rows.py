@@ -257,7 +257,8 @@ BY_ROW = MONOIDS.keys() | frozenset(
 """What runs row by row, beside elementwise operations; all else gets the whole array."""
 
 
-NAME = "matrixwise"
+MATRIXWISE = "matrixwise"
+"""The operation that has arrays whole, by its name."""
 
 Origin: TypeAlias = tuple[int, tuple[int, ...]]
 """The input of a program that an operand is computed from element by element, and the order in
@@ -307,18 +308,13 @@ def matrixwise(function: Callable[..., Array], x: Array, *more: Array, lead: int
     return _operation().bind(x, *more, function=function, lead=lead)[0]
 
 
-def has_matrices(closed: ClosedJaxpr) -> bool:
-    """Whether a program has such operations, in branches and loops too."""
-    return any(equation.primitive.name == NAME for equation in equations(closed.jaxpr))
-
-
 def hidden_in(closed: ClosedJaxpr) -> str | None:
     """The operation, such as a branch, that runs such operations where they cannot be found."""
     shapes = [struct_of(v) for v in closed.jaxpr.invars]
     for equation in opened(closed, shapes).jaxpr.eqns:
         programs = inner_programs(equation)
         inside = {inner.primitive.name for program in programs for inner in equations(program)}
-        if NAME in inside and equation.primitive.name != NAME:
+        if MATRIXWISE in inside and equation.primitive.name != MATRIXWISE:
             return equation.primitive.name
     return None
 
@@ -354,7 +350,7 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
         for equation in waiting:
             if not variables(equation.invars) <= known.keys():
                 later.append(equation)
-            elif equation.primitive.name == NAME:
+            elif equation.primitive.name == MATRIXWISE:
                 ready.append(equation)
             else:
                 results = eval_equation(equation, values_of(known, equation.invars))
@@ -420,4 +416,4 @@ def _batched(
 
 @functools.cache
 def _operation() -> Primitive:
-    return new_operation(NAME, _run_calls, _batched)
+    return new_operation(MATRIXWISE, _run_calls, _batched)

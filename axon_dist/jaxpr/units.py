@@ -9,7 +9,7 @@ every block is one equation, and equal blocks have the same inner program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -20,21 +20,18 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
-from ..core.modules import layers_of, num_stacked, wrap_calls
+from ..core.modules import around_of, bridges_of, num_stacked, wrap_calls
 from ..core.tree import path_str
 from ..core.typing import Array, Function, Path, PyTree
 from .linen import (
+    ARRAYS,
     Gathers,
     Keys,
     LinenUnits,
     RunUnit,
-    UnitPrograms,
-    bridges_of,
-    is_array,
     linen_modules,
-    without_tracers,
 )
-from .walk import Aval
+from .walk import Aval, same_program, without_tracers
 
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
@@ -140,22 +137,25 @@ def mark_units(
     """
     units = list(units_of(model, matches))
     # Created per trace, so that the programs of units are released with the trace.
-    around = {"__call__": AsUnit(UnitPrograms(), _running(remat))}
+    around = {"__call__": AsUnit(UnitPrograms(_running(remat)))}
     for _, module in units:
-        if not any(isinstance(one, AsUnit) for one in layers_of(module).around("__call__")):
+        if not any(isinstance(one, AsUnit) for one in around_of(module, "__call__")):
             wrap_calls(module, around)
     outer = [path for path, _ in units]
     inner: list[Path] = []
-    for keys, _ in sorted(linen_modules(model), key=lambda item: len(item[0])):
+    bridges = list(bridges_of(model))
+    named = linen_modules(model) if bridges else ()
+    for keys, _ in sorted(named, key=lambda item: len(item[0])):
         path = path_str(keys)
         if not is_in_any(path, {*outer, *inner}) and matches(path, None):
             inner.append(path)
-    for keys, bridge in list(bridges_of(model)):
+    for keys, bridge in bridges:
         below = [path for path in inner if is_inside(path, path_str(keys))]
         if below:
             by_name = {path.removeprefix(path_str(keys)).lstrip("/"): path for path in below}
             stacked = frozenset(name for name, path in by_name.items() if path in looped)
-            linen = LinenUnits(frozenset(by_name), _running(remat), GATHER, UnitPrograms(), stacked)
+            run = UnitPrograms(_running(remat))
+            linen = LinenUnits(frozenset(by_name), run, GATHER, stacked)
             wrap_calls(bridge, {"__call__": linen})
     return outer + inner
 
@@ -175,17 +175,43 @@ def _running(remat: RematPolicy | None) -> RunUnit:
     return jax.jit(axon_unit, static_argnums=(0, 1))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnitPrograms:
+    """Runs the units of one trace: calls with equal programs share one.
+
+    That two calls are equal is seen from what they have traced to, and not from their modules and
+    arguments: a call may read globals, context variables, the type of a flag or an object that has
+    changed since the call before.
+
+    Args:
+        run: runs a program as the equation of a unit.
+        known: the programs so far, by what is cheap to compare.
+    """
+
+    run: RunUnit
+    known: dict[Hashable, list[ClosedJaxpr]] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, program: ClosedJaxpr, gathers: Gathers, values: list[Array]) -> list[Array]:
+        """Runs the first program that computes the same as this one."""
+        jaxpr = program.jaxpr
+        names = tuple(equation.primitive.name for equation in jaxpr.eqns)
+        alike = self.known.setdefault((names, *(v.aval for v in jaxpr.invars)), [])
+        for other in alike:
+            if same_program(program, other):
+                return self.run(other, gathers, values)
+        alike.append(program)
+        return self.run(program, gathers, values)
+
+
 @dataclasses.dataclass(frozen=True)
 class AsUnit:
     """Runs the call of a module as one named equation.
 
     Args:
-        programs: of the trace, which gives equal calls the same inner program.
-        run: runs a program as the equation of a unit.
+        run: runs the units of the trace.
     """
 
-    programs: UnitPrograms
-    run: RunUnit
+    run: UnitPrograms
 
     def __call__(
         self, method: Function, module: nnx.Module, *args: PyTree, **kwargs: PyTree
@@ -214,7 +240,7 @@ class AsUnit:
             before = {keys: _value(leaf) for keys, leaf in contents[0].items()}
             more, more_nodes = iter(arrays), iter(arg_nodes)
             inputs = [
-                next(more_nodes) if _is_node(x) else next(more) if is_array(x) else x
+                next(more_nodes) if _is_node(x) else next(more) if isinstance(x, ARRAYS) else x
                 for x in leaves
             ]
             args, kwargs = jax.tree.unflatten(structure, inputs)
@@ -231,13 +257,13 @@ class AsUnit:
             made = [attributes[at] for at in arrays_set]
             return output, nnx.from_flat_state(new), changed, made
 
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
         flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
         closed, results = jax.make_jaxpr(
             lambda *flat: call(*jax.tree.unflatten(tree, flat)), return_shape=True
         )(*flat)
         program, read = without_tracers(closed)
-        outputs = self.run(self.programs.shared(program), (), [*flat, *read])
+        outputs = self.run(program, (), [*flat, *read])
         output, rest, changed, made = jax.tree.unflatten(jax.tree.structure(results), outputs)
         nnx.update(module, rest)
         nnx.update(nodes, changed)

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import (
@@ -215,6 +216,16 @@ def inners(equation: JaxprEqn) -> list[Inner]:
     # The first operands of a function with a custom derivative may be read by that alone.
     positions = tuple(range(count - len(program.jaxpr.invars), count))
     return [Inner(program, positions, len(positions))]
+
+
+def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
+    """The program with the outer trace's values that it closes over as inputs, and these values."""
+    pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
+    consts = {v: x for v, x in pairs if not isinstance(x, Tracer)}
+    invars = [*closed.jaxpr.invars, *(v for v, _ in read)]
+    jaxpr = closed.jaxpr.replace(constvars=[*consts], invars=invars)
+    return ClosedJaxpr(jaxpr, [*consts.values()]), [x for _, x in read]
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

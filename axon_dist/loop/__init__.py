@@ -1,6 +1,7 @@
 """The run around a step: the trainer, its records, its signals and what it shows.
 
-Imports `step` and `core`. Start reading in `trainer.py`.
+Imports `step`, `mesh` and `core`. Start reading in `trainer.py`; its options are in `limits.py`,
+the writers of metrics in `metrics.py`.
 """
 
 from axon_dist.core.arguments import explain_calls

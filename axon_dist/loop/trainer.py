@@ -71,7 +71,7 @@ class Trainer:
     loads and places the next batch, so that neither waits for the other, and bounds how far the
     host runs ahead.
 
-    SIGINT (Ctrl-C) and SIGTERM end the run after the current step, with everything saved; a
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the current step, with everything saved; a
     validation that has begun ends without a result.
 
     A loss or gradient that is not finite is handled by the `nonfinite` of the step. A step built

@@ -143,8 +143,7 @@ class Hardware:
         source: where the numbers are from.
         kinds: regular expressions for the values of `device.device_kind` that mean this chip.
         aliases: other names that targets may call it.
-        wiring: how it is put together; None for a machine that cannot be compiled for, as no row of
-            `HARDWARE` is.
+        wiring: how it is put together; None for a machine that cannot be compiled for.
         options: what a step is compiled with for it, as names and values.
         no_gather_options: options over these for steps in which no loop gathers weights, such as
             those of DDP.
@@ -210,7 +209,8 @@ class Hardware:
         self, num_devices: int, whole: bool = False, only_sums: bool = False,
         parallel: bool | None = None,
     ) -> CompilerOptions:  # fmt: skip
-        """What a step is compiled with; `parallel` is several transfers at once, None by nodes."""
+        """Compiler options of a step that gathers nothing in loops (`whole`), sends `only_sums` of
+        gradients, or has several transfers in flight (`parallel`; None: across nodes)."""
         parallel = self.num_nodes(num_devices) > 1 if parallel is None else parallel
         options = self.options + self.parallel_options * parallel + self.no_gather_options * whole
         return dict(options + self.sums_only_options * only_sums)

@@ -1,6 +1,7 @@
-"""Pieces of models that parallelism needs: units of a model, loops over layers, rematerialisation.
+"""Layers that a strategy changes: tensor-parallel ones, attention, LoRA; and rematerialisation.
 
-Start reading in `linear.py` and `layout.py`; units and loops over layers are in `jaxpr`.
+Start reading in `linear.py` and `layout.py`. The layers of the models of this package are in
+`models`; units and loops over layers in `jaxpr`.
 """
 
 from axon_dist.core.arguments import explain_calls

@@ -320,7 +320,8 @@ def filled(
         return init(rngs.params(), shape, dtype)
     spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, group.axes[0])
     place = NamedSharding(group.mesh, spec)
-    return jax.jit(lambda key: init(key, shape, dtype), out_shardings=place)(rngs.params())
+    # The program of one layer is found again for the next like it.
+    return jax.jit(init, static_argnums=(1, 2), out_shardings=place)(rngs.params(), shape, dtype)
 
 
 def pinned(x: Array, group: ProcessGroup | None, dim: int | None) -> Array:

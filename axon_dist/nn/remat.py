@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.checks import COUNT, check_fields
 from ..core.errors import ConfigError, did_you_mean
-from ..core.modules import stacks_of
+from ..core.modules import bridges_of, stacks_of
 from ..core.typing import Array, Path
-from ..jaxpr.linen import linen_blocks, linen_named
+from ..jaxpr.linen import linen_blocks
 from ..jaxpr.units import IsUnit, RematPolicy, is_inside
 from ..ops.ring import AROUND
 
@@ -146,7 +146,8 @@ def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Pat
     """
     classes = names or block_classes(model)
     blocks = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
-    blocks.update(linen_named(model, names) if names else linen_blocks(model))
+    for above, bridge in bridges_of(model):
+        blocks.update(above + keys for keys in linen_blocks(bridge, names))
     return frozenset("/".join(map(str, keys)) for keys in blocks)
 
 

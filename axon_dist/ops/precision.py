@@ -17,15 +17,13 @@ from jax.typing import DTypeLike
 from ..core.checks import MODULE, NUMBER, ArgumentKind, check_fields, checked
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
-from ..core.tree import has_64_bits
+from ..core.tree import floating_dtype, wide
 from ..core.typing import Array, ArrayTree, PyTree
 
 DTypeField: TypeAlias = Any
 """A dtype or its name, as an argument of a policy; the dtype, as its attribute."""
 
 Result = TypeVar("Result")
-
-NAMES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,30 +166,6 @@ def without_gathers(
     return dataclasses.replace(choice, gather=None)
 
 
-def floating_dtype(value: DTypeField, what: str) -> np.dtype:
-    """Reads a floating-point dtype or its name.
-
-    Raises:
-        ConfigError: naming what it was for, what was got and what is valid.
-    """
-    try:
-        dtype = jnp.dtype(value)
-    except (TypeError, ValueError):
-        dtype = None
-    # Dtypes of 8 bits hold products with scales of their own, as `products="fp8"` has them.
-    if dtype is None or dtype.name not in NAMES:
-        raise ConfigError(
-            f"{what} dtype is {value!r:.80}; it must be a floating-point dtype."
-            f"{did_you_mean(str(value), NAMES)}"
-        )
-    if dtype.itemsize > 4 and not has_64_bits():
-        raise ConfigError(
-            f"{what} dtype is {dtype.name}, of which JAX keeps 32 bits; take float32, or set "
-            "JAX_ENABLE_X64=1"
-        )
-    return dtype
-
-
 def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the floating-point leaves of a tree; integers, keys and flags stay.
 
@@ -292,11 +266,6 @@ class LinenCasting:
 def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
     is_float = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
     return leaf.astype(dtype) if is_float else leaf
-
-
-def wide(x: Array) -> Array:
-    """In float32, or wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.checks import checked
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
-from ..core.modules import HELD, Layers, layers_of, wrap_calls
+from ..core.modules import HELD, Layers, wrap_calls
 from ..core.typing import Array, Function
 from ..nn import (
     Layout,
@@ -288,7 +288,7 @@ class DistributedOnce:
         specs = tuple(PartitionSpec(*layout.spec((*x.shape, 1))[:2]) for x in arrays)
         tokens, *more = layout.mapped(distribute, specs, specs, check_vma=False)(*arrays)
         segments, positions = more or (None, ring.positions(length)[None])
-        before = [(one, layers_of(one)) for one in inner]
+        before = [(one, getattr(one, HELD, Layers())) for one in inner]
         distributed = dataclasses.replace(self.attention, is_distributed=True)
         try:
             for one, layers in before:

@@ -15,7 +15,7 @@ from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unkno
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
-from .plans import AutoWrapPolicy, CPUOffload, SlowPlan, TransformerAutoWrapPolicy
+from .plans import AutoWrapPolicy, CPUOffload, SlowPlan
 from .strategy import Reduction, Strategy, axes_of
 
 
@@ -181,7 +181,8 @@ class ShardingStrategy(NamedChoice):
     NO_SHARD = "no_shard"
     """Nothing: data parallelism."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """Gradients, between microbatches too, and optimizer state: ZeRO-2."""
+    """Gradients, between microbatches too, and optimizer state: ZeRO-2. Parameters stay whole
+    between steps, where PyTorch splits them until the forward pass."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"
@@ -257,7 +258,7 @@ def fsdp(
     )
     return dataclasses.replace(
         made,
-        wrap=auto_wrap_policy or TransformerAutoWrapPolicy(),
+        wrap=auto_wrap_policy,
         precision=None if mixed_precision is None else MixedPrecision.of(mixed_precision),
         remat=activation_checkpointing,
         offload=CPUOffload(cpu_offload),

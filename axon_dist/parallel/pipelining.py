@@ -309,7 +309,7 @@ def _num_ranks(count: int, schedule: str | Schedule, chunks: int | None) -> int:
 def read_schedule(
     schedule: str | Schedule, num_stages: int, num_microbatches: int, chunks: int | None
 ) -> Schedule:
-    """The table of a name, which is valid, of a CSV file, or the table itself, validated.
+    """The table of a name, of a CSV file, or the table itself; validated.
 
     Raises:
         ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
@@ -317,7 +317,7 @@ def read_schedule(
     """
     table = _read_table(schedule)
     if isinstance(table, str):
-        return build_schedule(table, num_stages, num_microbatches, chunks)
+        table = build_schedule(table, num_stages, num_microbatches, chunks)
     got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
     asked = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     if got != asked or chunks not in (None, table.chunks):

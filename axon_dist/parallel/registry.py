@@ -1,4 +1,7 @@
-"""Strategies by name, for configs and command lines: a row each."""
+"""Strategies by name, for configs and command lines: a row each.
+
+CONTRIBUTING lists what else a new strategy touches: other names, the planner, pinned programs.
+"""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from ..collectives import GradSyncStrategy
 from ..core.checks import TEXTS, check_fields
 from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
+from ..core.tree import floating_dtype
 from ..core.typing import Path
 from ..mesh import GROUP, ProcessGroup
 from ..nn import ActivationCheckpointing, Layout
-from ..ops.precision import MixedPrecision, floating_dtype
+from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
 from .plans import AutoWrapPolicy, CPUOffload, PipelinePlan, SlowPlan

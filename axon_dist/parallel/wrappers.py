@@ -20,7 +20,7 @@ from ..core.typing import Array, ArrayTree, PyTree
 from ..mesh import ProcessGroup, from_main
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision, cast_floating, clip_by_global_norm
-from ..sharding import Policy, Replicate, explain_optimizer, shardings
+from ..sharding import Policy, Replicate, explain_optimizer, put, shardings
 from .data import MIN_ELEMENTS, ShardingStrategy, ZeROStage, ddp, fsdp, zero
 from .plans import AutoWrapPolicy, CPUOffload
 from .strategy import Reduction, Strategy, require_axes, with_masters
@@ -238,9 +238,7 @@ class FullyShardedDataParallel(_Wrapper):
     def reshard_parameters(self, params: ArrayTree) -> PyTree:
         """Shards arrays as the strategy stores them; updates of the gathered arrays are kept."""
         kind = self.strategy.offload.params
-        return jax.device_put(
-            params, shardings(self.strategy.params, params, self.group.mesh, kind)
-        )
+        return put(params, shardings(self.strategy.params, params, self.group.mesh, kind))
 
     def clip_grad_norm(self, grads: ArrayTree, max_norm: float) -> tuple[PyTree, Array]:
         """Scales gradients down to a global norm, as `build_train_step(clip_norm=...)` does.

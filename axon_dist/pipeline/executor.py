@@ -392,9 +392,9 @@ class Executor:
     def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Totals]:
             state, sums = operand
-            held = self.held.unpack(i, get(state.held, tick["held"]))
+            intermediates = self.held.unpack(i, get(state.held, tick["held"]))
             at = self._operands(bound, tick, state, state.learned)
-            grads = self.parts[i].weight_gradient(at, held)
+            grads = self.parts[i].weight_gradient(at, intermediates)
             return (sums.add_rows(bound.program.rows, grads[0]).add_rest(grads[1]),)
 
         operand = (state._replace(sums=None), state.sums)

@@ -20,7 +20,7 @@ class Phase(NamedChoice):
     `B` is the whole backward. `I` and `W` are its two halves, split as in zero-bubble pipelines
     (Qi et al., arXiv:2401.10241): only `I` is on the path to the previous stage. `E`, `V` and `G`
     are there where embedding and head are split over all ranks (Yeung et al., arXiv:2411.05288),
-    who do them together; they are named after the first stage of the rank.
+    which do them together; they are named after the first stage of the rank.
     """
 
     E = "E"
@@ -106,7 +106,7 @@ _MOST_ACTIONS = 2**20
 
 
 def check_sizes(**sizes: SupportsIndex) -> None:
-    """Refuses a number of stages, microbatches or chunks below 1, and tables without end.
+    """Refuses a number of stages, microbatches or chunks below 1, and tables that are too large.
 
     Args:
         **sizes: the numbers, by their names in the message.
@@ -119,7 +119,7 @@ def check_sizes(**sizes: SupportsIndex) -> None:
     """
     for name, size in sizes.items():
         try:
-            # One of NumPy is one, too.
+            # A NumPy integer is one, too.
             is_size = not isinstance(size, bool) and operator.index(size) >= 1
         except TypeError:
             is_size = False
@@ -206,9 +206,9 @@ def partition(
 ) -> Boundaries:
     """Divides layers into consecutive stages, none of them empty.
 
-    Evenly, the remainder goes to the first stages. With costs the costliest stage is as cheap as
-    can be, since it alone sets the pace of a pipeline; among those partitions the stages are as
-    equal as can be (least sum of squares).
+    Without costs the stages are even, and the first ones take the remainder. With costs the
+    costliest stage is as cheap as can be, since it alone sets the pace of a pipeline; among such
+    partitions the stages are as equal as can be (least sum of squares).
 
     Args:
         num_layers: layers in the chain.

@@ -48,12 +48,12 @@ def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...
     """Lays out every device's actions.
 
     Args:
-        schedule: one action per rank and tick.
+        schedule: the table.
         timeline: its simulation, for an axis of time; None draws ticks of one width, which
             several actions share evenly.
 
     Returns:
-        The boxes of each device, from left to right; none of what takes no time.
+        The boxes of each device, from left to right; an action that takes no time has none.
     """
     if timeline is not None and not isinstance(timeline, Timeline):
         raise ScheduleError(
@@ -93,7 +93,7 @@ def phases(rows: Sequence[Sequence[Box]]) -> list[Phase]:
 
 
 def title(schedule: Schedule, timeline: Timeline | None) -> str:
-    """One line on what is drawn."""
+    """One line that says what is drawn."""
     sizes = f"{schedule.name}: {schedule.num_stages} stages on {schedule.num_devices} devices"
     sizes += f", {schedule.num_microbatches} microbatches"
     if timeline is None:
@@ -117,7 +117,7 @@ def draw(
     """Draws a schedule as text.
 
     Args:
-        schedule: one action per rank and tick.
+        schedule: the table.
         timeline: its simulation, to draw time to scale; None draws the ticks of the table.
         color: uses ANSI colours: forward blue, vocabulary violet, backward green, input gradient
             mint, weight gradient orange, embedding and its gradient pink; odd chunks are darker.
@@ -227,7 +227,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     """Draws a schedule as SVG text.
 
     Args:
-        schedule: one action per rank and tick.
+        schedule: the table.
         timeline: its simulation, to draw time to scale; None draws the ticks of the table.
 
     Returns:

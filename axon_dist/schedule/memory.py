@@ -75,7 +75,7 @@ class PipelineMemoryStats:
 
     @classmethod
     def of(cls, schedule: Schedule) -> PipelineMemoryStats:
-        """Counts them in a table.
+        """Counts the peaks of a table.
 
         Args:
             schedule: a valid table.

@@ -192,7 +192,7 @@ def turns(
     """Orders the actions of a device: some forwards, then a backward and a forward in turn.
 
     Args:
-        device: which.
+        device: its number in the pipeline.
         num_devices: devices `P`.
         num_microbatches: microbatches `M`.
         chunks: stages per device `V`.

@@ -134,7 +134,7 @@ class ScheduleSummary:
         span_bubble: idle share of the longest device's own span (the zero-bubble papers' number).
         lockstep_makespan: time of the step with devices kept in step, tick by tick.
         lockstep_bubble: idle share of that time.
-        executed: that time over what the busiest device computes: 1 is the least possible.
+        executed: time in step over the time that the busiest device computes: 1 is the least.
         peak_live: microbatches in flight (`F` to `B` or `I`), over all layers of a device; the
             papers' number.
         num_inputs: slots for stage inputs, waiting ones included; each is one chunk's input.
@@ -330,7 +330,7 @@ def min_microbatches(num_stages: int, target: float) -> int:
 
 
 def pipeline_advice(num_microbatches: int, num_stages: int) -> tuple[str, ...]:
-    """What is worth knowing about a choice of microbatches, as sentences to show or to ignore.
+    """Says how busy a number of microbatches keeps the stages, where more of them would help.
 
     Args:
         num_microbatches: microbatches `M`.

@@ -63,7 +63,7 @@ def greedy(
     Args:
         name: what the schedule is called.
         num_microbatches: microbatches per step.
-        rule: what is preferred.
+        rule: how its cells are filled.
         times: the time of each stage's phases.
         limit: time in step from which on the table is of no interest.
 
@@ -282,7 +282,7 @@ def search(
         The best; among equals the one that keeps and sends least.
 
     Raises:
-        ScheduleError: a number below 1, memory that no schedule is content with, or weights that no
+        ScheduleError: a number below 1, less memory than any schedule needs, or weights that no
             number of stages divides.
 
     Example:

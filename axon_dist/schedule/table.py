@@ -183,9 +183,9 @@ class PlacedAction(NamedTuple):
 class Schedule:
     """A pipeline schedule: what every device does in every tick.
 
-    The reading: in each tick every device does the actions of its cell, left to right; after the
-    tick everything produced for another device is sent. A result is thus usable on the same device
-    by any later action, and on another device from the next tick on. A table is only a claim until
+    In each tick every device does the actions of its cell, left to right; after the tick everything
+    produced for another device is sent. So a result is usable on the same device by any later
+    action, and on another device from the next tick on. A table is only a claim until
     `validate` has accepted it.
 
     Args:
@@ -370,13 +370,13 @@ def order_to_table(
 ) -> Schedule:
     """Places every action of an order at its earliest tick.
 
-    A cell waits for the device's previous cell, and for everything its actions need: made on
-    another device, that is usable one tick after the tick that makes it.
+    A cell waits for the device's previous cell, and for everything its actions need; what another
+    device makes is usable one tick after the tick that makes it.
 
     Args:
         name: what the schedule is called.
-        order: per device, its actions in the order of execution. Actions that shall share a tick
-            are given as one tuple.
+        order: per device, its actions in the order of execution. Actions that are to share a
+            tick are given as one tuple.
         placement: the device of each stage.
         num_microbatches: microbatches per step.
 

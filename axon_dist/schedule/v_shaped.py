@@ -209,11 +209,11 @@ def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
     """Builds DualPipeV: device `d` holds the stages `d` and `2P-1-d`, a half of DualPipe's V.
 
     In the steady state each tick pairs a forward of one chunk with a whole backward of the other,
-    so that what moves for one is covered by the other; backwards are split into `I` and `W` at the
-    ends alone, where `W` fills the bubble. Every device keeps at most `2P+1` chunks. Its authors'
-    bubble is `(P-1)(F&B + B - 3W)` in times of chunks, `F&B` for a pair: with pairs that take
-    `F + B` and no time won by overlap, `(P-1)(F + 2I - W)/2`, in times of whole devices. Devices
-    that need not stay in step lose less: with `F = I = W` `(P-1)F/2`, as ZB-V.
+    so that the transfers of one are hidden behind the other; backwards are split into `I` and `W`
+    at the ends alone, where `W` fills the bubble. Every device keeps at most `2P+1` chunks. Its
+    authors' bubble is `(P-1)(F&B + B - 3W)` in times of chunks, `F&B` for a pair: with pairs that
+    take `F + B` and no time won by overlap, `(P-1)(F + 2I - W)/2`, in times of whole devices.
+    Devices that need not stay in step lose less: with `F = I = W` `(P-1)F/2`, as ZB-V.
 
     Args:
         num_devices: devices `P`, with two stages each.

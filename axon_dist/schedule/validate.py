@@ -15,13 +15,13 @@ from .table import PlacedAction, Schedule, earliest_starts, render_grid
 def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) -> None:
     """Raises unless a table is a complete, executable pipeline step.
 
-    It holds that every stage does every microbatch's `F` once, and its `B`, or `I` and `W`, once;
-    that all devices do its `V` together, and its `E` and `G`, or none does;
-    that every action stands on its stage's device; and that everything an action needs is there:
-    made by an earlier action of the device, or by another device in an earlier tick.
+    Every stage has to do every microbatch's `F` once, and its `B`, or `I` and `W`, once; all
+    devices have to do its `V` together, and its `E` and `G`, or none of them; every action has to
+    stand on its stage's device; and everything that an action needs has to be there: from an
+    earlier action of the device, or from another device in an earlier tick.
 
     Args:
-        schedule: one action per rank and tick.
+        schedule: the table.
         max_live: the most microbatches a device may keep for its backward (from `F` to `B` or
             `W`), for all devices or for each; None sets no limit.
 
@@ -108,7 +108,7 @@ def _wrong(present: Sequence[Action], f: Action, b: Action, i: Action, w: Action
 
 
 def _check_vocabulary(schedule: Schedule, used: Sequence[Phase]) -> None:
-    """What all devices do together they do in one tick, and in one place of it."""
+    """What all devices do together, they do in one tick, and at one place within its cells."""
     if used not in ([Phase.V], list(TOGETHER)):
         raise ScheduleError(
             f"schedule {schedule.name!r} has {' and '.join(used)}, and what is split by the "
@@ -127,7 +127,7 @@ def _check_vocabulary(schedule: Schedule, used: Sequence[Phase]) -> None:
             _check_together(schedule, {Action(home[0], phase, microbatch) for home in stages})
     order = list(Phase)
 
-    # Of what all do together each device takes the microbatches alike, too.
+    # Actions that all devices do together are in the order of their microbatches, too.
     def place(a):
         return (order.index(a.phase), a.microbatch if a.phase in TOGETHER else 0)
 
@@ -170,7 +170,7 @@ def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
 
 
 def _check_order(schedule: Schedule) -> None:
-    """Every action stands on its stage's device, behind all that it needs."""
+    """Every action stands on its stage's device, after all that it needs."""
     places, pairs = schedule.where, []
     for placed in schedule.placed():
         home = schedule.placement[placed.action.stage]
@@ -194,7 +194,7 @@ def _check_order(schedule: Schedule) -> None:
                 user,
                 made,
             )
-    # Raises where devices wait for each other for ever.
+    # Raises where devices wait for each other forever.
     order = [[(action,) for action in schedule.order(d)] for d in range(schedule.num_devices)]
     earliest_starts(schedule.name, order, schedule.num_stages, lambda cell: 1)
     for user, made in pairs:
@@ -231,23 +231,23 @@ def _check_memory(schedule: Schedule, max_live: int | Sequence[int]) -> None:
 
 
 _TRIED = 4
-"""Delays of the backwards that are compared: the least, and those that a period of ticks has."""
+"""How many delays of the backwards are compared: the least one, and those after it."""
 
 
 def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Takes embedding and head from the end stages, and gives each device a part of the vocabulary.
 
-    In the tick behind the last stage's forward of a microbatch all devices do its `V` together,
-    each for its part of the tokens: the head no longer makes the last stage the slowest. Backwards
-    start later by as many ticks as that takes, one or two, and every stage keeps as many inputs
-    more. In the tick ahead of the first stage's forward they look the microbatch up together, `E`,
-    and in the tick behind its backward each adds the gradients of its part of the embedding, `G`:
-    one tick in front, in which everything else waits, and one behind.
+    In the tick after the last stage's forward of a microbatch all devices do its `V` together,
+    each for its part of the vocabulary: the head no longer makes the last stage the slowest.
+    Backwards start later by as many ticks as that takes, one or two, and every stage keeps as many
+    inputs more. In the tick before the first stage's forward they look the microbatch up together,
+    `E`, and in the tick after its backward each adds the gradients of its part of the embedding,
+    `G`: the table is one tick longer at its start, where everything else waits, and one at its end.
 
     Args:
         schedule: a valid table; one that has all three is returned as it is, and one that has `V`
             alone keeps it.
-        costs: by which the shortest in step of several delays is taken.
+        costs: times per microbatch and device; of several delays the fastest in step is taken.
 
     Returns:
         The table.
@@ -282,9 +282,9 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 
 def _delayed(schedule: Schedule, delay: int) -> Schedule:
-    """The table one tick later, backwards by so many more, with the actions of all between them."""
+    """The table one tick later, its backwards `delay` more, with what all do together added."""
     last, places = schedule.num_stages - 1, schedule.where
-    # A tick later than the stage's action in this table there is its place in the new one.
+    # In the new table a forward is one tick later, and a backward `delay + 1` ticks.
     ticks = {
         Phase.E: lambda m: places[Action(0, Phase.F, m)].tick,
         Phase.G: lambda m: _back(schedule, 0, m) + delay + 2,

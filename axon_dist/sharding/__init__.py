@@ -1,6 +1,6 @@
 """Who owns which part of every array: pure functions of path, shape and mesh.
 
-No device is needed to decide. Imports `core` and `mesh`. Start reading in `policy.py`; `explain`
+No device is needed to decide. Imports `core`. Start reading in `policy.py`; `explain`
 shows what was decided, and checks that it came true.
 """
 
@@ -17,6 +17,7 @@ from .apply import explain as explain
 from .apply import explain_optimizer as explain_optimizer
 from .apply import optimizer_decisions as optimizer_decisions
 from .apply import optimizer_shardings as optimizer_shardings
+from .apply import put as put
 from .apply import shardings as shardings
 from .apply import specs as specs
 from .apply import spread as spread

@@ -18,12 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import ClaimError, ConfigError
-from ..core.tree import leaves_with_paths, map_with_path, path_str, shard_bytes
+from ..core.tree import is_key, leaves_with_paths, map_with_path, path_str, shard_bytes
 from ..core.typing import Array, ArrayTree, Leaf, Path, PyTree, Shape
 from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count, spec_of
 
@@ -68,6 +69,39 @@ def _placed(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSh
             f"the devices cannot hold an array as {spec} in memory_kind={memory_kind!r}: {error}; "
             "leave it out for their own memory"
         ) from error
+
+
+def put(tree: ArrayTree, places: PyTree) -> PyTree:
+    """Puts arrays where they are to be stored, as `jax.device_put` does.
+
+    What one CPU device of this process holds is cut by numpy, into views. JAX compiles a program
+    for each shape that it cuts.
+
+    Args:
+        tree: arrays.
+        places: a tree like it, of the sharding of each.
+
+    Returns:
+        The arrays in their places; those given stay usable.
+
+    Example:
+        >>> from axon_dist.mesh import World
+        >>> from axon_dist.sharding import LargestDim
+        >>> tree = {"w": jnp.ones((8, 16))}
+        >>> places = shardings(LargestDim(("dp",), 1), tree, World.emulate(8).mesh)
+        >>> put(tree, places)["w"].addressable_shards[0].data.shape
+        (8, 2)
+    """
+    return jax.device_put(jax.tree.map(_on_host, tree, places), places)
+
+
+def _on_host(leaf: Array, place: NamedSharding) -> Array | np.ndarray:
+    """An array that is in the memory of this process as the numpy array that it is."""
+    if not isinstance(leaf, jax.Array) or is_key(leaf) or not place.is_fully_addressable:
+        return leaf
+    devices = leaf.sharding.device_set
+    is_here = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    return np.asarray(leaf) if is_here else leaf
 
 
 def optimizer_shardings(

@@ -1,7 +1,9 @@
 """One training step: what is given, how gradients are computed, and the next state.
 
 A step is pure: `(state, batch) -> (state, metrics)`, jitted once, the state donated. Start reading
-at `one_step` of `update.py`, which picks one of four views: global, per rank, pipeline, elastic.
+at `one_step` of `update.py`; its `mean_gradients` picks one of four ways to compute gradients:
+`global_view.py`, `local_view.py` (per rank), `pipeline_view.py`, `elastic.py`. What a strategy
+changes in the model itself is in `view.py`. A `StepSpec` (`spec.py`) is all that was given.
 """
 
 from axon_dist.core.arguments import explain_calls

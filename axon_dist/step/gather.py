@@ -1,7 +1,9 @@
 """Gathering a sharded weight for use, and what that does to its gradient on the way back.
 
-`view.py` attaches a gather to each weight of a unit; `gathered` of `jaxpr/units.py` calls it inside
-the unit, under its checkpoint.
+`view.py` attaches a gather to each weight of a unit, and `gathered` of `jaxpr/units.py` calls it
+inside the unit. The backward pass gathers again because `LayerScan.protect` (`jaxpr/layer_scan.py`)
+puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as its policy. A weight of
+no unit is gathered once, before the model runs.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ class GlobalGather:
         grad: that of its gradient after the reduction; None for a weight without one.
         full: that of the weight in use; what tensor parallelism splits stays split.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
-        in_loop: whether a loop reads it in every turn. Else the compiler gathers the weight, or
-            what is multiplied with it, in every turn of the loop. With `in_loop` it is gathered
-            before the loop, and its gradient is summed over the turns before it is scattered.
+        in_loop: whether a loop reads it in every turn. It is then gathered before the loop, and its
+            gradient is summed over the turns before it is scattered; the compiler alone would
+            gather the weight, or what is multiplied with it, in every turn.
     """
 
     mesh: Mesh
@@ -76,21 +78,20 @@ class GlobalGather:
 
     def forward(self, weight: Array) -> Array:
         """Returns the gathered weight, its gradient left to the compiler."""
-        stored, full = self._place(self.own, weight), self._place(self.full, weight)
-        gathered = jax.lax.with_sharding_constraint(weight, stored)
-        gathered = jax.lax.with_sharding_constraint(gathered, full)
+        gathered = weight
+        for spec in (self.own, self.full):
+            place = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
+            gathered = jax.lax.with_sharding_constraint(gathered, place)
         return jax.lax.optimization_barrier(gathered) if self.in_loop else gathered
 
     def backward(self, gradient: Array) -> Array:
         """Returns the gradient of the whole weight, sharded as after the reduction."""
         if self.grad is None:
             return gradient
-        if self.in_loop:
-            gradient = jax.lax.with_sharding_constraint(gradient, self._place(self.full, gradient))
-        return jax.lax.with_sharding_constraint(gradient, self._place(self.grad, gradient))
-
-    def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(*tuple(spec)[self.ndim - weight.ndim :]))
+        for spec in (self.full, self.grad) if self.in_loop else (self.grad,):
+            place = NamedSharding(self.mesh, row_spec(spec, self.ndim, gradient))
+            gradient = jax.lax.with_sharding_constraint(gradient, place)
+        return gradient
 
     def beside(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
@@ -121,7 +122,7 @@ class LocalGather:
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
-        spec = PartitionSpec(*tuple(self.spec)[self.ndim - weight.ndim :])
+        spec = row_spec(self.spec, self.ndim, weight)
         if not self.has_grad:
             return all_gather_by(weight, spec)
         gather = jax.custom_vjp(lambda w: all_gather_by(w, spec))
@@ -201,7 +202,7 @@ class ReduceHeld:
 
     def __call__(self, bundle: Held) -> Array:
         """Returns the weight; to be called once for each, or sums would count more than once."""
-        spec = PartitionSpec(*tuple(self.spec)[self.ndim - bundle.weight.ndim :])
+        spec = row_spec(self.spec, self.ndim, bundle.weight)
         # Rules that close over values of a trace are different for each weight.
         dtype = bundle.slot.dtype
 
@@ -317,6 +318,11 @@ def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: An
             total = sum_scatter(total, split, dim)
     rest = tuple(axis for axis in axes if axis not in spec_axes(spec))
     return all_sum(total, rest).astype(value.dtype)
+
+
+def row_spec(spec: PartitionSpec, ndim: int, weight: Array) -> PartitionSpec:
+    """The spec of a weight: that of a parameter of `ndim` dims, or of one row of such a stack."""
+    return PartitionSpec(*tuple(spec)[ndim - weight.ndim :])
 
 
 def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:

@@ -21,7 +21,6 @@ from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.pieces import read_in_loops
-from ..jaxpr.walk import LOOPS, equations
 from ..ops.linear_loss import BEFORE_HEAD
 from .gather import global_gather
 from .microbatches import accumulate, draws_of
@@ -56,9 +55,10 @@ def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientRe
         # As recurrent layers read their weights: in every turn.
         samples, shapes = spec.microbatch(batch)
         jaxpr = spec.separator.program(shapes, samples).jaxpr
-        if any(equation.primitive.name in LOOPS for equation in equations(jaxpr)):
-            looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.parts.weights)])
-    forward = beside(global_forward(spec, spec.change_layers, once, looped), frozen)
+        looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.parts.weights)])
+    forward = global_forward(spec, spec.change_layers, once, looped)
+    if frozen:
+        forward = beside(forward, frozen)
     if once:
         params = map_with_path(
             lambda path, weight: global_gather(spec, path).forward(weight), spec.view.cast(params)

@@ -1,11 +1,7 @@
-"""What a step must not be: a pipeline that waits forever, a program of values that do not exist.
-
-Nor more steps under way than threads can wait for.
-"""
+"""What a step must not be: a pipeline that waits forever, a program of values that do not exist."""
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import jax
@@ -17,14 +13,10 @@ from ..inspect.computations import below_branches
 from ..inspect.parse import ProgramLike, as_module, origin
 from ..inspect.transfers import collective_kind
 from ..jaxpr.walk import in_branches
-from .spec import StepSpec
-
-STEPS_IN_FLIGHT = 16
-"""The most un-waited steps on emulated devices."""
 
 
 class DeadlockGuard:
-    """A jitted function whose compiled program is looked through before it runs for the first time.
+    """`jax.jit` of a function whose compiled program is looked through before it first runs.
 
     The stages of a pipeline take different branches. Sums and gathers over the ranks of one stage
     are safe there, but a permutation waits for all devices, also those that never come: it would
@@ -33,11 +25,12 @@ class DeadlockGuard:
     shifted dim it has split.
 
     Args:
-        jitted: the function; its second argument is the one whose shapes change between calls.
+        function: its second argument is the one whose shapes change between calls.
+        **options: of `jax.jit`.
     """
 
-    def __init__(self, jitted: Any):
-        self._jitted = jitted
+    def __init__(self, function: Function, **options: Any):
+        self._jitted: Any = jax.jit(function, **options)
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: PyTree, *others: Any) -> Any:
@@ -93,14 +86,6 @@ def trace(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Traced:
     return traced
 
 
-def jit_of(spec: StepSpec) -> Function:
-    """`jax.jit` of a pipeline, guarded where the compiler partitions what only one stage runs."""
-    assert spec.strategy.pipeline is not None
-    by_hand = {spec.strategy.pipeline.axis, *spec.strategy.batch_axes}
-    left = [axis for axis, size in spec.mesh.shape.items() if size > 1 and axis not in by_hand]
-    return (lambda *args, **to: DeadlockGuard(jax.jit(*args, **to))) if left else jax.jit
-
-
 def check_branches(program: ProgramLike) -> None:
     """Looks for permutations in the branches of a compiled program.
 
@@ -135,27 +120,3 @@ def _refuse(permutes: set[str]) -> None:
             "along a dim that a strategy splits, such as the positions under sequence=True. Leave "
             "that strategy out, or compute such a slice before the model, in the batch"
         )
-
-
-class InFlightLimit:
-    """Waits for an old step once too many are under way.
-
-    Every emulated device of every step in flight parks a thread while it waits for the others;
-    when the pool is full of waiting devices, none can arrive and XLA ends the process. Real
-    devices have queues of their own and need no limit.
-
-    Args:
-        limit: the most steps in flight; 0 sets no limit.
-    """
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self._running: collections.deque[Any] = collections.deque()
-
-    def add(self, result: Any) -> None:
-        """Notes a step by one of its results, and waits for the oldest beyond the limit."""
-        if not self.limit:
-            return
-        self._running.append(result)
-        if len(self._running) > self.limit:
-            jax.block_until_ready(self._running.popleft())

@@ -1,4 +1,6 @@
-"""Gradients summed per rank and reduced once: what global view cannot express.
+"""Gradients that each rank computes of its own samples, reduced by collectives written out.
+
+That is what global view cannot express: microbatches whose gradients are reduced once, buckets.
 
 A model that keeps its layers in a list has an array for each of them; the loop that runs them wants
 one for all. Carried from microbatch to microbatch as a list, weights and sums would be in memory
@@ -19,10 +21,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import UnsupportedError
+from ..core.modules import bridges_of
 from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
-from ..jaxpr.linen import bridges_of
 from ..jaxpr.pieces import read_once, read_outside_units
 from ..jaxpr.randomness import without_rank
 from ..jaxpr.units import is_inside

@@ -81,7 +81,6 @@ class Traces:
 
     Attributes:
         adapt: as it is given.
-        traced: the losses so far, by the shapes of their batches.
     """
 
     def __init__(
@@ -93,20 +92,25 @@ class Traces:
     ):
         self._parts, self._loss_fn, self.adapt = parts, loss_fn, adapt
         self._over_all = over_all and has_statistics(parts.abstract)
-        self.traced: dict[Any, Traced] = {}
+        self._traced: dict[Any, Traced] = {}
 
-    def of(self, batch: Batch, samples: int) -> Traced:
-        """The loss of so many samples.
+    def of(self, batch: Batch, samples: int, others: Iterable[Traces] = ()) -> Traced:
+        """The loss of so many samples, traced where that has not been done.
 
         Args:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             samples: how many.
+            others: whose programs are returned in place of a new one, where one of them has it.
         """
-        shapes = resized(batch, samples)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype), batch
+        )
         key = shape_key(shapes)
-        if key not in self.traced:
-            self.traced[key] = self._trace(shapes)
-        return self.traced[key]
+        for traces in (*others, self):
+            if key in traces._traced:
+                return traces._traced[key]
+        self._traced[key] = self._trace(shapes)
+        return self._traced[key]
 
     def _over_ranks(self, model: nnx.Module) -> None:
         """Adapts a model whose statistics are averaged over all parts."""
@@ -187,11 +191,6 @@ def scalars(numbers: Iterable[Any], weight: float = 1.0) -> list[Array]:
     """Total and weight of each number, in turn; a plain one weighs `weight`."""
     pairs = [x if isinstance(x, Weighted) else Weighted(x, weight) for x in numbers]
     return [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
-
-
-def resized(batch: Batch, samples: int) -> Batch:
-    """The shapes of a batch of so many samples."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype), batch)
 
 
 ALONE = "cannot be computed of"

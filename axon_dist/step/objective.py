@@ -16,10 +16,9 @@ from flax import nnx
 
 from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
-from ..core.tree import is_key, joined, leaves_with_paths, map_with_path
+from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted
-from ..ops.precision import wide
 from .options import LOSS_SCALE, METRICS
 from .parts import SHARED, STEP, ModelParts, split_inputs
 from .state import FLAG
@@ -330,8 +329,6 @@ def beside(forward: Forward, frozen: PyTree) -> Forward:
         forward: of all parameters.
         frozen: those that nothing is differentiated by.
     """
-    if not frozen:
-        return forward
     return lambda params, *args: forward(joined(params, frozen), *args)
 
 

@@ -29,9 +29,10 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import AxonDistError, ConfigError
-from ..core.tree import paths_of
+from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree, Shape
-from ..jaxpr.rows import RowCall, has_matrices, hidden_in, input_shapes, run_with_calls
+from ..jaxpr.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
+from ..jaxpr.walk import equations
 from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
@@ -64,7 +65,11 @@ def optimizer_for(
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
     staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis)
-    return staged, storage.with_state_rows(staged.state_form.row_paths)
+    # Which leaves of the optimizer's state are rows.
+    policy: Any = storage.strategy.opt_state
+    policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)
+    strategy = dataclasses.replace(storage.strategy, opt_state=policy)
+    return staged, dataclasses.replace(storage, strategy=strategy)
 
 
 def _fitting(
@@ -159,7 +164,7 @@ def _as_state(
     optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
-    trained = paths_of(parts.params)
+    trained = {path for path, _ in leaves_with_paths(parts.params)}
     shown = nnx.state(parts.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
     structure = jax.tree.structure(shown)
     # The leaves of the two forms may be ordered differently: numbers among names.
@@ -240,7 +245,8 @@ class DistributedUpdate:
         program, results = trace(self.params, self.state, self.params, loss)
         object.__setattr__(self, "program", program)
         object.__setattr__(self, "results", results)
-        object.__setattr__(self, "needs_matrices", has_matrices(program))
+        names = {equation.primitive.name for equation in equations(program.jaxpr)}
+        object.__setattr__(self, "needs_matrices", MATRIXWISE in names)
 
     @cached_property
     def _places(self) -> tuple[PartitionSpec, ...]:

@@ -243,6 +243,10 @@ class StepOptions:
             loss that couples samples otherwise is computed in global view, and is refused with
             microbatches, unless False says that what these find is to be averaged all the same. A
             metric that couples samples beside a loss that does not is refused with microbatches.
+            With True the loss of each part is computed as it is written, and these are averaged: a
+            quotient `sum / count` is NaN for a part in which a mask selects nothing, and then for
+            the batch, where one device has a number. `Weighted(sum, count)`, of which a part of
+            weight 0 counts nothing, has that number, as has None, which adds the sums up.
         eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
             as `{"deterministic": True}`. Modules of NNX are switched by `eval()`, and bridged Linen
             modules, with the layers of Linen in them, as `evaluation` says; give here what
@@ -254,8 +258,7 @@ class StepOptions:
         unroll: where a strategy splits or recomputes blocks, and these call each other, they run
             as one loop, which is compiled once. Up to so many are written out instead: each is
             compiled by itself, and what it keeps for its backward pass goes on no stack. None is 4,
-            and 1 where blocks are recomputed, loop themselves, or microbatches are added up. It
-            changes no number.
+            and 1 where blocks are recomputed or loop themselves. It changes no number.
 
     Example:
         >>> StepOptions(accumulate=4, clip_norm=1.0).accumulate

@@ -19,17 +19,17 @@ from ..core.checks import takes
 from ..core.errors import ConfigError
 from ..core.modules import stacks_of
 from ..core.tree import (
+    floating_dtype,
     joined,
     leaves_with_paths,
     parted,
-    paths_of,
     problem_of,
     shapes_of,
 )
 from ..core.typing import Function, Path, PyTree, Shape, Trainable
 from ..core.words import pattern_error
 from ..ops.int8 import Int8Form, as_values, int8_form, narrowed
-from ..ops.precision import MixedPrecision, cast_floating, floating_dtype
+from ..ops.precision import MixedPrecision, cast_floating
 
 INT8 = "int8"
 """The dtype of frozen parameters that is no cast: matrices are kept as `int8_form` says."""
@@ -216,7 +216,8 @@ class ModelParts:
         object.__setattr__(self, "weights", weights)
         shapes = {path: leaf.shape for path, leaf in leaves_with_paths(weights)}
         object.__setattr__(self, "shapes", shapes)
-        object.__setattr__(self, "frozen_paths", paths_of(self.frozen))
+        frozen = frozenset(path for path, _ in leaves_with_paths(self.frozen))
+        object.__setattr__(self, "frozen_paths", frozen)
 
     @property
     def arguments(self) -> tuple[PyTree, PyTree]:

@@ -29,17 +29,7 @@ from ..jaxpr.sample_pairs import RESIZED
 from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
 from ..jaxpr.walk import moves_with, sources_of
 from ..parallel import SUM_SAMPLES, keep_samples_apart
-from .loss_traces import (
-    ALONE,
-    LOSS,
-    LossEnding,
-    OfSums,
-    Traced,
-    Traces,
-    in_parts,
-    resized,
-    sum_name,
-)
+from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
 from .view import warn_of_parts
 
 if TYPE_CHECKING:
@@ -173,9 +163,14 @@ class Separator:
         if self._microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
         total = samples * self._microbatches
-        if self._microbatches > 1 and not self._is_computable(batch, total, ranks):
-            # A loss of microbatches: of more samples one device could not compute it either.
-            total = samples
+        if self._microbatches > 1:
+            try:
+                self._traces(ranks).of(batch, total)
+            except AxonDistError:
+                raise
+            except Exception:  # Whatever the user's loss does with more samples.
+                # A loss of microbatches: of more samples one device could not compute it either.
+                total = samples
         if samples // ranks == total:
             self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
@@ -260,15 +255,6 @@ class Separator:
         moving = moves_with(traced.program, output, len(paths))
         return any(paths[at] not in self._parts.frozen_paths for at in moving)
 
-    def _is_computable(self, batch: Batch, samples: int, ranks: int) -> bool:
-        try:
-            self._traces(ranks).of(batch, samples)
-        except AxonDistError:
-            raise
-        except Exception:  # Whatever the user's loss does with more samples.
-            return False
-        return True
-
     def program(self, batch: Batch, samples: int) -> ClosedJaxpr:
         """The program of the loss, traced once for a number of samples.
 
@@ -279,12 +265,8 @@ class Separator:
         Returns:
             (params, buffers, batch) -> what the loss function gives, with the weights whole.
         """
-        key = shape_key(resized(batch, samples))
-        for traces in self._traced.values():
-            if key in traces.traced:
-                return traces.traced[key].program
         # Asked for where ranks are known by name, which the program over all of them is not.
-        return self._alone.of(batch, samples).program
+        return self._alone.of(batch, samples, self._traced.values()).program
 
     @cached_property
     def _alone(self) -> Traces:

@@ -117,7 +117,7 @@ def compiler_options(
     """
     if given is not None:
         _check_values(given)
-    given, chip = dict(given or {}), relative_of(world.mesh)
+    given = dict(given or {})
     fixed = deterministic_options(world, deterministic) if deterministic else {}
     for name, value in fixed.items():
         if name in given and str(given[name]).lower() != str(value).lower():
@@ -128,6 +128,7 @@ def compiler_options(
     if is_abstract(world):
         return {name: value for name, value in given.items() if value is not None}
     defaults: Mapping[str, OptionValue] = {}
+    chip = None if world.is_cpu else relative_of(world.mesh)
     if chip is not None and strategy is None:
         defaults = chip.options_for(world.size)
     elif chip is not None and strategy is not None:
@@ -395,8 +396,10 @@ class StepSpec:
         layout = self.strategy.layout(self.world.mesh)
         # Kernels first: where a layer has mapped attention over all axes already, nothing is left
         # for them to split.
-        map_kernels(model, layout)
-        if any(hasattr(module, MIX) for _, module in nnx.iter_modules(model)):
+        modules = [module for _, module in nnx.iter_modules(model)]
+        if any(hasattr(module, "attend") for module in modules):
+            map_kernels(model, layout)
+        if any(hasattr(module, MIX) for module in modules):
             map_experts(model, layout)
         for layers in self.strategy.layers:
             layers(model, layout)

@@ -25,6 +25,7 @@ from ..sharding import (
     explain,
     explain_optimizer,
     optimizer_shardings,
+    put,
     shardings,
 )
 from .batch import Placed
@@ -235,6 +236,11 @@ class StateForm:
         params, buffers = self.model_of(state)
         return self.spec.stored.storage.weights(params, state.frozen), buffers
 
+    @cached_property
+    def values_of_rows(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
+        """`values` as one program, where they are cut out of the rows of a pipeline."""
+        return jax.jit(self.values)
+
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """What a forward pass takes beside the samples, as a state and a batch hold it."""
         params, buffers = self.model_of(state)
@@ -288,13 +294,12 @@ class StateForm:
             params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
                 agree(world, "parameters of the model", checksums(params))
-            values = self.spec.stored.storage.store(params), buffers
-            stored, buffers = jax.device_put(values, (self._stored, self.replicated))
+            stored = put(self.spec.stored.storage.store(params), self._stored)
+            buffers = jax.device_put(buffers, self.replicated)
         else:
             stored, buffers = self._drawn(weights)
         # A given module keeps its arrays: placing one on the device where it is makes no copy.
-        donated = () if is_placed else (0,)
-        complete = jax.jit(self.around, out_shardings=self.places, donate_argnums=donated)
+        complete = self._complete if is_placed else self._complete_in_place
         state = complete(stored, buffers)
         if world.num_processes > 1:
             first = state.params, state.frozen
@@ -316,7 +321,7 @@ class StateForm:
                 "the step was given a module, whose arrays exist; give build_train_step a "
                 "function that makes the module, and its arrays are born where they live"
             )
-        return self._factory().lower({})
+        return self._factory.lower({})
 
     def around(
         self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
@@ -341,6 +346,15 @@ class StateForm:
             ema=None if spec.options.ema is None else wide_copy(params),
         )
 
+    @cached_property
+    def _complete(self) -> Any:
+        return jax.jit(self.around, out_shardings=self.places)
+
+    @cached_property
+    def _complete_in_place(self) -> Any:
+        return jax.jit(self.around, out_shardings=self.places, donate_argnums=0)
+
+    @cached_property
     def _factory(self) -> Any:
         """(weights) -> stored parameters and buffers; what is replaced is not even drawn."""
         make: Any = self.source.make or (lambda: self.source.arrays)
@@ -378,7 +392,7 @@ class StateForm:
             # Processes that hold different shards have no parameters to compare.
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
-        return self._factory()(arrays)
+        return self._factory(arrays)
 
 
 def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:

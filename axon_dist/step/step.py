@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,12 +23,15 @@ from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
 from .global_view import evaluation, means
-from .guards import ESCAPED, STEPS_IN_FLIGHT, InFlightLimit, jit_of, trace
+from .guards import ESCAPED, DeadlockGuard, trace
 from .replicas import separation_of, shared_metrics
 from .separable import Separation
 from .spec import StepSpec
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
 from .state_form import Claims, StateForm, placed_shape
+
+STEPS_IN_FLIGHT = 16
+"""The most un-waited steps on emulated devices."""
 
 
 class TrainStep:
@@ -66,8 +71,11 @@ class TrainStep:
         self.state_shardings: TrainState = form.places
         self.claims: Claims = form.claims
         self.on_device: Callable[[TrainState], TrainState] = form.on_device
-        self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
-        guarded = jax.jit if spec.strategy.pipeline is None else jit_of(spec)
+        self._in_flight = deque[Array]()
+        # The stages of a pipeline take branches that the compiler partitions over these axes.
+        pipeline, split = spec.strategy.pipeline, (a for a, n in spec.mesh.shape.items() if n > 1)
+        is_partitioned = pipeline and not {*split} <= {pipeline.axis, *spec.strategy.batch_axes}
+        guarded = DeadlockGuard if is_partitioned else jax.jit
         jit = functools.partial(guarded, compiler_options=spec.compiler_options)
         on_device = form.on_device
 
@@ -164,7 +172,12 @@ class TrainStep:
         return self.form.lower_factory()
 
     def __call__(
-        self, state: TrainState, batch: Batch | Placed, was_nonfinite: Array | None = None
+        self,
+        state: TrainState,
+        batch: Batch | Placed,
+        was_nonfinite: Array | None = None,
+        *,
+        held: Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Takes one step; the arrays of the state given are used up.
 
@@ -175,6 +188,7 @@ class TrainStep:
             was_nonfinite: the metric `nonfinite` of the step before. Where the option `nonfinite`
                 is `"stop"` or `"rollback"`, the state then stays what it was before the first such
                 step, without the host having to look; elsewhere it is ignored.
+            held: the older name of `was_nonfinite`, which it replaces with a `DeprecationWarning`.
 
         Returns:
             The next state, and the metrics as scalars on the devices, not waited for.
@@ -185,6 +199,9 @@ class TrainStep:
             UnsupportedError: when the parts of such a batch do not give its loss; for the batch
                 that the builder was given, that is said there.
         """
+        if held is not None:
+            warnings.warn("held= is called was_nonfinite=", DeprecationWarning, stacklevel=2)
+            was_nonfinite = held
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
         was_nonfinite = self._flag(was_nonfinite) if self._keeps_state else None
@@ -209,7 +226,12 @@ class TrainStep:
                 state = self._outer_steps[number](state)
             self._counted = weakref.ref(state), count + 1
         self._last = weakref.ref(state)
-        self._in_flight.add(metrics["loss"])
+        if self.world.is_cpu:
+            # Each emulated device of a step under way parks a thread while it waits for the others:
+            # in a pool full of them none can arrive, and XLA ends the process.
+            self._in_flight.append(metrics["loss"])
+            if len(self._in_flight) > STEPS_IN_FLIGHT:
+                jax.block_until_ready(self._in_flight.popleft())
         return state, metrics
 
     def _agree_on_program(self, *args: Any) -> None:
@@ -311,14 +333,14 @@ class TrainStep:
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
             state = self.on_device(state)
+            return self.parts.merge(*self.form.values_of_rows(state))
         return self.parts.merge(*self.form.values(state))
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for a batch of shapes or arrays, without running or storing anything.
 
         Args:
-            batch: leaves of shape [B, ...] with B the samples of all processes;
-                `jax.ShapeDtypeStruct` will do.
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
 
         Returns:
             The lowered step; `.compile()` it to read its memory and collectives. It compiles as it
@@ -351,8 +373,7 @@ class TrainStep:
         """Traces what follows the steps after which replicas synchronize; one program a fragment.
 
         Returns:
-            As of `program`, for a state alone; none where the strategy has no replicas that train
-            on their own.
+            As of `program`, for a state alone; none where the strategy has no such replicas.
         """
         state = self.form.placed_shapes
         return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._outer_steps)
@@ -410,15 +431,11 @@ class PortableForm:
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
-        >>> from axon_dist.mesh import World
-        >>> from axon_dist.parallel import ddp
-        >>> from axon_dist.train import build_train_step
+        >>> from axon_dist import World, build_train_step, ddp
         >>> loss_fn = lambda model, batch: jnp.mean(model(batch["x"]))
         >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> form = PortableForm(
-        ...     build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
-        ... )
-        >>> form.target.params["kernel"].shape
+        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
+        >>> PortableForm(step).target.params["kernel"].shape
         (2, 1)
     """
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import UnsupportedError
-from ..core.modules import stacks_of
-from ..core.tree import joined, parted, paths_of
+from ..core.modules import bridges_of, stacks_of
+from ..core.tree import joined, leaves_with_paths, parted
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.linen import linen_blocks, linen_modules, linen_named, looped_inputs
+from ..jaxpr.linen import linen_blocks, linen_modules, looped_inputs
 from ..jaxpr.rows import Stacked, by_rows, whole
 from ..jaxpr.units import mark_units, names_of
 from ..ops.int8 import Int8Form, narrowed, widened
@@ -109,14 +109,6 @@ class Storage:
         """All parameters as a forward pass takes them: what is in eight bits may stay so."""
         return joined(params, frozen) if self.rows is None else self.weights(params, frozen)
 
-    def with_state_rows(self, paths: frozenset[Path]) -> Storage:
-        """The same, knowing which leaves of the optimizer's state are rows."""
-        policy: Any = self.strategy.opt_state
-        policy = dataclasses.replace(policy, state_rows=paths)
-        return dataclasses.replace(
-            self, strategy=dataclasses.replace(self.strategy, opt_state=policy)
-        )
-
 
 def storage_of(
     parts: ModelParts,
@@ -140,8 +132,14 @@ def storage_of(
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
     plan = strategy.pipeline
+    if plan is None and not parts.int8:
+        return Storage(strategy, frozen=parts.frozen_paths)
     if plan is None:
-        return _of_model(parts, strategy)
+        # What is kept in eight bits is sharded as the weights would be.
+        in_place = InPlaceOf(strategy.params, {path: x.shape for path, x in parts.int8.items()})
+        frozen = frozenset(path for path, _ in leaves_with_paths(parts.stored_frozen))
+        strategy = dataclasses.replace(strategy, params=in_place)
+        return Storage(strategy, frozen=frozen, int8=parts.int8)
     if parts.int8:
         raise UnsupportedError(
             f"frozen_dtype='int8' and a pipeline over {plan.axis!r}: its stages would "
@@ -161,15 +159,6 @@ def storage_of(
     )
     strategy = dataclasses.replace(strategy, params=params, opt_state=opt_state)
     return Storage(strategy, rows, stacks)
-
-
-def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
-    """The model's own dict; what is kept in eight bits is sharded as the weights would be."""
-    if not parts.int8:
-        return Storage(strategy, frozen=parts.frozen_paths)
-    shapes = {path: form.shape for path, form in parts.int8.items()}
-    strategy = dataclasses.replace(strategy, params=InPlaceOf(strategy.params, shapes))
-    return Storage(strategy, frozen=paths_of(parts.stored_frozen), int8=parts.int8)
 
 
 def _stages(
@@ -284,10 +273,10 @@ def block_keys(
         is_block = type(module).__name__ in classes if classes else listed
         if is_block and not _is_in(keys, outermost):
             outermost.append(keys)
-    if loops and not classes:
-        in_linen: Iterable[Keys] = loops
-    else:
-        in_linen = linen_named(model, classes) if classes else linen_blocks(model)
+    in_linen: Iterable[Keys] = loops
+    if classes or not loops:
+        bridges = bridges_of(model)
+        in_linen = [above + keys for above, one in bridges for keys in linen_blocks(one, classes)]
     # Of those within each other the outermost.
     for keys in sorted(in_linen, key=len):
         if not _is_in(keys, outermost):

@@ -12,15 +12,16 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError, warn
-from ..core.tree import is_key
+from ..core.modules import bridges_of
+from ..core.tree import is_key, wide
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
-from ..jaxpr.linen import bridges_of
 from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
+from ..nn import block_paths
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
-from ..ops.precision import autocast, cast_floating, wide
+from ..ops.precision import autocast, cast_floating
 from ..parallel import (
     SUM_SAMPLES,
     LossOverMesh,
@@ -118,7 +119,8 @@ class ModelChanges:
             }
             marks = model, lambda path, _: path in self.units, remat, self.looped
             units = mark_units(*marks) if self.units else []
-            linen = ["/".join(map(str, keys)) for keys, _ in bridges_of(model)]
+            bridges = bridges_of(model) if self.parts.int8 else ()
+            linen = ["/".join(map(str, keys)) for keys, _ in bridges]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
             for path, variable in ((p, v) for p, v in variables.items() if p in weights):
@@ -225,20 +227,18 @@ def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) ->
     """
     units: frozenset[Path] = frozenset()
     if strategy.splits or strategy.remat is not None or parts.int8:
-        model = parts.abstract
-        named = strategy.remat.classes if strategy.remat is not None else None
-        wrap = strategy.wrap or TransformerAutoWrapPolicy()
-        policy = TransformerAutoWrapPolicy(*named) if named else wrap
-        units = frozenset(policy.units(model))
-        if wrap not in (policy, TransformerAutoWrapPolicy()):
+        model, wrap, remat = parts.abstract, strategy.wrap, strategy.remat
+        named = (remat.classes or ()) if remat is not None else ()
+        units = block_paths(model, named) if named or wrap is None else wrap.units(model)
+        by_class = TransformerAutoWrapPolicy
+        if named and wrap not in (None, by_class(), by_class(*named)):
             raise StrategyConflictError(
                 f"{wrap} says which modules are gathered as one, and activation checkpointing of "
                 f"{named} which are recomputed as one; they are the same modules, so say it once"
             )
-        asked = getattr(policy, "classes", ()) or (strategy.remat is not None)
-        if asked and not units:
+        if not units and (remat is not None or getattr(wrap, "classes", ())):
             what = f"activation checkpointing of {named or 'repeated blocks'}"
-            check_some([], f"{policy}" if not strategy.remat else what, model)
+            check_some([], f"{wrap}" if remat is None else what, model)
     return ModelChanges(strategy, parts, units, unroll)
 
 

@@ -19,20 +19,16 @@ LENGTH = 16
 MADE_UP = "data={{kind: synthetic_images, image_size: 16}}"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of four steps, in a pipeline, with dropout that has to rest."""
-    folder = tmp_path_factory.mktemp("eval")
+def trained(folder, **changes):
+    """A run on a little text."""
     for name, count in (("train", 40), ("validation", 37)):
         (folder / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * count)
     config = {
         "run_dir": str(folder / "run"),
-        "mesh": "pp=2,dp=4",
-        "parallel": {"ddp": {}, "pipeline": {"num_microbatches": 2}},
-        "devices": {"emulate": 8},
+        "mesh": "dp=1",
+        "devices": {"emulate": 1},
         "model": {
             "width": 16, "num_layers": 2, "num_heads": 2, "ffn_width": 16, "max_length": LENGTH,
-            "dropout": 0.2,
         },
         "data": {
             "files": [str(folder / "train.txt")],
@@ -43,7 +39,25 @@ def run(tmp_path_factory):
         "train": {"steps": 4, "global_batch": 8, "eval_every": 2, "eval_batches": 1},
         "checkpoint": {"every": 2},
     }  # fmt: skip
+    for section, keys in changes.items():
+        config[section] = {**config.get(section, {}), **keys} if isinstance(keys, dict) else keys
     return train(RunConfig.from_dict(config)).directory.path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of four steps, in a pipeline, with dropout that has to rest."""
+    pipeline = {"ddp": {}, "pipeline": {"num_microbatches": 2}}
+    folder = tmp_path_factory.mktemp("eval")
+    return trained(folder, mesh="pp=2,dp=4", devices={"emulate": 8}, parallel=pipeline,
+                   model={"dropout": 0.2})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """A run of one step of one device, for what is refused."""
+    changes = {"model": {"num_layers": 1}, "train": {"steps": 1, "eval_every": 0}}
+    return trained(tmp_path_factory.mktemp("plain"), **changes)
 
 
 def greedy(run, prompt, num_tokens):
@@ -116,19 +130,19 @@ def test_the_command_prints_and_writes_the_same(run, tmp_path, capsys):
     [
         (["nowhere"], "there is no run in 'nowhere', for it has no config.yaml; name a folder"),
         (["{run}", "--step", "7"], "got step 7, and the checkpoints in '{run}/checkpoints' are of"),
-        (["{run}", "mesh=dp=3"], "mesh dp=3 needs 3 devices and got 8"),
+        (["{run}", "mesh=dp=3"], "mesh dp=3 needs 3 devices and got 1"),
         (["{run}", "--data", "none.txt"], "data.files: 'none.txt' matches no file"),
     ],
 )
-def test_mistakes_are_one_line(run, capsys, arguments, message):
-    assert main(["eval", *(word.format(run=run) for word in arguments)]) == 2
-    assert message.format(run=run) in capsys.readouterr().err
+def test_mistakes_are_one_line(plain_run, capsys, arguments, message):
+    assert main(["eval", *(word.format(run=plain_run) for word in arguments)]) == 2
+    assert message.format(run=plain_run) in capsys.readouterr().err
 
 
-def test_images_that_are_made_up_are_in_no_files(run, tmp_path):
+def test_images_that_are_made_up_are_in_no_files(plain_run):
     made_up = ("model={kind: vit, preset: tiny}", MADE_UP.replace("{{", "{").replace("}}", "}"))
     with pytest.raises(ConfigError, match=r"got files a.npz for a run whose data are not read"):
-        evaluate(run, overrides=made_up, files=["a.npz"])
+        evaluate(plain_run, overrides=made_up, files=["a.npz"])
 
 
 MESHES = [(), ("mesh=fsdp=4,tp=2", "parallel=[full_shard, tensor]")]
@@ -179,8 +193,8 @@ def test_the_command_goes_on_with_prompts(run, tmp_path, capsys):
         ),
     ],
 )  # fmt: skip
-def test_mistakes_in_generating_are_one_line(run, capsys, arguments, message):
-    words = [word.format(run=run) for word in arguments]
+def test_mistakes_in_generating_are_one_line(plain_run, capsys, arguments, message):
+    words = [word.format(run=plain_run) for word in arguments]
     assert main(["generate", *words, "--tokens", "8", "--one-device"]) == 2
     assert message in capsys.readouterr().err
 

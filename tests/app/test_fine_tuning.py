@@ -24,6 +24,7 @@ from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.models import Transformer
 from axon_dist.ops.int8 import int8_form
 from axon_dist.weights import load_weights, save_weights
+from tests.drawn import drawn
 
 MESH = {
     "mesh": "fsdp=2",
@@ -36,7 +37,7 @@ def tuned(tiny, tmp_path, **changes):
     """A config whose first weights are those of a file, and the model that they are of."""
     tiny["model"] |= {"width": 16, "ffn_width": 32}
     sizes = RunConfig.from_dict(tiny).model
-    base = Transformer(sizes, rngs=nnx.Rngs(7))
+    base = drawn(lambda: Transformer(sizes, rngs=nnx.Rngs(7)))
     save_weights(base, tmp_path / "base.safetensors")
     lora = {"rank": 2, "paths": ["attention"]}
     weights = {"files": [str(tmp_path / "base.safetensors")]}
@@ -146,7 +147,7 @@ def test_what_cannot_be_is_told_before_anything_is_trained(tiny, tmp_path, chang
 
 def test_files_with_fewer_bytes_than_what_is_frozen(tmp_path):
     file = str(tmp_path / "narrow.safetensors")
-    save_weights(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), file, dtype="bfloat16")
+    save_weights(drawn(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))), file, dtype="bfloat16")
     said = []
     for dtype, asked in (("float32", None), ("bfloat16", None), ("float32", "float32")):
         parts = types.SimpleNamespace(frozen={"w": jax.ShapeDtypeStruct((2,), jnp.dtype(dtype))})

@@ -238,14 +238,23 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 KILLED = """
-import sys
+import os, sys
 import jax.numpy as jnp
 from axon_dist.checkpoint import CheckpointManager, StateDictType
-manager = CheckpointManager(sys.argv[1], type=StateDictType(sys.argv[2]))
-for step in range(1, 1000):
-    manager.save(step, {"w": jnp.full(500_000, float(step)), "step": jnp.int32(step)})
-    print(step, flush=True)
+
+def save():
+    manager = CheckpointManager(sys.argv[1], type=StateDictType(sys.argv[2]))
+    for step in range(1, 1000):
+        manager.save(step, {"w": jnp.full(500_000, float(step)), "step": jnp.int32(step)})
+        print(step, flush=True)
+
+for line in sys.stdin:
+    process = os.fork() or save()
+    print(process, flush=True)
+    os.waitpid(process, 0)
+    print("gone", flush=True)
 """
+"""For every line of its input a process that saves, forked after imports and before JAX starts."""
 
 
 @pytest.mark.sample("sharded")
@@ -255,15 +264,19 @@ def test_a_killed_save_is_never_restored(type, tmp_path):
     target = {"w": jnp.zeros(500_000), "step": jnp.int32(0)}
     command = [sys.executable, "-c", KILLED, str(tmp_path), type]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    for tries in range(3):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as parent:
+        for tries in range(3):
+            print("go", file=parent.stdin, flush=True)
+            child = int(parent.stdout.readline())
             for _ in range(3 + tries):
-                child.stdout.readline()
+                assert parent.stdout.readline().strip().isdigit()
             time.sleep(0.01 * tries)
-            child.send_signal(signal.SIGKILL)
-        restored = CheckpointManager(tmp_path, tell=pytest.fail).restore_newest(target)
-        assert int(restored.state["step"]) == restored.step
-        np.testing.assert_array_equal(restored.state["w"], np.full(500_000, restored.step))
+            os.kill(child, signal.SIGKILL)
+            assert "gone\n" in parent.stdout
+            restored = CheckpointManager(tmp_path, tell=pytest.fail).restore_newest(target)
+            assert int(restored.state["step"]) == restored.step
+            np.testing.assert_array_equal(restored.state["w"], np.full(500_000, restored.step))
     with CheckpointManager(tmp_path) as manager:
         manager.save(5000, target)
     assert not list(tmp_path.glob("*.tmp"))

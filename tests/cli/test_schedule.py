@@ -7,6 +7,12 @@ from axon_dist.schedule import SCHEDULES, STASH_ENDS, Schedule, build_schedule, 
 SIZES = ("--stages", "4", "--microbatches", "8")
 
 
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch):
+    """In a pipe whose width nobody has said, a line stays one line."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def error_of(capsys, *arguments):
     assert main(["schedule", *arguments]) == 2
     out, err = capsys.readouterr()
@@ -41,6 +47,32 @@ def test_compares_all(capsys):
     out = capsys.readouterr().out
     assert all(name in out for name in SCHEDULES)
     assert "interleaved_1f1b: " in out
+
+
+@pytest.mark.parametrize(("columns", "tables"), [(60, 2), (80, 2), (96, 1), (120, 1)])
+def test_the_comparison_continues_below_where_it_is_too_wide(capsys, monkeypatch, columns, tables):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["schedule", "--compare", *SIZES]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    titles = [line for line in lines if line.startswith("schedule ")]
+    assert len(titles) == tables
+    words = "chunks ticks bubble in step executed in flight inputs held sent"
+    assert " ".join(" ".join(titles).replace("schedule", "").split()) == words
+    assert [line.split()[0] for line in lines if line.startswith("v_min ")] == ["v_min"] * tables
+    assert any(line.split()[:3] == ["v_half", "2", "56"] for line in lines)
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_measures_break_between_words(capsys, monkeypatch, columns):
+    assert main(["schedule", "1f1b", *SIZES]) == 0
+    measures = capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["schedule", "1f1b", *SIZES]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    first = next(number for number, line in enumerate(lines) if line.startswith("bubble"))
+    assert " ".join(map(str.strip, lines[first:])) == measures
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,11 +54,17 @@ def test_extract_and_clear():
 )
 def test_round_trip_keeps_values_shapes_and_dtypes(specs):
     random = np.random.default_rng(0)
-    gradients = [jnp.asarray(random.normal(size=shape)).astype(dtype) for shape, dtype in specs]
-    bucket = GradientBucket(1000)
-    assert all(bucket.add(gradient) for gradient in gradients)
-    assert bucket.data.dtype == jnp.float32
-    for gradient, back in zip(gradients, bucket.extract(), strict=True):
+    gradients = [random.normal(size=shape).astype(jnp.dtype(dtype)) for shape, dtype in specs]
+
+    @jax.jit
+    def there_and_back(gradients):
+        bucket = GradientBucket(1000)
+        assert all(bucket.add(gradient) for gradient in gradients)
+        return bucket.data, bucket.extract()
+
+    data, extracted = there_and_back([np.asarray(x) for x in gradients])
+    assert data.dtype == jnp.float32
+    for gradient, back in zip(gradients, extracted, strict=True):
         assert (back.shape, back.dtype) == (gradient.shape, gradient.dtype)
         np.testing.assert_array_equal(back, gradient)
 

@@ -18,6 +18,7 @@ from axon_dist.config import RunConfig, describe
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.models import Transformer
 from axon_dist.weights import find_tensors, hub_config
+from tests.drawn import drawn
 
 from ..weights import hub
 
@@ -57,7 +58,7 @@ def test_what_is_no_snapshot_is_said_at_its_key(snapshot, tmp_path):
 
 def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     def exported(config, name, **options):
-        model = Transformer(config.model, rngs=nnx.Rngs(0))
+        model = drawn(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
         monkeypatch.setattr(run_model, "load_model", lambda *_, **__: (model, config))
         export_run("run", tmp_path / name, "hf-mistral", tell=said.append, **options)
         written = json.loads((tmp_path / name / "config.json").read_text())

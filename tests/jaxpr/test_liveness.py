@@ -398,6 +398,27 @@ def test_what_is_added_up_and_sliced_is_scattered(platform):
     assert sent(False) == [("reduce-scatter" if platform == "cuda" else "all-reduce", MATRIX, 1)]
 
 
+@pytest.mark.parametrize(("kept", "rest"), [("dp", "fsdp"), ("fsdp", "dp")])
+def test_a_sum_over_two_axes_of_one_size_is_scattered_over_the_one_that_splits_it(kept, rest):
+    sizes = {"dp": 2, "fsdp": 2}
+    mesh = AbstractMesh((2, 2), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+    def summed(x, *axes):
+        spec = PartitionSpec(axes)
+        psum = lambda x: jax.lax.psum(x, axes)
+        return jax.shard_map(psum, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())(x)
+
+    def run(x):
+        owner = placing(sizes, PartitionSpec(kept))
+        shard = jax.lax.with_sharding_constraint(summed(x, "dp", "fsdp"), owner)
+        # A sum is cut in two only where the program sums over either axis alone.
+        return shard, summed(x, "dp"), summed(x, "fsdp")
+
+    found = read(run, jnp.ones((8, 64)), axes=sizes)
+    sent = [(one.kind, one.axes, one.num_bytes) for one, _ in found.sends()]
+    assert sent[:2] == [("reduce-scatter", (kept,), 512), ("all-reduce", (rest,), 256)]
+
+
 def test_the_gradient_of_what_each_row_chooses_stays_with_the_row():
     """As of the experts of a token: rows are counted alike in the table and in the indices."""
     chosen = lambda x, i: jnp.sum(jnp.take_along_axis(x, i, axis=1) ** 2)

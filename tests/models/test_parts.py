@@ -65,8 +65,8 @@ def made(fields, **more):
         model = Transformer(config, rngs=nnx.Rngs(0))
         state = nnx.state(model, nnx.Param)
         steps = iter(np.linspace(1, 2, 1000, dtype=np.float32))
-        wave = lambda x: jnp.sin(next(steps) * jnp.arange(x.size, dtype=x.dtype))
-        nnx.update(model, jax.tree.map(lambda x: x + 0.3 * wave(x).reshape(x.shape), state))
+        wave = lambda x: np.sin(next(steps) * np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+        nnx.update(model, jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 0.3 * wave(x)), state))
         return model
 
     return config, make
@@ -229,7 +229,8 @@ def test_every_strategy_is_one_device(row, mesh, scan_layers, make_world):
     _, make = made(ROWS[row], scan_layers=scan_layers)
     axes, strategy = MESHES[mesh]
     world = make_world(axes)
-    step = build_train_step(make, optax.sgd(0.1), next_token_loss, strategy(make()), world)
+    model = make()
+    step = build_train_step(model, optax.sgd(0.1), next_token_loss, strategy(model), world)
     state, losses = step.init(), []
     for _ in range(3):
         state, metrics = step(state, {"tokens": TOKENS})

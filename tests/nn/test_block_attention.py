@@ -18,7 +18,7 @@ INTERPRETED = dataclasses.replace(BLOCK_KERNELS["flash"], interpret=True)
 
 
 def random(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def arrays(length=128, heads=2, kv_heads=1, size=8, segmented=False):
@@ -64,13 +64,15 @@ def test_documents_of_a_packed_row_are_alone(causal, monkeypatch):
     monkeypatch.setattr(packed, "PIECE", 8)
     query, key, value = (random(n, 2, 32, heads, 8) for n, heads in ((0, 4), (1, 2), (2, 2)))
     lengths = [[5, 3, 14, 10], [20, 1, 1, 10]]  # within pieces, over several, of one token
-    numbers = [jnp.repeat(jnp.array([3, 1, 2, 0]), jnp.array(x)) for x in lengths]
+    segments = np.stack([np.repeat(np.array([3, 1, 2, 0]), x) for x in lengths])
 
     def results(attend):
-        out, pull = jax.vjp(attend, query, key, value)
-        return out, *pull(random(3, *out.shape))
+        def both(cotangent, *qkv):
+            out, pull = jax.vjp(attend, *qkv)
+            return out, *pull(cotangent)
 
-    segments = jnp.stack(numbers)
+        return jax.jit(both)(random(3, *query.shape), query, key, value)
+
     got = results(lambda *qkv: packed.packed_attention(*qkv, segments, causal))
     want = results(lambda *qkv: einsum_attention(*qkv, causal, segments))
     for ours, theirs in zip(got, want, strict=True):

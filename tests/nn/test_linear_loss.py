@@ -39,7 +39,7 @@ def test_value_and_gradients_equal_those_of_all_logits(options, num_chunks):
         linear_cross_entropy(h, k, LABELS, w, bias=b, num_chunks=num_chunks, **options).mean
     )
     plain = lambda *given: dense(*given, **options)
-    want, grads = jax.value_and_grad(plain, argnums=(0, 1, 2, 3))(*given)
+    want, grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2, 3)))(*given)
     got, found = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2, 3)))(*given)
     assert float(got) == pytest.approx(float(want), rel=1e-6)
     for mine, theirs in zip(found, grads, strict=True):
@@ -69,23 +69,24 @@ def test_only_what_moves_has_a_gradient_computed():
 
 
 def test_hits_are_those_of_argmax_and_the_first_of_equals_counts():
-    _, metrics = linear_scores(HIDDEN, KERNEL, LABELS, WEIGHTS, bias=BIAS, num_chunks=2)
+    scores = jax.jit(lambda h: linear_scores(h, KERNEL, LABELS, WEIGHTS, bias=BIAS, num_chunks=2))
+    _, metrics = scores(HIDDEN)
     hits = (HIDDEN @ KERNEL + BIAS).argmax(-1) == LABELS
     assert 0 < hits.sum() < hits.size
     np.testing.assert_allclose(metrics["accuracy"].total, (WEIGHTS * hits).sum(), rtol=1e-6)
     assert float(metrics["accuracy"].weight) == pytest.approx(WEIGHTS.sum())
-    equal = jnp.array([[1.0, 2.0, 2.0, 0.0]])
-    found = [
-        float(linear_scores(jnp.ones((1, 1)), equal, jnp.array([label]))[1]["accuracy"].total)
-        for label in range(4)
-    ]
+    one, equal = np.ones((1, 1), np.float32), np.array([[1, 2, 2, 0]], np.float32)
+    hit = jax.jit(lambda labels: linear_scores(one, equal, labels)[1]["accuracy"].total)
+    found = [float(hit(np.array([label]))) for label in range(4)]
     assert found == [0, 1, 0, 0]
 
 
 def test_bfloat16_logits_are_rounded_and_nothing_else():
     rounded = (HIDDEN @ KERNEL).astype(jnp.bfloat16)
-    want = cross_entropy(rounded, LABELS).sum()
-    got = linear_cross_entropy(HIDDEN, KERNEL, LABELS, logits_dtype="bfloat16")
+    want = jax.jit(cross_entropy)(rounded, LABELS).sum()
+    got = jax.jit(lambda h: linear_cross_entropy(h, KERNEL, LABELS, logits_dtype="bfloat16"))(
+        HIDDEN
+    )
     assert got.total.dtype == jnp.float32
     assert float(got.total) == pytest.approx(float(want), rel=1e-6)
     assert float(linear_cross_entropy(HIDDEN, KERNEL, LABELS).total) != float(got.total)
@@ -95,9 +96,11 @@ def test_bfloat16_logits_are_rounded_and_nothing_else():
 def test_gradients_come_in_the_dtype_of_what_they_are_of(dtype):
     hidden, kernel = HIDDEN.astype(dtype), KERNEL.astype(dtype)
     ours = lambda h, k: linear_cross_entropy(h, k, LABELS, num_chunks=2).mean
-    found = jax.grad(ours, argnums=(0, 1))(hidden, kernel)
+    found = jax.jit(jax.grad(ours, argnums=(0, 1)))(hidden, kernel)
     plain = lambda h, k: cross_entropy(h @ k, LABELS).mean()
-    wide = jax.grad(plain, argnums=(0, 1))(hidden.astype("float32"), kernel.astype("float32"))
+    wide = jax.jit(jax.grad(plain, argnums=(0, 1)))(
+        *(x.astype("float32") for x in (hidden, kernel))
+    )
     for mine, want in zip(found, wide, strict=True):
         assert mine.dtype == dtype
         np.testing.assert_allclose(mine.astype("float32"), want, rtol=0.02, atol=2e-3)

@@ -9,7 +9,7 @@ from flax import nnx
 from axon_dist import lora, merge_lora
 from axon_dist.core.errors import ConfigError
 
-X = jax.random.normal(jax.random.key(0), (2, 5, 16))
+X = np.random.default_rng(0).normal(size=(2, 5, 16)).astype(np.float32)
 
 
 class Net(nnx.Module):
@@ -25,8 +25,8 @@ def moved(model):
     """Adapters that are no longer zero."""
     for number, (_, variable) in enumerate(nnx.iter_graph(model)):
         if isinstance(variable, nnx.LoRAParam):
-            key = jax.random.fold_in(jax.random.key(1), number)
-            variable[...] = 0.3 * jax.random.normal(key, variable.shape)
+            drawn = np.random.default_rng(number).normal(size=variable.shape)
+            variable[...] = jnp.asarray(0.3 * drawn, variable[...].dtype)
     return model
 
 

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.ops.precision import MixedPrecision, autocast, cast_floating, floating_dtype
+from axon_dist.core.tree import floating_dtype
+from axon_dist.ops.precision import MixedPrecision, autocast, cast_floating
 
 
 def test_presets():

@@ -68,7 +68,7 @@ def test_equals_one_device(name):
     make, optimizer = MODELS[name], optax.sgd(0.5)
     model = make()
     step = build_train_step(
-        make, optimizer, loss_fn, tensor_parallel({"table$": "vocab"}), World.emulate(2, "tp=2")
+        model, optimizer, loss_fn, tensor_parallel({"table$": "vocab"}), World.emulate(2, "tp=2")
     )
     state, batch = step.init(), {"ids": TOKENS}
     for loss in trained(model, optimizer, loss_fn, [batch] * 2):

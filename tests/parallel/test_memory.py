@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -75,8 +76,8 @@ class Tables(nnx.Module):
 
 
 UNEVEN = {
-    "linear": (lambda: nnx.Linear(100, 50, rngs=nnx.Rngs(0)), jnp.ones((8, 100))),
-    "tables": (Tables, jnp.zeros((8,), jnp.int32)),
+    "linear": (lambda: nnx.Linear(100, 50, rngs=nnx.Rngs(0)), np.ones((8, 100), np.float32)),
+    "tables": (Tables, np.zeros((8,), np.int32)),
 }
 
 
@@ -86,7 +87,7 @@ UNEVEN = {
 def test_leaves_that_do_not_divide_stay_whole_and_are_counted_so(world, name, stage):
     make, x = UNEVEN[name]
     loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
-    step = build_train_step(make, optax.adam(1e-3), loss_fn, zero(stage), world)
+    step = build_train_step(make(), optax.adam(1e-3), loss_fn, zero(stage), world)
     state = step.init()
     grads, _ = step.gradients(state, {"x": x})
     measured = measure(step.strategy, state.params, grads, state.opt_state)
@@ -146,7 +147,7 @@ def test_a_precision_that_stores_half_is_estimated_so(world):
     precision = MixedPrecision(param="bfloat16", compute="bfloat16")
     strategy = fsdp(axes=("dp",), mixed_precision=precision, min_elements=8)
     optimizer = optax.adamw(1e-3)
-    step = build_train_step(tower.make(1), optimizer, tower.loss_fn, strategy, world)
+    step = build_train_step(tower.make(1)(), optimizer, tower.loss_fn, strategy, world)
     state = step.init()
     shapes = jax.eval_shape(lambda p: p, state.params)
     float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
@@ -158,7 +159,7 @@ def test_a_precision_that_stores_half_is_estimated_so(world):
 def test_hybrid_counts_the_axis_that_splits(make_world):
     world = make_world("dp=2,fsdp=4")
     strategy = fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8)
-    step = build_train_step(tower.make(), optax.adam(1e-3), tower.loss_fn, strategy, world)
+    step = build_train_step(tower.make()(), optax.adam(1e-3), tower.loss_fn, strategy, world)
     state = step.init()
     measured = measure(strategy, state.params, state.params, state.opt_state)
     assert_within(estimate(strategy, step.parts.params, world.mesh), measured)

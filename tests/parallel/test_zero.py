@@ -70,7 +70,7 @@ def test_the_optimizer_wrapper_is_the_transformation_and_a_strategy(world):
 
 def built(strategy, world):
     """A step on the tower and its first state."""
-    step = build_train_step(tower.make(), optax.adam(1e-2), tower.loss_fn, strategy, world)
+    step = build_train_step(tower.make()(), optax.adam(1e-2), tower.loss_fn, strategy, world)
     return step, step.init()
 
 

@@ -77,13 +77,13 @@ def test_the_stages_tell_the_loss_and_keep_their_own(kind, placed):
             wire = wire.sent
         return program.last(dict(enumerate(rest)), data, wire).total, left
 
-    (total, left), grads = jax.value_and_grad(run, has_aux=True)(rest)
+    (total, left), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(rest)
 
     def want(params):
         total, *_, after = telling_loss(params, buffers, batch)
         return total, after
 
-    (total_, after), grads_ = jax.value_and_grad(want, has_aux=True)(params)
+    (total_, after), grads_ = jax.jit(jax.value_and_grad(want, has_aux=True))(params)
     np.testing.assert_allclose(total, total_, rtol=1e-5)
     np.testing.assert_allclose([left[i] for i in range(5)], jax.tree.leaves(after), rtol=1e-5)
     for got, expected in zip(grads, storage.rest_of(storage.from_model(grads_)), strict=True):

@@ -63,7 +63,9 @@ FORMS = {
     "names (file)": (rf"{NAMES} \({FILE}\)", (1, 0)),
 }
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
-TABLE = GUIDE[GUIDE.index("## Where to add") : GUIDE.index("## What may change")].splitlines()[5:]
+ROUTES = GUIDE[GUIDE.index("## Where to add") : GUIDE.index("## What may change")]
+ENTRIES = [" ".join(entry.split()) for entry in re.split(r"\n(?=- |\n)", ROUTES)]
+"""The items of the lists that say where to add what, each in one line."""
 SOURCES = [
     path.read_text()
     for top in (PACKAGE, ROOT / "benchmarks", ROOT / "docs", ROOT / "tests")
@@ -90,7 +92,7 @@ def is_defined(name: str, text: str) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 def test_names_of_the_guide_stand_in_the_files_that_it_names(form):
     pattern, (file, names) = FORMS[form]
-    pairs = [match for row in TABLE for match in re.findall(pattern, row)]
+    pairs = [match for entry in ENTRIES for match in re.findall(pattern, entry)]
     assert pairs
     for match in pairs:
         text = found(match[file]).read_text()
@@ -104,11 +106,11 @@ def test_where_to_add_what_exists():
         assert found(path), path
     for module in re.findall(r"`python -m ((?:tests|benchmarks)[\w.]+)", GUIDE):
         assert found(module.replace(".", "/") + ".py"), module
-    for row in TABLE:
-        for name in re.findall(r"`([A-Za-z_]\w+(?:\.\w+)*)`", row):
+    for entry in ENTRIES:
+        for name in re.findall(r"`([A-Za-z_]\w+(?:\.\w+)*)`", entry):
             if found(name) is None and name not in OUTSIDE:
                 last = name.rpartition(".")[2]
-                assert any(is_defined(last, text) for text in SOURCES), f"{name}: {row}"
+                assert any(is_defined(last, text) for text in SOURCES), f"{name}: {entry}"
 
 
 def test_documented_names_are_kept_from_moving():

@@ -64,7 +64,7 @@ def test_the_test_command_is_the_gates():
 
 
 PROMISES = {
-    "is one table of strategies": [
+    "has tables of strategies": [
         "contracts/test_strategies.py::test_equals_one_device",
         "contracts/test_compositions.py::test_pipelines_with_context_and_tensor_parallelism",
         "contracts/test_pipelines.py::test_equals_one_device",
@@ -76,7 +76,7 @@ PROMISES = {
         "contracts/test_draws.py::test_statistics_of_microbatches_are_told_of",
         "contracts/test_pipelines.py::test_statistics_outside_blocks_are_told_of",
     ],
-    "and a loss of one such sum": [
+    "a loss that is one of one such sum": [
         "contracts/test_samples.py::test_metrics_are_those_of_the_whole_batch",
         "contracts/test_samples.py::test_equals_one_device_or_says_what_couples_the_samples",
         "contracts/test_samples.py::test_a_metric_that_couples_samples_is_not_averaged",
@@ -84,7 +84,9 @@ PROMISES = {
     "Your modules are not edited": ["contracts/test_strategies.py::test_equals_one_device"],
     "Linen modules go through": ["contracts/test_foreign.py::test_equals_one_device"],
     "tries models of other packages": ["foreign/test_matrix.py::test_equals_one_device"],
-    "loops over its layers in Python": ["jaxpr/test_layer_scan.py::test_groups_compute_the_same"],
+    "that feed each other run as one scan": [
+        "jaxpr/test_layer_scan.py::test_groups_compute_the_same"
+    ],
     "reads a compiled step back": [
         "inspect/test_report.py::test_the_three_witnesses_agree_with_arithmetic",
         "inspect/test_aot.py::test_every_chip_that_can_be_planned_can_be_compiled_for",

@@ -24,7 +24,6 @@ def test_every_name_has_a_row_and_every_table_its_name():
     ],
 )
 def test_tables_of_builders_are_valid(sizes):
-    """A step does not validate them again."""
     free = {name: (1, 2, 3) for name, builder in SCHEDULES.items() if builder.any_chunks}
     for (name, builder), size in itertools.product(SCHEDULES.items(), sizes):
         for chunks in free.get(name, (builder.chunks,)):

@@ -80,10 +80,16 @@ RIGHT = {
     ),
     "vmap": of(jax.vmap(lambda s, w: w * jnp.log1p(s))),
     "jit": of(jax.jit(lambda s, w: w * jnp.sqrt(s))),
-    "metric quotient": with_metric(lambda s, w: jnp.sum(w * s**2) / jnp.sum(w)),
-    "metric sum": with_metric(lambda s, w: jnp.sum(jnp.where(w > 0, s, 0))),
-    "metric weighted": with_metric(lambda s, w: Weighted(jnp.sum((w > 0) * s), jnp.sum(w > 0))),
-    "metric of nothing": with_metric(lambda s, w: jnp.float32(3)),
+    "metrics": lambda m, b: mean(
+        m,
+        b,
+        {
+            "quotient": jnp.sum(b["w"] * squares(m, b) ** 2) / jnp.sum(b["w"]),
+            "sum": jnp.sum(jnp.where(b["w"] > 0, squares(m, b), 0)),
+            "weighted": Weighted(jnp.sum((b["w"] > 0) * squares(m, b)), jnp.sum(b["w"] > 0)),
+            "of nothing": jnp.float32(3),
+        },
+    ),
 }
 WRONG = {
     "contrastive": contrastive,
@@ -193,9 +199,15 @@ def test_metrics_that_couple_microbatches_are_refused(name):
     with pytest.raises(AxonDistError, match=rf"metric '{name}' .*2 microbatches") as told:
         build(loss_fn, pad=None, batch=batch, accumulate=2)
     assert "Weighted(" in str(told.value)
+
+
+def test_metrics_that_couple_samples_are_those_of_a_batch_that_is_not_cut():
+    loss_fn = with_metrics(COUPLED)
+    batch = jax.tree.map(lambda x: x[:8], BATCH)
     step = build(loss_fn, pad=None, batch=batch)
     _, metrics = step(step.init(), batch)
-    np.testing.assert_allclose(metrics[name], loss_fn(make(), batch)[1][name], rtol=1e-5)
+    for name, want in loss_fn(make(), batch)[1].items():
+        np.testing.assert_allclose(metrics[name], want, rtol=1e-5, err_msg=name)
 
 
 def test_metrics_that_are_functions_of_sums_are_those_of_the_whole_batch():

@@ -37,7 +37,7 @@ def test_only_some_axes_of_a_spec(spec, axes, expected):
     assert only_axes(spec, axes) == expected
 
 
-WEIGHT = jnp.arange(32.0).reshape(8, 4)
+WEIGHT = np.arange(32, dtype=np.float32).reshape(8, 4)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_the_wire_has_a_dtype_of_its_own(make_world):
 @pytest.mark.parametrize("kind", ["global", "local"])
 def test_gradients_of_a_gathered_weight_are_those_of_a_whole_one(world, kind):
     own, rows = P("dp"), P("dp")
-    x = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
-    dense = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(WEIGHT)
+    x = np.linspace(-1, 1, 16 * 8, dtype=np.float32).reshape(16, 8)
+    dense = jax.jit(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2)))(WEIGHT)
     if kind == "global":
         gather = GlobalGather(world.mesh, own, own, P(), 2)
         run = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ gather(w)) ** 2))
@@ -97,7 +97,7 @@ def test_gradients_of_a_gathered_weight_are_those_of_a_whole_one(world, kind):
 
 def test_a_row_of_stacked_layers_is_gathered_by_the_dims_that_are_left(world):
     """In a scan over layers a weight of spec P(None, "dp") appears as a row of spec P("dp")."""
-    stacked = jnp.arange(48.0).reshape(3, 8, 2)
+    stacked = np.arange(48, dtype=np.float32).reshape(3, 8, 2)
     gather = GlobalGather(world.mesh, P(None, "dp"), P(None, "dp"), P(), 3)
     run = jax.jit(lambda w: jax.lax.scan(lambda c, row: (c + gather(row), None), 0.0 * w[0], w)[0])
     placed = jax.device_put(stacked, NamedSharding(world.mesh, P(None, "dp")))

@@ -5,28 +5,28 @@ import subprocess
 import sys
 import textwrap
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
-from axon_dist.step.guards import InFlightLimit
-
-
-class Result:
-    """Stands for an array; notes when somebody waits for it."""
-
-    def __init__(self, log, number):
-        self.log, self.number = log, number
-
-    def block_until_ready(self):
-        self.log.append(self.number)
-        return self
+from axon_dist import build_train_step, ddp
 
 
-@pytest.mark.parametrize(("limit", "waited"), [(2, [0, 1, 2]), (4, [0]), (0, [])])
-def test_the_oldest_is_waited_for(limit, waited):
-    log, running = [], InFlightLimit(limit)
-    for number in range(5):
-        running.add(Result(log, number))
-    assert log == waited
+@pytest.mark.parametrize(("limit", "waited"), [(2, [0, 1, 2]), (4, [0]), (5, [])])
+def test_the_oldest_is_waited_for(world, limit, waited, monkeypatch):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    loss = lambda m, b: jnp.mean(m(b["x"]) ** 2)
+    step = build_train_step(model, optax.sgd(0.1), loss, ddp(), world)
+    state, batch, losses, log = step.init(), {"x": np.ones((8, 2), np.float32)}, [], []
+    monkeypatch.setattr("axon_dist.step.step.STEPS_IN_FLIGHT", limit)
+    monkeypatch.setattr(jax, "block_until_ready", log.append)
+    for _ in range(5):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    assert [losses.index(loss) for loss in log] == waited
 
 
 OURS = """

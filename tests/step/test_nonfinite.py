@@ -61,7 +61,7 @@ def batch_of(number, factor=1.0):
 def build(strategy=None, axes="dp=4", policy="skip", loss=loss_fn, **options):
     world = World.emulate(int(np.prod([int(part.split("=")[1]) for part in axes.split(",")])), axes)
     return build_train_step(
-        make_chain, optax.adam(1e-2), loss, strategy or ddp(), world, nonfinite=policy, **options
+        make_chain(), optax.adam(1e-2), loss, strategy or ddp(), world, nonfinite=policy, **options
     )
 
 
@@ -119,6 +119,10 @@ def test_the_state_before_is_held_bit_for_bit_without_asking_the_host(name):
         for batch in placed[1:]:
             state, metrics = step(state, batch, metrics["nonfinite"])
     assert bool(metrics["nonfinite"])
+    assert bits(state) == before
+    # The name that the argument had before 0.2.
+    with pytest.warns(DeprecationWarning, match="held= is called was_nonfinite="):
+        state, metrics = step(state, placed[2], held=metrics["nonfinite"])
     assert bits(state) == before
     assert step._step._cache_size() == 1
 

@@ -19,8 +19,8 @@ from axon_dist.step.objective import (
 )
 from axon_dist.step.parts import take_apart
 
-X = jnp.arange(12.0).reshape(6, 2) / 10
-WEIGHT = jnp.array([1.0, 0.0, 2.0, 0.0, 0.0, 1.0])
+X = np.arange(12, dtype=np.float32).reshape(6, 2) / 10
+WEIGHT = np.array([1.0, 0.0, 2.0, 0.0, 0.0, 1.0], np.float32)
 PARTS, SOURCE = take_apart(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
 PARAMS, BUFFERS = SOURCE.arrays
 BATCH = {"x": X, "weight": WEIGHT}

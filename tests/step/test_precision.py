@@ -45,7 +45,7 @@ def batch_of(step=0, samples=16):
 def build(model=make_mlp, strategy=None, ranks=4, **options):
     world = World.emulate(ranks)
     return build_train_step(
-        model, optax.adam(1e-2), options.pop("loss", loss_fn), strategy or ddp(), world, **options
+        model(), optax.adam(1e-2), options.pop("loss", loss_fn), strategy or ddp(), world, **options
     )
 
 

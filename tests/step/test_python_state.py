@@ -107,9 +107,9 @@ WAYS = {
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_call_is_the_program_that_it_traces_to(make_world, kind, way):
     mesh, strategy, options = WAYS[way]
-    want, grads = nnx.value_and_grad(loss_fn)(Net(kind), BATCH)
+    want, grads = nnx.jit(nnx.value_and_grad(loss_fn))(Net(kind), BATCH)
     step = build_train_step(
-        lambda: Net(kind), optax.sgd(1.0), loss_fn, strategy(), make_world(mesh), batch=BATCH,
+        Net(kind), optax.sgd(1.0), loss_fn, strategy(), make_world(mesh), batch=BATCH,
         **options,
     )  # fmt: skip
     state, metrics = step(step.init(), BATCH)
@@ -180,7 +180,7 @@ def test_a_value_kept_outside_of_the_model_is_refused(make_world, way):
     def build(batch):
         mesh, strategy, _ = WAYS[way]
         return build_train_step(
-            lambda: Net(Collects), optax.sgd(1.0), loss_fn, strategy(), make_world(mesh),
+            Net(Collects), optax.sgd(1.0), loss_fn, strategy(), make_world(mesh),
             batch=batch,
         )  # fmt: skip
 

@@ -277,6 +277,35 @@ def test_unequal_weights_beside_statistics_of_all_ranks(strategy):
     assert_close(state.params, want.params, 1e-5, "parameter")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("is_weighted", "separable", "is_right"),
+    [(False, None, True), (False, True, False), (True, True, True), (True, None, True)],
+)
+def test_a_mask_that_selects_nothing_of_a_microbatch(is_weighted, separable, is_right):
+    """What the docstring of `separable` says of a promise, and of `Weighted` in its place."""
+    selected = jnp.repeat(jnp.array([1.0, 0.0]), 4)
+    batch = CASES["batchnorm"].batch(0)
+    batch = {"x": batch["x"][:8], "y": batch["y"][:8], "mask": selected}
+    layer = lambda: nnx.Linear(*(batch[name].shape[-1] for name in "xy"), rngs=nnx.Rngs(0))
+
+    def loss_fn(model, batch):
+        errors = jnp.sum((model(batch["x"]) - batch["y"]) ** 2, -1) * batch["mask"]
+        total, count = jnp.sum(errors), jnp.sum(batch["mask"])
+        return Weighted(total, count) if is_weighted else total / count
+
+    step = build_train_step(
+        layer, optax.sgd(0.1), loss_fn, ddp(), World.emulate(1), accumulate=2, separable=separable
+    )
+    state, metrics = step(step.init(), batch)
+    loss = loss_fn(layer(), batch)
+    want = float(loss.total / loss.weight if is_weighted else loss)
+    assert float(metrics["loss"]) == (
+        pytest.approx(want, rel=1e-5) if is_right else pytest.approx(np.nan, nan_ok=True)
+    )
+    assert np.isfinite(state.params["kernel"]).all() == is_right
+
+
 class Seen(nnx.Variable):
     pass
 

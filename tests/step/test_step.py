@@ -250,7 +250,7 @@ def test_metrics_stay_on_the_devices(trained):
 
 
 def test_nothing_but_the_batch_crosses_to_the_devices(world):
-    step = build(world)
+    step = build(world, make_mlp())
     state, placed = step.init(), step.place(batch_of())
     state, _ = step(state, placed)
     with jax.transfer_guard("disallow"):
@@ -469,13 +469,13 @@ def weighted(model, batch):
     ids=["ddp", "own buffers", "full_shard"],
 )
 def test_evaluation_is_that_of_one_device(world, strategy):
-    step = build(world, make, strategy, loss=weighted)
+    step = build(world, make(), strategy, loss=weighted)
     batch = batch_of() | {"weight": np.arange(16, dtype=np.float32) % 3}
     state = step.init()
     metrics = step.evaluate(state, batch)
     model = make()
     model.eval()
-    expected, largest = weighted(model, batch)
+    expected, largest = nnx.jit(weighted)(model, batch)
     want = float(expected.total / expected.weight)
     assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
     assert float(metrics["largest"]) == pytest.approx(float(largest["largest"]), rel=1e-5)
@@ -503,7 +503,7 @@ def kept():
 
 
 def gradients_with(remat, strategy=None):
-    step = build(World.emulate(2), make, strategy, remat=remat)
+    step = build(World.emulate(2), make(), strategy, remat=remat)
     return step.gradients(step.init(), batch_of())[0]
 
 

@@ -22,6 +22,7 @@ from axon_dist.models.snapshot import meaning
 from axon_dist.parallel import fsdp
 from axon_dist.step import build_train_step
 from axon_dist.weights import hub_config, load_weights, save_weights
+from tests.drawn import drawn
 
 from . import hub
 
@@ -105,7 +106,7 @@ def test_a_config_that_cannot_be_compared(folder):
 
 
 def test_native_weights_know_no_config(folder, tmp_path):
-    model = factory(hub_config(folder))()
+    model = drawn(factory(hub_config(folder)))
     save_weights(model, tmp_path / "native")
     load_weights(factory(hub_config(folder, rope_theta=7.0)), tmp_path / "native")
 
@@ -149,7 +150,7 @@ def of_family(name, **changes):
 @pytest.mark.parametrize("name", PARTS)
 def test_a_family_is_written_and_read_again(name, scan_layers, tmp_path):
     config = of_family(name, scan_layers=scan_layers)
-    model = factory(config)()
+    model = drawn(factory(config))
     save_weights(model, tmp_path, name)
     found = hub_config(tmp_path, scan_layers=scan_layers)
     assert meaning(found) == meaning(config)
@@ -179,7 +180,7 @@ def test_a_model_of_one_family_is_not_loaded_nor_written_as_another(tmp_path):
 
 
 def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
-    save_weights(factory(of_family("hf-mistral", windows=(16,)))(), tmp_path, "hf-mistral")
+    save_weights(drawn(factory(of_family("hf-mistral", windows=(16,)))), tmp_path, "hf-mistral")
     short = of_family("hf-mistral", windows=(), max_length=16)
     load_weights(factory(short), tmp_path, "hf-llama")
     with pytest.raises(ConfigError, match=r"windows is \(\) and \(16, 16\) there"):
@@ -200,7 +201,7 @@ def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
     ids=range(6),
 )  # fmt: skip
 def test_what_a_transformer_cannot_be(name, data, text, tmp_path):
-    save_weights(factory(of_family(name))(), tmp_path, name)
+    save_weights(drawn(factory(of_family(name))), tmp_path, name)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | data))
     with pytest.raises(UnsupportedError, match=text):
