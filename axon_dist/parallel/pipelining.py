@@ -320,7 +320,7 @@ def read_schedule(
         table = build_schedule(table, num_stages, num_microbatches, chunks)
     got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
     asked = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    if got != asked or chunks not in (None, table.chunks):
+    if got != asked or (chunks is not None and chunks != table.chunks):
         raise ConfigError(
             f"schedule {table.name!r} has {got} and {table.chunks} chunks, and the pipeline was "
             f"given {asked} and chunks={chunks}; make them equal"

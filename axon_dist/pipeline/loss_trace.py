@@ -168,7 +168,7 @@ def buffers_over_time(
     learned: Collection[int] = (),
     once: Collection[Path] = (),
     rest: Mapping[Keys, Array] = MappingProxyType({}),
-) -> tuple[Callable[[Array], list[Array]], PyTree]:
+) -> tuple[dict[int, Array], PyTree]:
     """What the buffers are before each microbatch, and after the last.
 
     A schedule runs microbatches of a stage in any order and each several times, so that a buffer
@@ -186,28 +186,21 @@ def buffers_over_time(
         rest: the values of the parameters that are known ahead.
 
     Returns:
-        A function from the index of a microbatch to the leaves of the buffers before it, and the
-        buffers after the last.
+        By the number of each leaf that changes, its values before every microbatch, of shape
+        [num_microbatches, ...]; and the buffers after the last.
 
     Raises:
         UnsupportedError: when another buffer depends on the batch or the parameters of blocks.
     """
     leaves, structure = jax.tree.flatten(buffers)
     changing = [i for i in trace.changing if i not in learned]
-    last, over_time = leaves, {}
-    if changing:
-        paths = [path for path, _ in leaves_with_paths(buffers)]
-        advance = _advance(trace, paths, changing, rest)
-        stay = {i for i in changing if paths[i] in once}
-        last, over_time = _over_time(advance, leaves, changing, stay, num_microbatches)
-
-    def at(microbatch: Array) -> list[Array]:
-        values = list(leaves)
-        for i, stacked in over_time.items():
-            values[i] = jax.lax.dynamic_index_in_dim(stacked, microbatch, keepdims=False)
-        return values
-
-    return at, structure.unflatten(last)
+    if not changing:
+        return {}, buffers
+    paths = [path for path, _ in leaves_with_paths(buffers)]
+    advance = _advance(trace, paths, changing, rest)
+    stay = {i for i in changing if paths[i] in once}
+    last, over_time = _over_time(advance, leaves, changing, stay, num_microbatches)
+    return over_time, structure.unflatten(last)
 
 
 def _over_time(

@@ -235,15 +235,15 @@ class StagedPlan:
             check_order(trace, drawing, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
         ahead = {keys: rest[i] for keys, i in unparted.items()}
-        buffers_at, changed = buffers_over_time(trace, drawing, count, learned, unchanged, ahead)
+        over_time, changed = buffers_over_time(trace, drawing, count, learned, unchanged, ahead)
         leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
 
         def data(microbatch: Array) -> Data:
-            now = buffers_at(microbatch)
+            at = functools.partial(jax.lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
+            now = [at(over_time[i]) if i in over_time else leaf for i, leaf in enumerate(first)]
             if draws is not None:
                 now = [at_part(leaf, draws.part(microbatch)) for leaf in now]
-            at = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
-            return Data(now, [at(leaf, microbatch) for leaf in leaves])
+            return Data(now, [at(leaf) for leaf in leaves])
 
         weight = mean_weight(trace, data, count, spec.strategy.batch_axes)
         sums = Executor(

@@ -84,10 +84,12 @@ def counting(params, buffers, batch):
 def test_buffers_before_every_microbatch_and_after_the_last():
     buffers = {"count": jnp.int32(1), "gauge": jnp.float32(7), "step": jnp.int32(2)}
     trace, _ = traced(counting, params_of(), buffers, microbatch(0))
-    at, last = buffers_over_time(trace, buffers, 4)
-    now = buffers
+    over_time, last = buffers_over_time(trace, buffers, 4)
+    now, names = buffers, sorted(buffers)
+    assert [names[number] for number in over_time] == ["count", "step"]
     for number in range(4):
-        assert [int(v) for v in at(jnp.int32(number))] == [int(v) for v in jax.tree.leaves(now)]
+        for i, values in over_time.items():
+            assert int(values[number]) == int(now[names[i]])
         now = counting(params_of(), now, microbatch(number))[3]
     assert {name: int(v) for name, v in last.items()} == {name: int(v) for name, v in now.items()}
 
