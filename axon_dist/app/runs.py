@@ -247,7 +247,9 @@ def build_run(config: RunConfig) -> Run:
         AxonDistError: of the kind that names what is wrong.
 
     Example:
-        >>> config = RunConfig.from_dict({"devices": {"emulate": 8}, "data": {"max_bytes": 10**5}})
+        >>> config = RunConfig.from_dict(
+        ...     {"devices": {"emulate": 8}, "data": {"max_bytes": 10**5}, "model": {"num_layers": 1}}
+        ... )
         >>> str(build_run(config).world.spec)
         'dp=8'
     """

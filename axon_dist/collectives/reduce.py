@@ -251,7 +251,7 @@ def tree_sum(x: Array, axes: tuple[str, ...], split: Mapping[str, int]) -> Array
         ...     lambda x: tree_sum(x, ("dp",), {}), mesh=mesh, in_specs=P("dp"), out_specs=P(),
         ...     check_vma=False,
         ... )
-        >>> over(jnp.arange(8.0))
+        >>> jax.jit(over)(jnp.arange(8.0))
         Array([12., 16.], dtype=float32)
     """
     shape: list[int] = []

@@ -144,9 +144,9 @@ def num_stacked(module: nnx.Module) -> int | None:
 
     Example:
         >>> make = lambda rngs: nnx.Linear(2, 3, rngs=rngs)
-        >>> num_stacked(nnx.vmap(make)(nnx.Rngs(0).split(5)))
+        >>> num_stacked(nnx.eval_shape(lambda: nnx.vmap(make)(nnx.Rngs(0).split(5))))
         5
-        >>> num_stacked(make(nnx.Rngs(0)))
+        >>> num_stacked(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     """
     leaves = jax.tree.leaves(nnx.state(module, nnx.Param))
     sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}

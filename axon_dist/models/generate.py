@@ -203,7 +203,8 @@ def generate(
 
     Example:
         >>> from axon_dist.models import Transformer, TransformerConfig
-        >>> model = Transformer(TransformerConfig.preset("tiny"), rngs=nnx.Rngs(0))
+        >>> config = TransformerConfig.preset("tiny", num_layers=1)
+        >>> model = nnx.jit(lambda: Transformer(config, rngs=nnx.Rngs(0)))()
         >>> done = generate(model, [[1, 2, 3], [4]], 5, temperature=0)
         >>> done.tokens.shape, done.lengths.tolist()
         ((2, 5), [5, 5])

@@ -53,7 +53,9 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
 
     Example:
         >>> uniform = lambda tokens: jnp.zeros((*tokens.shape, 4))
-        >>> loss = next_token_loss(uniform, {"tokens": jnp.zeros((2, 4), jnp.int32)})
+        >>> loss = jax.jit(next_token_loss, static_argnums=0)(
+        ...     uniform, {"tokens": jnp.zeros((2, 4), jnp.int32)}
+        ... )
         >>> float(loss.weight), round(float(loss.mean), 4)
         (6.0, 1.3863)
     """
@@ -81,7 +83,8 @@ def next_token_scores(
 
     Example:
         >>> sure = lambda tokens: 9.0 * jax.nn.one_hot(tokens + 1, 4)
-        >>> loss, metrics = next_token_scores(sure, {"tokens": jnp.array([[0, 1, 2, 2]])})
+        >>> score = jax.jit(next_token_scores, static_argnums=0)
+        >>> loss, metrics = score(sure, {"tokens": jnp.array([[0, 1, 2, 2]])})
         >>> round(float(metrics["accuracy"].mean), 4)
         0.6667
     """
@@ -114,7 +117,7 @@ def classification_loss(
 
     Example:
         >>> batch = {"x": jnp.array([[2.0, 1.0], [0.0, 1.0]]), "y": jnp.array([0, 0])}
-        >>> loss, metrics = classification_loss(lambda x: x, batch)
+        >>> loss, metrics = jax.jit(lambda batch: classification_loss(lambda x: x, batch))(batch)
         >>> float(metrics["accuracy"])
         0.5
     """

@@ -205,7 +205,8 @@ def check_snapshot(
         >>> sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}
         >>> _ = (path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
         >>> config = hub_config(path, num_heads=8)
-        >>> check_snapshot(path, Transformer(config, rngs=nnx.Rngs(0)), "hf-gpt2")
+        >>> model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+        >>> check_snapshot(path, model, "hf-gpt2")
         Traceback (most recent call last):
         axon_dist.core.errors.ConfigError: the model is not the one of '...config.json': num_heads
         is 8 and 4 there, num_kv_heads is 8 and 4 there, head_dim is 8 and 16 there. Its weights ...

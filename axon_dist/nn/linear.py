@@ -118,8 +118,8 @@ class ColumnParallelLinear(_ParallelLinear):
         GroupError: for a group by a list of ranks or by several axes.
 
     Example:
-        >>> layer = ColumnParallelLinear(8, 4, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 8))).shape
+        >>> layer = lambda x: ColumnParallelLinear(8, 4, rngs=nnx.Rngs(0))(x)
+        >>> nnx.eval_shape(layer, jnp.ones((2, 8))).shape
         (2, 4)
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053.
@@ -181,8 +181,8 @@ class RowParallelLinear(_ParallelLinear):
         GroupError: for a group by a list of ranks or by several axes.
 
     Example:
-        >>> layer = RowParallelLinear(8, 4, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((2, 8))).shape
+        >>> layer = lambda x: RowParallelLinear(8, 4, rngs=nnx.Rngs(0))(x)
+        >>> nnx.eval_shape(layer, jnp.ones((2, 8))).shape
         (2, 4)
     """
 
@@ -235,7 +235,8 @@ class ParallelMLP(nnx.Module):
         rngs: source of the initial weights.
 
     Example:
-        >>> ParallelMLP(4, 8, 3, rngs=nnx.Rngs(0))(jnp.ones((2, 4))).shape
+        >>> mlp = lambda x: ParallelMLP(4, 8, 3, rngs=nnx.Rngs(0))(x)
+        >>> nnx.eval_shape(mlp, jnp.ones((2, 4))).shape
         (2, 3)
     """
 
@@ -361,8 +362,8 @@ class VocabParallelEmbedding(nnx.Module):
         DivisibilityError: when the rows do not divide over the group.
 
     Example:
-        >>> table = VocabParallelEmbedding(8, 4, rngs=nnx.Rngs(0))
-        >>> table(jnp.array([[1, 2, 3]])).shape
+        >>> table = lambda x: VocabParallelEmbedding(8, 4, rngs=nnx.Rngs(0))(x)
+        >>> nnx.eval_shape(table, jnp.array([[1, 2, 3]])).shape
         (1, 3, 4)
     """
 
@@ -441,7 +442,7 @@ def vocab_parallel_cross_entropy(
         DivisibilityError: when the classes do not divide over the group.
 
     Example:
-        >>> float(vocab_parallel_cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0])
+        >>> float(jax.jit(vocab_parallel_cross_entropy)(jnp.zeros((1, 4)), jnp.array([2]))[0])
         1.3862943649291992
     """
     axis = manual_axis(group)

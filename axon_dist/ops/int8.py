@@ -49,7 +49,7 @@ class Int8Form:
 
         Example:
             >>> form = Int8Form((2, 1), jnp.dtype("float32"), -2)
-            >>> found = form.narrow(jnp.array([[1.27], [-0.5]]))
+            >>> found = jax.jit(form.narrow)(jnp.array([[1.27], [-0.5]]))
             >>> found["int8"].tolist(), found["scale"].shape
             ([[127], [-50]], (1, 1))
         """

@@ -65,7 +65,7 @@ class NewtonSchulz:
 
     Example:
         >>> x = jnp.diag(jnp.array([4.0, 1.0]))
-        >>> NewtonSchulz()(x, jnp.asarray(JORDAN)).round(1).tolist()
+        >>> jax.jit(NewtonSchulz())(x, jnp.asarray(JORDAN)).round(1).tolist()
         [[0.699999988079071, 0.0], [0.0, 0.699999988079071]]
     """
 
@@ -199,7 +199,7 @@ def muon(
 
     Example:
         >>> optimizer, params = muon(0.02), {"w": jnp.eye(2), "b": jnp.zeros(2)}
-        >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+        >>> updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
         >>> float(abs(updates["b"]).max())
         0.0
 

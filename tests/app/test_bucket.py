@@ -15,6 +15,7 @@ from axon_dist.cli.main import main
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_place
+from tests.line import OWN
 
 from .test_resume import bits
 
@@ -49,7 +50,7 @@ def drop_after(store, step):
 
 def test_what_a_run_leaves_in_a_bucket(config, store, tiny):
     options = {**tiny["train"], "steps": 2, "eval_every": 0, "log_every": 1}
-    done = train(config("s3://bucket/run", train=options))
+    done = train(config("s3://bucket/run", train=options, **OWN))
     assert str(done.directory.place) == "s3://bucket/run"
     assert not done.directory.path.exists()
     names = {name.removeprefix("bucket/run/").split("/")[0] for name in store.names()}

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -8,16 +9,16 @@ from axon_dist.checkpoint import target_of
 
 @pytest.fixture
 def values():
-    """Every kind of leaf, on no mesh."""
+    """Every kind of leaf, on no mesh; of numpy but for keys, which places them without a program."""
     return {
-        "float": jnp.arange(64.0).reshape(8, 8) / 7,
-        "half": jnp.linspace(0, 1, 16, dtype=jnp.bfloat16),
-        "int": jnp.arange(8, dtype=jnp.int8) - 4,
-        "bool": jnp.arange(8) % 3 == 0,
-        "scalar": jnp.int32(-7),
-        "empty": jnp.zeros((0, 3)),
+        "float": np.arange(64, dtype=np.float32).reshape(8, 8) / 7,
+        "half": np.linspace(0, 1, 16).astype(jnp.bfloat16),
+        "int": np.arange(8, dtype=np.int8) - 4,
+        "bool": np.arange(8) % 3 == 0,
+        "scalar": np.int32(-7),
+        "empty": np.zeros((0, 3), np.float32),
         "key": jax.random.split(jax.random.key(3), 8),
-        "nested": [{"nan": jnp.array([jnp.nan, -0.0, jnp.inf] * 8)}],
+        "nested": [{"nan": np.array([np.nan, -0.0, np.inf] * 8, np.float32)}],
     }
 
 

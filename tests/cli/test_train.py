@@ -2,15 +2,18 @@
 
 import json
 import os
+import pathlib
 import re
 import signal
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from axon_dist.checkpoint import read_manifest
 from axon_dist.launch import INTERRUPTED
+from tests.line import OWN
 
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 """As `conftest.py` of the root has them: less is compiled."""
@@ -39,13 +42,13 @@ def config(tmp_path):
     return path
 
 
-def start(config, *overrides):
+def start(config, *overrides, cwd=None):
     # As on a fresh machine: whatever emulates devices for these tests must not help.
     plain = {k: v for k, v in os.environ.items() if k != "NPROC"}
     plain |= {"XLA_FLAGS": FLAGS}
     return subprocess.Popen(
         [sys.executable, "-m", "axon_dist.cli", "train", str(config), *overrides],
-        env=plain, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=plain, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
@@ -75,7 +78,10 @@ def test_trains(config, tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_done(config, tmp_path):
-    process = start(config, "train.steps=1000000", "train.eval_every=0")
+    plain = {"run_dir": str(tmp_path / "run"), "devices": {"emulate": 8}, **OWN}
+    plain["train"] = {"steps": 1000000, "global_batch": 8, "eval_every": 0, "log_every": 5}
+    config.write_text(yaml.safe_dump(plain))
+    process = start(config, cwd=pathlib.Path(__file__).parents[2])
     for line in process.stdout:
         if line.startswith("step "):
             break
