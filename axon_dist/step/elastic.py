@@ -301,7 +301,7 @@ _WIDE = 32
 
 
 def _of_update(spec: StepSpec) -> Obstacle:
-    name = mixing_in(spec.stored.update.program)
+    name = mixing_in(spec.stored.update.traced.program)
     if name is None:
         return None
     return (

@@ -42,7 +42,7 @@ from .storage import Storage
 
 def optimizer_for(
     optimizer: optax.GradientTransformation, parts: ModelParts, storage: Storage, mesh: Mesh
-) -> tuple[Any, Storage]:
+) -> tuple[Any, Storage, Update | None]:
     """The optimizer for the stored form of a model's parameters.
 
     Args:
@@ -52,16 +52,17 @@ def optimizer_for(
         mesh: names and sizes of its axes, over all devices.
 
     Returns:
-        The optimizer, and the storage, which knows the rows of the optimizer's state.
+        The optimizer; the storage, which knows the rows of the optimizer's state; and the update
+        of the model's own parameters, where these are stored as they are.
 
     Raises:
         ConfigError: when the optimizer cannot work on the parameters, with its reason.
         UnsupportedError: when a pipeline cannot run it, naming the leaf and the operation.
     """
-    fitting = _fitting(optax.with_extra_args_support(optimizer), parts)
-    pipeline = storage.strategy.pipeline
+    update = _fitting(optax.with_extra_args_support(optimizer), parts)
+    fitting, pipeline = update.optimizer, storage.strategy.pipeline
     if storage.rows is None or pipeline is None:
-        return fitting, storage
+        return fitting, storage, update
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
     staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis)
@@ -69,20 +70,67 @@ def optimizer_for(
     policy: Any = storage.strategy.opt_state
     policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)
     strategy = dataclasses.replace(storage.strategy, opt_state=policy)
-    return staged, dataclasses.replace(storage, strategy=strategy)
+    return staged, dataclasses.replace(storage, strategy=strategy), None
 
 
-def _fitting(
-    optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
-) -> optax.GradientTransformationExtraArgs:
-    """The optimizer itself, if it takes nested dicts, or one that shows it an `nnx.State`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """What an optimizer does to parameters, traced.
+
+    Args:
+        optimizer: the transformation.
+        params: the shapes of the parameters.
+        state: those of its first state.
+        program: a program of gradients, state, parameters and loss.
+        results: the shapes of the updates, and of the next state.
+    """
+
+    optimizer: Any
+    params: PyTree
+    state: PyTree
+    program: ClosedJaxpr
+    results: PyTree
+
+    @classmethod
+    def of(cls, optimizer: Any, params: PyTree, check: Callable[..., None] | None = None) -> Update:
+        """Traces an optimizer.
+
+        Args:
+            optimizer: the transformation.
+            params: the shapes of the parameters.
+            check: raises for what the update returns, given that, parameters and state.
+        """
+        state = jax.eval_shape(optimizer.init, params)
+
+        def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> PyTree:
+            changes = optimizer.update(grads, state, params, value=loss)
+            if check is not None:
+                check(changes, params, state)
+            return changes
+
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        trace = jax.make_jaxpr(update, return_shape=True)
+        return cls(optimizer, params, state, *trace(params, state, params, loss))
+
+    def fits(self, params: PyTree) -> bool:
+        """Whether it is that of parameters of these shapes."""
+        ours, theirs = (
+            (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
+            for tree in (self.params, params)
+        )
+        return ours == theirs
+
+
+def _fitting(optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts) -> Update:
+    """That of the optimizer itself, if it takes nested dicts, or shown an `nnx.State`.
 
     Masks and labels may be trees instead of functions, and then have the structure that
     `nnx.state(model, nnx.Param)` has, or that of the nested dict that it is made of; with another
     choice of what is trained, `nnx.state(model, choice)`.
     """
-    if (refused := _refusal(optimizer, parts.params)) is None:
-        return optimizer
+    refused = _tried(optimizer, parts.params)
+    if isinstance(refused, Update):
+        return refused
     if isinstance(refused, TypeError) and "'value'" in str(refused):
         # Some take further arguments, and not this one: they do not get the loss.
         inner = optimizer
@@ -93,11 +141,12 @@ def _fitting(
             return inner.update(updates, state, params, **extra)
 
         optimizer = optax.GradientTransformationExtraArgs(inner.init, update)
-        if (refused := _refusal(optimizer, parts.params)) is None:
-            return optimizer
-    as_state = _as_state(optimizer, parts)
-    if _refusal(as_state, parts.params) is None:
-        return as_state
+        refused = _tried(optimizer, parts.params)
+        if isinstance(refused, Update):
+            return refused
+    shown = _tried(_as_state(optimizer, parts), parts.params)
+    if isinstance(shown, Update):
+        return shown
     if "obj_fn" in str(refused) or "value_fn" in str(refused):
         raise ConfigError(
             f"the optimizer calls the loss itself: {_first_line(refused)} "
@@ -113,21 +162,18 @@ def _fitting(
     ) from refused
 
 
-def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
-    """What the optimizer says when it is tried on shapes."""
+def _tried(optimizer: Any, params: PyTree) -> Update | Exception:
+    """The update of parameters of such shapes, or what the optimizer raises."""
     try:
-        jax.eval_shape(functools.partial(_updated, optimizer), params)
+        return Update.of(optimizer, params, _check_changes)
     except AxonDistError:
         raise
     except Exception as error:
         return error
-    return None
 
 
-def _updated(optimizer: Any, params: PyTree) -> PyTree:
-    """What an update returns, if that can be added to the parameters and be given back to it."""
-    state = optimizer.init(params)
-    changes = optimizer.update(params, state, params, value=jnp.zeros(()))
+def _check_changes(changes: Any, params: PyTree, state: PyTree) -> None:
+    """Raises unless changes can be added to the parameters, and the state be given back."""
     if not isinstance(changes, tuple) or len(changes) != 2:
         raise ConfigError(
             f"the optimizer's update returned a {type(changes).__name__}; it must return a tuple "
@@ -145,7 +191,6 @@ def _updated(optimizer: Any, params: PyTree) -> PyTree:
                 f"the optimizer's update returned an update of shape {jnp.shape(new)} for a "
                 f"parameter of shape {jnp.shape(old)}; it must return one of the same shape"
             )
-    return changes
 
 
 def updated(
@@ -212,55 +257,45 @@ class DistributedUpdate:
     """What an optimizer does to parameters as the state holds them, its matrices distributed.
 
     Args:
-        optimizer: the transformation as it runs on them.
-        params: their shapes.
-        state: the shapes of the optimizer's first state.
+        traced: what the optimizer does to them, as it runs.
         param_policy: the shardings of parameters.
         state_policy: those of their gradients and moments.
         mesh: the devices.
 
     Attributes:
-        program: the update as a program of gradients, state, parameters and loss.
-        results: the shapes of the updates, and of the next state.
         needs_matrices: whether the optimizer needs matrices whole, which are then distributed.
     """
 
-    optimizer: optax.GradientTransformationExtraArgs
-    params: PyTree
-    state: PyTree
+    traced: Update
     param_policy: Policy
     state_policy: Policy
     mesh: Mesh
-    program: ClosedJaxpr = dataclasses.field(init=False)
-    results: PyTree = dataclasses.field(init=False)
     needs_matrices: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        update = self.optimizer.update
-        trace = jax.make_jaxpr(
-            lambda grads, state, params, loss: update(grads, state, params, value=loss),
-            return_shape=True,
-        )
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
-        program, results = trace(self.params, self.state, self.params, loss)
-        object.__setattr__(self, "program", program)
-        object.__setattr__(self, "results", results)
-        names = {equation.primitive.name for equation in equations(program.jaxpr)}
+        names = {equation.primitive.name for equation in equations(self.traced.program.jaxpr)}
         object.__setattr__(self, "needs_matrices", MATRIXWISE in names)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation."""
+        return self.traced.optimizer
 
     @cached_property
     def _places(self) -> tuple[PartitionSpec, ...]:
         """The sharding of each input of the update."""
-        owners = shardings(self.state_policy, self.params, self.mesh)
-        moments = optimizer_shardings(self.state_policy, self.params, self.state, self.mesh)
-        params = shardings(self.param_policy, self.params, self.mesh)
+        owners = shardings(self.state_policy, self.traced.params, self.mesh)
+        moments = optimizer_shardings(
+            self.state_policy, self.traced.params, self.traced.state, self.mesh
+        )
+        params = shardings(self.param_policy, self.traced.params, self.mesh)
         places = jax.tree.leaves((owners, moments, params))
         return (*(place.spec for place in places), PartitionSpec())
 
     @property
     def hidden(self) -> str | None:
         """The operation of the optimizer that hides matrices which it needs whole."""
-        return hidden_in(self.program)
+        return hidden_in(self.traced.program)
 
     @property
     def distributions(self) -> tuple[Distribution, ...]:
@@ -272,8 +307,8 @@ class DistributedUpdate:
             return [call.x for call in calls]
 
         if self.needs_matrices:
-            run = functools.partial(run_with_calls, self.program)
-            jax.eval_shape(lambda *values: run(values, note), *input_shapes(self.program))
+            run = functools.partial(run_with_calls, self.traced.program)
+            jax.eval_shape(lambda *values: run(values, note), *input_shapes(self.traced.program))
         return tuple(plans)
 
     def __call__(
@@ -293,8 +328,8 @@ class DistributedUpdate:
         if not self.needs_matrices or self.mesh.size == 1:
             return self.optimizer.update(grads, state, params, value=value)
         leaves = jax.tree.leaves((grads, state, params, value.astype(jnp.float32)))
-        results = run_with_calls(self.program, leaves, self._run)
-        return jax.tree.unflatten(jax.tree.structure(self.results), results)
+        results = run_with_calls(self.traced.program, leaves, self._run)
+        return jax.tree.unflatten(jax.tree.structure(self.traced.results), results)
 
     def _run(self, calls: Sequence[RowCall]) -> list[Array]:
         results: dict[int, Array] = {}

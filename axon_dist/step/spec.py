@@ -22,7 +22,7 @@ from ..jaxpr.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
 from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings
-from .optimizer import DistributedUpdate, optimizer_for
+from .optimizer import DistributedUpdate, Update, optimizer_for
 from .options import ELASTIC, StepOptions
 from .parts import ModelParts
 from .separable import Separator
@@ -372,11 +372,12 @@ class StepSpec:
     def stored(self) -> Stored:
         """The parameters and the optimizer as the state has them."""
         storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
-        optimizer, storage = optimizer_for(self.optimizer, self.parts, storage, self.mesh)
+        optimizer, storage, update = optimizer_for(self.optimizer, self.parts, storage, self.mesh)
         params, frozen = jax.eval_shape(storage.store, self.parts.weights)
-        opt_state = jax.eval_shape(optimizer.init, params)
+        if update is None or not update.fits(params):
+            update = Update.of(optimizer, params)
         policies = storage.strategy.params, storage.strategy.opt_state
-        update = DistributedUpdate(optimizer, params, opt_state, *policies, self.mesh)
+        update = DistributedUpdate(update, *policies, self.mesh)
         owners = shardings(storage.strategy.opt_state, params, self.mesh)
         return Stored(storage, params, frozen, owners, update)
 

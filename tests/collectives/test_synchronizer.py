@@ -6,7 +6,10 @@ import pytest
 from axon_dist.collectives import GradientSynchronizer, GradSyncStrategy
 from axon_dist.core.errors import ConfigError, DTypeError, GroupError
 
-STACKED = {"w": jnp.arange(24.0).reshape(4, 3, 2), "b": jnp.arange(8.0).reshape(4, 2)}
+STACKED = {
+    "w": jnp.asarray(np.arange(24, dtype=np.float32).reshape(4, 3, 2)),
+    "b": jnp.asarray(np.arange(8, dtype=np.float32).reshape(4, 2)),
+}
 
 
 @pytest.fixture

@@ -26,8 +26,9 @@ from axon_dist.step import TrainState
 
 class Net(nnx.Module):
     def __init__(self, width=8):
-        self.up = nnx.Linear(4, width, rngs=nnx.Rngs(0))
-        self.down = nnx.Linear(width, 1, rngs=nnx.Rngs(1))
+        ones = lambda key, shape, dtype, *_: jnp.asarray(np.ones(shape, dtype))
+        self.up = nnx.Linear(4, width, kernel_init=ones, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(width, 1, kernel_init=ones, rngs=nnx.Rngs(1))
 
     def __call__(self, x):
         return self.down(jnp.tanh(self.up(x)))
@@ -53,7 +54,7 @@ def build(**changes):
     return axon_dist.build_train_step(**{**given, **changes})
 
 
-STACKED = jnp.ones((8, 8))
+STACKED = jnp.asarray(np.ones((8, 8), np.float32))
 CALLS = {
     "World.emulate": lambda odd: World.emulate(odd),
     "World.emulate axes": lambda odd: World.emulate(8, odd),
@@ -174,7 +175,7 @@ RIGHT = {
 }
 
 
-NUMBERS = {"w": jnp.ones(8)}
+NUMBERS = {"w": jnp.asarray(np.ones(8, np.float32))}
 
 
 def candidates(**given):
@@ -438,7 +439,7 @@ def test_odd_trainers(step, name):
 
 TABLE = build_schedule("1f1b", 2, 2)
 SMALL = axon_dist.models.TransformerConfig(width=8, num_layers=1, num_heads=2, max_length=8)
-ARRAYS = {"a": jnp.ones(2)}
+ARRAYS = {"a": jnp.asarray(np.ones(2, np.float32))}
 RNGS = nnx.Rngs(0)
 ONE_BY_ONE = {
     "bucket of a text": lambda _: axon_dist.Reduction(bucket_capacity="big"),

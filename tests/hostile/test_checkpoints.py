@@ -5,12 +5,13 @@ import os
 import zlib
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from axon_dist.checkpoint import CheckpointManager, load_checkpoint
 from axon_dist.core.errors import CheckpointError
 
-STATE = {"w": jnp.arange(3.0)}
+STATE = {"w": jnp.asarray(np.arange(3, dtype=np.float32))}
 
 
 def forge(folder, change):

@@ -295,7 +295,7 @@ def test_states_without_their_arrays(step, tmp_path):
                 "was deleted, or given away by a step")  # fmt: skip
 
 
-STACKED = jnp.ones((8, 8))
+STACKED = jnp.asarray(np.ones((8, 8), np.float32))
 COLLECTIVES = {
     "sum": lambda x: axon_dist.all_reduce_sum(x, GROUP),
     "mean": lambda x: axon_dist.all_reduce_mean(x, GROUP),

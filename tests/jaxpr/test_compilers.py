@@ -12,7 +12,7 @@ from axon_dist.jaxpr.liveness import overwrites, peak_of, shared
 from axon_dist.jaxpr.placement import NONE, unsplit
 
 MATRIX = 64 * 64 * 4
-X, W = jnp.ones((64, 64)), jnp.ones((64, 64))
+X = W = jnp.asarray(np.ones((64, 64), np.float32))
 
 
 def read(function, *args, splits=None, axes=None, platform="cpu"):

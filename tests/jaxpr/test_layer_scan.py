@@ -76,7 +76,7 @@ def assert_same(rolled, plain, *args):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-6)
 
 
-X = jnp.linspace(-1, 1, 5 * WIDTH).reshape(5, WIDTH)
+X = jnp.asarray(np.linspace(-1, 1, 5 * WIDTH, dtype=np.float32).reshape(5, WIDTH))
 NOTHING = ActivationCheckpointing().remat
 
 

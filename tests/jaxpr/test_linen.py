@@ -102,7 +102,7 @@ BLOCKS = {
     "lent": {f"blocks_{i}" for i in range(2)},
     "under": {f"inner/Block_{i}" for i in range(DEPTH)},
 }
-X = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+X = jnp.asarray(np.linspace(-1, 1, 4 * WIDTH, dtype=np.float32).reshape(4, WIDTH))
 
 
 def bridged(name):

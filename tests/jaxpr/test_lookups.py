@@ -7,7 +7,8 @@ import pytest
 
 from axon_dist.jaxpr.pieces import BOUNDS, cut, readers_of
 
-TABLE, IDS = jnp.arange(24.0).reshape(8, 3), jnp.array([[1, 7], [0, 3]])
+TABLE = jnp.asarray(np.arange(24, dtype=np.float32).reshape(8, 3))
+IDS = jnp.asarray(np.array([[1, 7], [0, 3]], np.int32))
 
 
 def read(function, *args):

@@ -12,7 +12,7 @@ from axon_dist.models import Transformer, TransformerConfig
 
 SHAPES = {"broad": (4, 6), "tall": (6, 4), "bias": (4,), "stacked": (2, 4, 6), "heads": (4, 2, 3)}
 PARAMS = {
-    name: jax.random.normal(jax.random.key(n), shape)
+    name: jnp.asarray(np.random.default_rng(n).normal(size=shape).astype(np.float32))
     for n, (name, shape) in enumerate(sorted(SHAPES.items()))
 }
 

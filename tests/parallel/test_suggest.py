@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -158,7 +159,7 @@ class Told(nnx.Module):
 @pytest.mark.parametrize(
     ("inputs", "keywords"),
     [
-        (({"x": jnp.ones((2, 8))}, True), {"scale": jnp.ones(())}),
+        (({"x": np.ones((2, 8), np.float32)}, True), {"scale": np.ones((), np.float32)}),
         ((jax.ShapeDtypeStruct((2, 8), jnp.float32),), {"double": True}),
         ((), {"double": True}),
     ],

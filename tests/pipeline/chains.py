@@ -38,7 +38,7 @@ def layer(block, x):
 def params_of(widths=(WIDTH,) * 5):
     """Parameters before, in and behind the blocks."""
     rng = np.random.default_rng(0)
-    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    array = lambda *shape: jnp.asarray(np.float32(rng.normal(size=shape)))
     blocks = {i: {"kernel": array(WIDTH, w), "bias": array(w)} for i, w in enumerate(widths)}
     return {"blocks": blocks, "embed": array(2, WIDTH), "norm": array(WIDTH), "unused": array(2)}
 
@@ -52,7 +52,7 @@ def microbatch(number):
     """Inputs and weights of a few samples; `number` may be any integer."""
     rng = np.random.default_rng(10 + number)
     x, weight = rng.normal(size=(SAMPLES, 2)), rng.integers(1, 5, size=SAMPLES)
-    return {"x": jnp.asarray(x, jnp.float32), "weight": jnp.asarray(weight, jnp.float32)}
+    return {"x": jnp.asarray(np.float32(x)), "weight": jnp.asarray(np.float32(weight))}
 
 
 def chain_loss(params, buffers, batch):

@@ -230,7 +230,7 @@ def check_on(name, model, strategy, world):
     parts, _ = take_apart(make(model))
     params = nnx.to_pure_dict(nnx.state(make(model), nnx.Param))
     storage = storage_of(parts, strategy)
-    optimizer, storage = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
+    optimizer, storage, _ = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
 
     def stored(tree):
         rows = storage.from_model(tree)
@@ -288,7 +288,7 @@ def test_the_state_of_blocks_lies_on_their_stages_ranks(make_world):
         for model in ("rows", "vectors"):
             parts, _ = take_apart(make(model))
             storage = storage_of(parts, strategy)
-            optimizer, storage = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
+            optimizer, storage, _ = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
             params = jax.eval_shape(storage.from_model, parts.params)
             state = jax.eval_shape(optimizer.init, params)
             policy = storage.strategy.opt_state
@@ -337,7 +337,7 @@ def test_static_masks_and_labels(form, strategy, make_world):
     parts, _ = take_apart(Net(MODELS["rows"]))
     world = make_world("pp=2" if strategy.pipeline else "dp=2")
     storage = storage_of(parts, strategy)
-    fitting, _ = optimizer_for(optimizer, parts, storage, world.mesh)
+    fitting, _, _ = optimizer_for(optimizer, parts, storage, world.mesh)
     params = nnx.to_pure_dict(nnx.state(Net(MODELS["rows"]), nnx.Param))
     got, state = trained(fitting, params, storage.from_model)
     want, _ = trained(optax.with_extra_args_support(make(matrices, labels("bias"))), params)
@@ -376,7 +376,7 @@ def test_equal_blocks_are_updated_once_and_a_norm_is_one_reduction(make_world):
     world = make_world("pp=2")
     storage = storage_of(parts, pipelined(2, 2))
     clipped = optax.chain(CLIP, optax.adamw(1e-2))
-    optimizer, storage = optimizer_for(clipped, parts, storage, world.mesh)
+    optimizer, storage, _ = optimizer_for(clipped, parts, storage, world.mesh)
     shapes = jax.eval_shape(storage.from_model, parts.params)
     placed = lambda tree, policy: jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

@@ -13,7 +13,7 @@ from axon_dist.pipeline import Data, mean_weight
 from .chains import buffers_of, chain_loss, microbatch, params_of, traced
 
 BATCHES = [microbatch(number) for number in range(4)]
-STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *BATCHES)
+STACKED = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *BATCHES)
 
 
 def data_of(stacked):

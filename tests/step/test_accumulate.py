@@ -20,8 +20,8 @@ def gradient(params, buffers, batch):
     return sums, {"count": count}
 
 
-PARAMS = {"w": jnp.array([1.0, 2.0])}
-START = {"count": jnp.float32(0)}
+PARAMS = {"w": jnp.asarray(np.float32([1, 2]))}
+START = {"count": jnp.asarray(np.float32(0))}
 
 
 @pytest.mark.parametrize("count", [2, 5])

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist.step.view import own_statistics, synchronise_statistics
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 3)), jnp.float32)
+X = jnp.asarray(np.float32(np.random.default_rng(0).normal(size=(16, 3))))
 
 
 def test_statistics_are_those_of_the_whole_batch(world):

@@ -31,9 +31,9 @@ def make():
     return Net(nnx.Rngs(0, dropout=1))
 
 
-@pytest.mark.parametrize("model", [make(), make], ids=["module", "factory"])
-def test_parts_hold_shapes_and_the_source_the_values(model):
-    parts, source = take_apart(model)
+@pytest.mark.parametrize("is_made", [True, False], ids=["module", "factory"])
+def test_parts_hold_shapes_and_the_source_the_values(is_made):
+    parts, source = take_apart(make() if is_made else make)
     assert parts.params["inner"]["kernel"] == jax.ShapeDtypeStruct((4, 4), jnp.float32)
     assert parts.shapes["inner/bias"] == (4,)
     assert {"norm", "drop"} <= parts.buffers.keys()

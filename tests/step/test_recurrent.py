@@ -98,7 +98,7 @@ def named(function, weights, *rest):
     return read_in_loops(jaxpr, sorted(weights))
 
 
-W = {name: jnp.ones((4, 4)) for name in "ab"}
+W = {name: jnp.asarray(np.ones((4, 4), np.float32)) for name in "ab"}
 
 
 def test_what_loops_read():

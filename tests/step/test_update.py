@@ -12,9 +12,9 @@ from axon_dist.step.options import StepOptions
 from axon_dist.step.state import Nonfinite, TrainState
 from axon_dist.step.update import are_finite, clip, skip_overflow, undo_nonfinite
 
-GRADS = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray([[4.0]])}
+GRADS = {"a": jnp.asarray(np.float32([3, 0])), "b": jnp.asarray(np.float32([[4]]))}
 SCALER = GradScaler(init_scale=8.0, min_scale=2.0, growth_interval=2)
-YES, NO = jnp.asarray(True), jnp.asarray(False)
+YES, NO = jnp.asarray(np.bool_(True)), jnp.asarray(np.bool_(False))
 
 
 def state(value: float, scale: float | None = None) -> TrainState:
