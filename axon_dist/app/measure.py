@@ -322,7 +322,7 @@ def check_data(
 
     Example:
         >>> config = RunConfig.from_dict(
-        ...     {"data": {"max_bytes": 10**5}, "devices": {"emulate": 8}, "model": {"num_layers": 1}}
+        ...     {"devices": {"emulate": 8}, "data": {"max_bytes": 9999}, "model": {"num_layers": 1}}
         ... )
         >>> check = check_data(config, num_samples=1, seconds=0.1, with_step=False)
         >>> check.item, check.padding, check.samples_per_second > 0

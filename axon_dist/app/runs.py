@@ -248,7 +248,7 @@ def build_run(config: RunConfig) -> Run:
 
     Example:
         >>> config = RunConfig.from_dict(
-        ...     {"devices": {"emulate": 8}, "data": {"max_bytes": 10**5}, "model": {"num_layers": 1}}
+        ...     {"devices": {"emulate": 8}, "data": {"max_bytes": 9999}, "model": {"num_layers": 1}}
         ... )
         >>> str(build_run(config).world.spec)
         'dp=8'
