@@ -321,9 +321,9 @@ def check_data(
         ConfigError: when the data is missing, damaged, too little, or not what the model can take.
 
     Example:
-        >>> data, model = {"max_bytes": 10**5}, {"num_layers": 1}
-        >>> sections = {"devices": {"emulate": 8}, "data": data, "model": model}
-        >>> config = RunConfig.from_dict(sections)
+        >>> config = RunConfig.from_dict(
+        ...     {"devices": {"emulate": 8}, "data": {"max_bytes": 9999}, "model": {"num_layers": 1}}
+        ... )
         >>> check = check_data(config, num_samples=1, seconds=0.1, with_step=False)
         >>> check.item, check.padding, check.samples_per_second > 0
         ('tokens', 0.0, True)

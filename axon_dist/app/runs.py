@@ -247,9 +247,9 @@ def build_run(config: RunConfig) -> Run:
         AxonDistError: of the kind that names what is wrong.
 
     Example:
-        >>> data, model = {"max_bytes": 10**5}, {"num_layers": 1}
-        >>> sections = {"devices": {"emulate": 8}, "data": data, "model": model}
-        >>> config = RunConfig.from_dict(sections)
+        >>> config = RunConfig.from_dict(
+        ...     {"devices": {"emulate": 8}, "data": {"max_bytes": 9999}, "model": {"num_layers": 1}}
+        ... )
         >>> str(build_run(config).world.spec)
         'dp=8'
     """

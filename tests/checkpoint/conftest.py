@@ -9,7 +9,7 @@ from axon_dist.checkpoint import target_of
 
 @pytest.fixture
 def values():
-    """Every kind of leaf, on no mesh; of numpy but for keys, which nothing is compiled to place."""
+    """Every kind of leaf, on no mesh; numpy's but for keys, placed without a program."""
     return {
         "float": np.arange(64, dtype=np.float32).reshape(8, 8) / 7,
         "half": np.linspace(0, 1, 16).astype(jnp.bfloat16),
