@@ -257,10 +257,7 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
     return {n: Option(hints[n], default) for n, default in defaults.items() if n not in excluded}
 
 
-@functools.lru_cache(maxsize=256)
-def _hints_of(thing: Callable[..., object]) -> Mapping[str, object]:
-    """The types of its fields or parameters; to evaluate them takes longer than to read them."""
-    return typing.get_type_hints(thing, include_extras=True)
+_hints_of = functools.lru_cache(256)(functools.partial(typing.get_type_hints, include_extras=True))
 
 
 def _says_missing(path: str, name: str) -> str:

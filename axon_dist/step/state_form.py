@@ -339,7 +339,9 @@ class StateForm:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=spec.stored.update.optimizer.init(params) if opt_state is None else opt_state,
+            opt_state=spec.stored.update.traced.optimizer.init(params)
+            if opt_state is None
+            else opt_state,
             buffers=buffers,
             scaler=None if scaler is None else scaler.init(),
             frozen=frozen,
@@ -347,11 +349,11 @@ class StateForm:
         )
 
     @cached_property
-    def _complete(self) -> Any:
+    def _complete(self) -> Callable[..., TrainState]:
         return jax.jit(self.around, out_shardings=self.places)
 
     @cached_property
-    def _complete_in_place(self) -> Any:
+    def _complete_in_place(self) -> Callable[..., TrainState]:
         return jax.jit(self.around, out_shardings=self.places, donate_argnums=0)
 
     @cached_property
