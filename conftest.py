@@ -117,7 +117,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """What ten thousand tests are made of stays, so the garbage collector need not visit it."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

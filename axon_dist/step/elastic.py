@@ -178,7 +178,7 @@ def elastic_update(
     places = spec.stored.owners, optimizer_shardings(policy, spec.stored.params, state, mesh)
     owners, moments = jax.tree.map(lambda place: place.spec, places)
 
-    update = functools.partial(updated, spec.stored.update.optimizer.update)
+    update = functools.partial(updated, spec.stored.update.traced.optimizer.update)
     alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
     return alone(grads, state, params, loss)
 

@@ -85,7 +85,7 @@ class Update:
         results: the shapes of the updates, and of the next state.
     """
 
-    optimizer: Any
+    optimizer: optax.GradientTransformationExtraArgs
     params: PyTree
     state: PyTree
     program: ClosedJaxpr
@@ -111,14 +111,6 @@ class Update:
         loss = jax.ShapeDtypeStruct((), jnp.float32)
         trace = jax.make_jaxpr(update, return_shape=True)
         return cls(optimizer, params, state, *trace(params, state, params, loss))
-
-    def fits(self, params: PyTree) -> bool:
-        """Whether it is that of parameters of these shapes."""
-        ours, theirs = (
-            (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-            for tree in (self.params, params)
-        )
-        return ours == theirs
 
 
 def _fitting(optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts) -> Update:
@@ -172,7 +164,7 @@ def _tried(optimizer: Any, params: PyTree) -> Update | Exception:
         return error
 
 
-def _check_changes(changes: Any, params: PyTree, state: PyTree) -> None:
+def _check_changes(changes: object, params: PyTree, state: PyTree) -> None:
     """Raises unless changes can be added to the parameters, and the state be given back."""
     if not isinstance(changes, tuple) or len(changes) != 2:
         raise ConfigError(
@@ -276,11 +268,6 @@ class DistributedUpdate:
         names = {equation.primitive.name for equation in equations(self.traced.program.jaxpr)}
         object.__setattr__(self, "needs_matrices", MATRIXWISE in names)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """The transformation."""
-        return self.traced.optimizer
-
     @cached_property
     def _places(self) -> tuple[PartitionSpec, ...]:
         """The sharding of each input of the update."""
@@ -326,7 +313,7 @@ class DistributedUpdate:
             The updates, and the next state.
         """
         if not self.needs_matrices or self.mesh.size == 1:
-            return self.optimizer.update(grads, state, params, value=value)
+            return self.traced.optimizer.update(grads, state, params, value=value)
         leaves = jax.tree.leaves((grads, state, params, value.astype(jnp.float32)))
         results = run_with_calls(self.traced.program, leaves, self._run)
         return jax.tree.unflatten(jax.tree.structure(self.traced.results), results)

@@ -374,8 +374,7 @@ class StepSpec:
         storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
         optimizer, storage, update = optimizer_for(self.optimizer, self.parts, storage, self.mesh)
         params, frozen = jax.eval_shape(storage.store, self.parts.weights)
-        if update is None or not update.fits(params):
-            update = Update.of(optimizer, params)
+        update = Update.of(optimizer, params) if update is None else update
         policies = storage.strategy.params, storage.strategy.opt_state
         update = DistributedUpdate(update, *policies, self.mesh)
         owners = shardings(storage.strategy.opt_state, params, self.mesh)

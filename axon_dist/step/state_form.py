@@ -339,7 +339,9 @@ class StateForm:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=spec.stored.update.optimizer.init(params) if opt_state is None else opt_state,
+            opt_state=spec.stored.update.traced.optimizer.init(params)
+            if opt_state is None
+            else opt_state,
             buffers=buffers,
             scaler=None if scaler is None else scaler.init(),
             frozen=frozen,

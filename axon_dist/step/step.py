@@ -446,7 +446,7 @@ class PortableForm:
         if self._is_same:
             return
         storage = step.storage
-        optimizer: Any = step.spec.stored.update.optimizer
+        optimizer: Any = step.spec.stored.update.traced.optimizer
         paths = step.parts.frozen_paths
 
         to_model = functools.partial(

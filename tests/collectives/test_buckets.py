@@ -51,7 +51,7 @@ def test_one_reduction_per_bucket(capacity, strategy, check_vma, make_world, tre
     compiled = step(world.mesh, plan, strategy, check_vma).lower(tree, ranks).compile()
     assert num_reductions(compiled) == len(plan) == {1: 6, 40: 4, 60: 2, 10**6: 1}[capacity]
     for got, leaf in zip(compiled(tree, ranks), tree, strict=True):
-        np.testing.assert_allclose(got, 2.5 * leaf, rtol=1e-6)
+        np.testing.assert_allclose(got, 2.5 * np.asarray(leaf), rtol=1e-6)
 
 
 def test_without_a_chain_the_compiler_would_merge(make_world, tree):
@@ -79,7 +79,7 @@ def test_dtypes_and_shapes_are_exact(strategy, make_world):
     reduced = step(world.mesh, plan, strategy)(tree, jnp.arange(1.0, 5.0))
     for got, leaf in zip(jax.tree.leaves(reduced), jax.tree.leaves(tree), strict=True):
         assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype)
-        np.testing.assert_array_equal(got, 2.5 * leaf)
+        np.testing.assert_array_equal(got, 2.5 * np.asarray(leaf))
 
 
 @pytest.mark.parametrize("strategy", REDUCING)
@@ -110,7 +110,7 @@ def test_in_a_partly_manual_shard_map(make_world, tree):
         check_vma=False,
     )
     for got, leaf in zip(jax.jit(mapped)(tree, jnp.array([1.0, 3.0])), tree, strict=True):
-        np.testing.assert_allclose(got, 2 * leaf, rtol=1e-6)
+        np.testing.assert_allclose(got, 2 * np.asarray(leaf), rtol=1e-6)
 
 
 def test_the_tree_must_be_the_planned_one(tree):

@@ -21,7 +21,8 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
 def make(**fields):
     """A model with larger weights than fresh ones, so that no token is almost as likely."""
     model = Transformer(TransformerConfig(**{**vars(SMALL), **fields}), rngs=nnx.Rngs(1))
-    nnx.update(model, jax.tree.map(lambda a: a * 3.0, nnx.state(model, nnx.Param)))
+    larger = lambda a: jnp.asarray(np.asarray(a) * np.asarray(3, a.dtype))
+    nnx.update(model, jax.tree.map(larger, nnx.state(model, nnx.Param)))
     return model
 
 

@@ -65,8 +65,8 @@ def made(fields, **more):
         model = Transformer(config, rngs=nnx.Rngs(0))
         state = nnx.state(model, nnx.Param)
         steps = iter(np.linspace(1, 2, 1000, dtype=np.float32))
-        wave = lambda x: np.sin(next(steps) * np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
-        nnx.update(model, jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 0.3 * wave(x)), state))
+        wave = lambda x: jnp.sin(next(steps) * jnp.arange(x.size, dtype=x.dtype))
+        nnx.update(model, jax.tree.map(lambda x: x + 0.3 * wave(x).reshape(x.shape), state))
         return model
 
     return config, make
@@ -250,7 +250,7 @@ def test_windows_are_data_where_they_are_shorter_than_the_sequence():
 def test_a_ring_knows_no_windows(make_world):
     _, make = made(ROWS["mistral"])
     with pytest.raises(UnsupportedError, match=r"has a window or caps .* context_parallel\('uly"):
-        build_train_step(make, optax.sgd(0.1), next_token_loss,
+        build_train_step(make(), optax.sgd(0.1), next_token_loss,
                          compose(ddp(), context_parallel()), make_world("dp=1,cp=2"))  # fmt: skip
 
 

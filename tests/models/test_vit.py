@@ -29,9 +29,13 @@ def plain_forward(model, images):
             [attend(*part) for part in zip(*(np.split(h, 4, -1) for h in heads), strict=True)], -1
         )
         x = x + apply(mixed, block["attention"]["out"])
-        y = np.asarray(jax.nn.gelu(apply(norm(x, block["mlp_norm"]), block["mlp"]["up"])))
+        y = gelu(apply(norm(x, block["mlp_norm"]), block["mlp"]["up"]))
         x = x + apply(y, block["mlp"]["down"])
     return apply(norm(x, weights["final_norm"]).mean(1), weights["head"])
+
+
+def gelu(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def norm(x, weights):

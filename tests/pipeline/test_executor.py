@@ -80,6 +80,7 @@ def wanted(num_stages):
     gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
     kernels, rest = array(4, num_stages, WIDTH, WIDTH), rest_of()
     runs = [gradient(kernels, rest, batch_of(), index) for index in range(COUNT)]
+    runs = jax.device_get(runs)
     grads = jax.tree.map(lambda *g: sum(g), *[grads for grads, _ in runs])
     metrics = [sum(loss.metrics[i] for _, loss in runs) for i in range(2)]
     sums = [sum(loss.total for _, loss in runs), sum(loss.weight for _, loss in runs)]
@@ -125,7 +126,8 @@ def run(schedule: Schedule, scale=None, keeps=False):
         out_specs=spec, check_vma=False,
     )  # fmt: skip
     sums = jax.jit(mapped)(rows, rest, batch)
-    of_stage = {stages[c]: sums.rows[c][0][d] for d, stages in enumerate(own) for c in chunks}
+    rows = jax.device_get(sums.rows)
+    of_stage = {stages[c]: rows[c][0][d] for d, stages in enumerate(own) for c in chunks}
     return np.stack([of_stage[stage] for stage in sorted(of_stage)]), sums
 
 
@@ -135,9 +137,9 @@ def assert_sums(schedule, kernels, sums, scale=1.0):
     close(kernels, want_kernels * scale)
     assert sorted(sums.rest) == [EMBED, SHIFT, HEAD]
     for i, want in enumerate(want_rest):
-        close(sums.rest[i].sum(0), want * scale)
+        close(np.asarray(sums.rest[i]).sum(0), want * scale)
     loss = [sums.loss.total, sums.loss.weight, *sums.loss.metrics]
-    np.testing.assert_allclose([x.sum() for x in loss], want_loss, rtol=1e-5)
+    np.testing.assert_allclose([np.asarray(x).sum() for x in loss], want_loss, rtol=1e-5)
 
 
 # One chunk a rank; backward in two halves; two chunks a rank, with what forward has kept.
@@ -203,10 +205,11 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
             left.append(wire.left[stage])
         return leave({}, None, wire).total, left
 
-    numbers, grads = [jnp.float32(stage) for stage in range(size)], 0
+    gradient = jax.jit(jax.grad(total, has_aux=True))
+    numbers, grads = [jnp.asarray(np.float32(stage)) for stage in range(size)], 0
     for x in batch:
-        grad, numbers = jax.grad(total, has_aux=True)(kernels, numbers, x)
-        grads = grads + grad
+        grad, numbers = gradient(kernels, numbers, x)
+        grads = grads + np.asarray(grad)
 
     def on_a_rank(rows):
         sums = Executor(
