@@ -313,7 +313,7 @@ def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Mod
     # Widened and cast once rather than for every token.
     parts, precision = dataclasses.replace(step.parts, int8={}), step.strategy.precision
     weights, buffers = load_arrays(checkpoint, parts, shardings, replicated)
-    model = parts.merge(step.spec.view.cast(weights), buffers)
+    model = parts.merge(step.spec.changes.cast(weights), buffers)
     return autocast(model, precision) if precision is not None and precision.is_mixed else model
 
 

@@ -3,7 +3,7 @@
 A step is pure: `(state, batch) -> (state, metrics)`, jitted once, the state donated. Start reading
 at `one_step` of `update.py`; its `mean_gradients` picks one of four ways to compute gradients:
 `global_view.py`, `local_view.py` (per rank), `pipeline_view.py`, `elastic.py`. What a strategy
-changes in the model itself is in `view.py`. A `StepSpec` (`spec.py`) is all that was given.
+changes in the model itself is in `model_changes.py`; `StepSpec` (`spec.py`) is all that was given.
 """
 
 from axon_dist.core.arguments import explain_calls

@@ -32,10 +32,10 @@ from ..core.weighted import Shared, Weighted
 from ..jaxpr.alike import UNKNOWN, ZERO, Alike, alike
 from ..jaxpr.sample_values import OutputUse, Use
 from .loss_traces import Traces, scalars
+from .model_changes import batch_spec
 from .objective import evaluate
 from .parts import ModelParts
 from .spec import StepSpec
-from .view import batch_spec
 
 
 class Padding:

@@ -71,8 +71,8 @@ class ElasticPlan(LocalPlan):
             self._unsharded(tree, places)
             for tree, places in ((params, self.param_specs), (frozen, self.frozen_specs))
         )
-        forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
-        forward = beside(spec.view.with_layer_scan(forward), others)
+        forward = forward_of(spec.parts, spec.loss_fn, spec.changes.prepare(None))
+        forward = beside(spec.changes.with_layer_scan(forward), others)
         sums_of = gradient_sums(forward, scale, parts=shards)
         count = shards // spec.mesh.size
         sums, buffers = self._folded(sums_of, gathered, buffers, batch, count)

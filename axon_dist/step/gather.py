@@ -1,9 +1,9 @@
 """Gathering a sharded weight for use, and what that does to its gradient on the way back.
 
-`view.py` attaches a gather to each weight of a unit, and `gathered` of `jaxpr/units.py` calls it
-inside the unit. The backward pass gathers again because `LayerScan.protect` (`jaxpr/layer_scan.py`)
-puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as its policy. A weight of
-no unit is gathered once, before the model runs.
+`model_changes.py` attaches a gather to each weight of a unit; `gathered` of `jaxpr/units.py` calls
+it inside the unit. The backward pass gathers again because `LayerScan.protect` of
+`jaxpr/layer_scan.py` puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as its
+policy. A weight of no unit is gathered once, before the model runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GlobalGather:
 
     Args:
         mesh: names and sizes of its axes, over all devices.
-        own: the spec of the weight between uses.
+        stored: the spec of the weight between uses.
         grad: that of its gradient after the reduction; None for a weight without one.
         full: that of the weight in use; what tensor parallelism splits stays split.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
@@ -58,7 +58,7 @@ class GlobalGather:
     """
 
     mesh: Mesh
-    own: PartitionSpec
+    stored: PartitionSpec
     grad: PartitionSpec | None = dataclasses.field(compare=False)
     full: PartitionSpec
     ndim: int
@@ -79,7 +79,7 @@ class GlobalGather:
     def forward(self, weight: Array) -> Array:
         """Returns the gathered weight, its gradient left to the compiler."""
         gathered = weight
-        for spec in (self.own, self.full):
+        for spec in (self.stored, self.full):
             place = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
             gathered = jax.lax.with_sharding_constraint(gathered, place)
         return jax.lax.optimization_barrier(gathered) if self.in_loop else gathered
@@ -95,8 +95,8 @@ class GlobalGather:
 
     def beside(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
-        stored, full = spread(self.own, shape), spread(self.full, shape)
-        return dataclasses.replace(self, own=stored, full=full)
+        stored, full = spread(self.stored, shape), spread(self.full, shape)
+        return dataclasses.replace(self, stored=stored, full=full)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ..jaxpr.pieces import read_in_loops
 from ..ops.linear_loss import BEFORE_HEAD
 from .gather import global_gather
 from .microbatches import accumulate, draws_of
+from .model_changes import rewritten
 from .objective import (
     Forward,
     GradientArguments,
@@ -38,7 +39,6 @@ from .objective import (
     weighed_metrics,
 )
 from .spec import StepSpec
-from .view import rewritten
 
 
 def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
@@ -61,7 +61,8 @@ def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientRe
         forward = beside(forward, frozen)
     if once:
         params = map_with_path(
-            lambda path, weight: global_gather(spec, path).forward(weight), spec.view.cast(params)
+            lambda path, weight: global_gather(spec, path).forward(weight),
+            spec.changes.cast(params),
         )
     if count == 1:
         means = gradient_means(forward, params, buffers, batch, scale)
@@ -98,9 +99,9 @@ def global_forward(
         A function (params, buffers, batch) -> `Outcome`.
     """
     gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
-    prepare = spec.view.prepare(gather if spec.strategy.splits else None, also)
+    prepare = spec.changes.prepare(gather if spec.strategy.splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
-    return spec.view.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
+    return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
 
 AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(

@@ -38,6 +38,16 @@ from .gather import (
     reduce_tree,
 )
 from .microbatches import Draws, LastFn, SumsFn, accumulate, draws_of
+from .model_changes import (
+    MakeGather,
+    batch_spec,
+    buffer_partition,
+    has_statistics,
+    rank_buffers,
+    rewritten,
+    stack_buffers,
+    synchronise_statistics,
+)
 from .objective import (
     Forward,
     GradientArguments,
@@ -49,16 +59,6 @@ from .objective import (
     gradient_sums,
 )
 from .spec import StepSpec
-from .view import (
-    MakeGather,
-    batch_spec,
-    buffer_partition,
-    has_statistics,
-    rank_buffers,
-    rewritten,
-    stack_buffers,
-    synchronise_statistics,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +248,7 @@ class LocalPlan:
         reduced: LastFn | None,
     ) -> tuple[Sums, PyTree]:
         """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
-        stacking = stacking_of(gathered, self.spec.view.units)
+        stacking = stacking_of(gathered, self.spec.changes.units)
 
         def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             # Else the compiler would see through the rows, and stack them anew in every turn.
@@ -289,7 +289,7 @@ class LocalPlan:
         reduce = functools.partial(reduce_held, self.spec)
 
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
-            units = self.spec.view.units
+            units = self.spec.changes.units
             once = self._read_once(buffers, batch) if units else frozenset()
             addends = dict(leaves_with_paths(sums.grads))
 
@@ -334,17 +334,17 @@ class LocalPlan:
         return frozenset(p for p in paths if not any(is_inside(p, bridge) for bridge in bridges))
 
     def _unsharded(self, shards: PyTree, places: PyTree) -> PyTree:
-        view, int8 = self.spec.view, self.spec.parts.int8
+        changes, int8 = self.spec.changes, self.spec.parts.int8
 
         def cast(path: Path, x: Array) -> Array:
             # The scales of eight bits stay as they are, and are gathered with them.
-            return x if path.rpartition("/")[0] in int8 else view.cast(x)
+            return x if path.rpartition("/")[0] in int8 else changes.cast(x)
 
         return jax.tree.map(all_gather_by, map_with_path(cast, shards), places)
 
     def _scanned(self, forward: Function) -> Any:
         spec = self.spec
-        return spec.view.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
+        return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
     def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
         """The forward pass, its units marked and not yet scanned over."""
@@ -355,7 +355,7 @@ class LocalPlan:
             if spec.reduction.sync_buffers:
                 synchronise_statistics(model, self.axes)
 
-        prepare = spec.view.prepare(make_gather, also, **gathering)
+        prepare = spec.changes.prepare(make_gather, also, **gathering)
         return forward_of(spec.parts, spec.loss_fn, prepare)
 
     def _reduced(self, sums_of: SumsFn) -> SumsFn:
@@ -384,7 +384,7 @@ def check_reads(spec: StepSpec, batch: Batch) -> None:
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
         sharded = spec.strategy.params(path, spec.parts.shapes[path], spec.mesh)
-        unit = next((unit for unit in spec.view.units if is_inside(path, unit)), None)
+        unit = next((unit for unit in spec.changes.units if is_inside(path, unit)), None)
         if unit is not None and spec_axes(only_axes(sharded, spec.strategy.batch_axes)):
             raise UnsupportedError(
                 f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "

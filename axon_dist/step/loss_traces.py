@@ -31,6 +31,7 @@ from ..jaxpr.pieces import Ending
 from ..jaxpr.sample_values import OutputUse, SampleUse, Use, Why, use_of
 from ..jaxpr.samples import RANKS, follow_samples
 from ..jaxpr.walk import moves_with, sources_of
+from .model_changes import has_statistics, synchronise_statistics
 from .objective import (
     Forward,
     GradientResult,
@@ -43,7 +44,6 @@ from .objective import (
     mean_loss,
 )
 from .parts import ModelParts
-from .view import has_statistics, synchronise_statistics
 
 
 @dataclasses.dataclass(frozen=True)

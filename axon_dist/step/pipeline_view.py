@@ -41,10 +41,10 @@ from ..pipeline import Totals as PipelineSums
 from ..sharding import axes_of, spec_axes, specs
 from .gather import only_axes, reduce_by
 from .microbatches import Draws, draws_of
+from .model_changes import ModelChanges, rewritten, synchronise_statistics
 from .objective import GradientArguments, GradientResult, Sums, evaluate
 from .spec import StepSpec
 from .storage import nested_metrics, traced, unit_paths
-from .view import ModelChanges, rewritten, synchronise_statistics
 
 Parted: TypeAlias = dict[int, int]
 """Of parameters outside the blocks that are split by the vocabulary, number and dim."""
@@ -64,7 +64,7 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     plan, (params, frozen, buffers, batch, scale) = StagedPlan.of(spec), arguments
     if spec.num_microbatches == 1:
         batch = jax.tree.map(lambda x: x[None], batch)
-    params, frozen = plan.view.cast((params, frozen))
+    params, frozen = plan.changes.cast((params, frozen))
     replicated = PartitionSpec()
     parted = plan.parted(buffers, batch) if plan.pipeline.schedule.splits_vocabulary else {}
     draws = None
@@ -107,7 +107,7 @@ class StagedPlan:
         rows: the stored form of the parameters.
         axes: the axes that are manual.
         is_whole_mesh: whether no axis is left to the compiler.
-        view: how a rank sees the model: its blocks are units.
+        changes: those of the model on a rank: its blocks are units.
         rank_shapes: the shapes of the model's parameters where a rank computes: of its own experts
             alone.
         row_specs: the specs of the rows of trained parameters in the manual region: by stages, and
@@ -122,7 +122,7 @@ class StagedPlan:
     rows: ModelStorage
     axes: tuple[str, ...]
     is_whole_mesh: bool
-    view: ModelChanges
+    changes: ModelChanges
     rank_shapes: PyTree
     row_specs: list[list[PartitionSpec]]
     frozen_specs: list[list[PartitionSpec]]
@@ -156,7 +156,7 @@ class StagedPlan:
             rows=rows,
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
-            view=ModelChanges(strategy, spec.parts, blocks, looped=looped),
+            changes=ModelChanges(strategy, spec.parts, blocks, looped=looped),
             rank_shapes=nest(of_rank),
             row_specs=row_specs[0],
             frozen_specs=row_specs[1] if rows.frozen else [],
@@ -282,9 +282,9 @@ class StagedPlan:
                 synchronise_statistics(model, strategy.batch_axes)
 
         policy = None if strategy.remat is None else strategy.remat.remat
-        prepare = self.view.prepare(None, also, policy)
+        prepare = self.changes.prepare(None, also, policy)
         shapes = self.rank_shapes if in_region else self.rows.shapes
-        params = jax.eval_shape(self.view.cast, shapes)
+        params = jax.eval_shape(self.changes.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
         # Outside of the region the rewriting would be for all of the mesh.

@@ -18,6 +18,7 @@ from ..core.typing import Array, Metrics, Path, PyTree
 from ..parallel import SlowPlan
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from .batch import Placed
+from .model_changes import batch_spec
 from .objective import GradientResult
 from .parts import Source
 from .separable import Separation
@@ -25,7 +26,6 @@ from .spec import StepSpec
 from .state import FLAG, TrainState
 from .state_form import StateForm
 from .update import one_step, unscaled_gradients, wide_copy
-from .view import batch_spec
 
 ROWS = ("params", "opt_state", "buffers", "scaler")
 """What of a state has a row for each replica."""

@@ -20,10 +20,10 @@ from ..sharding import Policy, spec_axes
 from .elastic import obstacle
 from .gather import no_fp8_gather
 from .global_view import check_eval_kwargs
+from .model_changes import own_statistics, warn_of_statistics
 from .replicas import Outer
 from .separable import wants_ranks
 from .spec import StepSpec
-from .view import own_statistics, warn_of_statistics
 
 Found = Mapping[str, Any] | None
 
@@ -121,7 +121,7 @@ def _loops(spec: StepSpec) -> Found:
     facts = {"unroll": unroll, "strategy": strategy.name}
     if strategy.pipeline is not None:
         return {**facts, "why": "runs the blocks of its stages one after another as they are"}
-    if not spec.view.units:
+    if not spec.changes.units:
         return {**facts, "why": "neither splits nor recomputes blocks, and runs none as a loop"}
     if unroll > 1 and strategy.remat is not None and strategy.remat.interval != 1:
         interval = strategy.remat.interval
@@ -166,7 +166,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "gather='fp8' is about weights that units gather where they use them, and under strategy "
         "{name!r} {why}; leave gather out, or split parameters by full_shard or hybrid_shard, and "
         "leave the reduction of their gradients as it is by default",
-        lambda spec: None if spec.view.fp8 is None else _rounded(spec, spec.view.fp8),
+        lambda spec: None if spec.changes.fp8 is None else _rounded(spec, spec.changes.fp8),
     ),
     Requirement.row(
         "parameters that samples travel to are the compiler's to reduce",

@@ -30,7 +30,7 @@ from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, sam
 from ..jaxpr.walk import moves_with, sources_of
 from ..parallel import SUM_SAMPLES, keep_samples_apart
 from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
-from .view import warn_of_parts
+from .model_changes import warn_of_parts
 
 if TYPE_CHECKING:
     from .spec import StepSpec
@@ -270,7 +270,7 @@ class Separator:
 
     @cached_property
     def _alone(self) -> Traces:
-        adapt = self._spec.view.prepare(None)
+        adapt = self._spec.changes.prepare(None)
         return Traces(self._parts, self._loss_fn, adapt, over_all=False)
 
     def _traces(self, ranks: int) -> Traces:
@@ -281,7 +281,7 @@ class Separator:
             # Where samples are apart, experts promise to keep them so.
             modules = nnx.iter_modules(self._parts.abstract)
             promises = apart and any(hasattr(module, SUM_SAMPLES) for _, module in modules)
-            adapt = self._spec.view.prepare(None, keep_samples_apart if promises else None)
+            adapt = self._spec.changes.prepare(None, keep_samples_apart if promises else None)
             self._traced[apart] = Traces(self._parts, self._loss_fn, adapt)
         return self._traced[apart]
 

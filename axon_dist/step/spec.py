@@ -22,12 +22,12 @@ from ..jaxpr.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
 from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings
+from .model_changes import ModelChanges
 from .optimizer import DistributedUpdate, Update, optimizer_for
 from .options import ELASTIC, StepOptions
 from .parts import ModelParts
 from .separable import Separator
 from .storage import Storage, storage_of
-from .view import ModelChanges
 
 _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
     {
@@ -342,7 +342,7 @@ class StepSpec:
 
         The separator is kept: what it knows is about the user's loss.
         """
-        return self._changed("stored", "view", "separator", loss_fn=loss_fn)
+        return self._changed("stored", "changes", "separator", loss_fn=loss_fn)
 
     def with_shared(self, shared: PyTree) -> StepSpec:
         """The same step for batches with something beside their samples.
@@ -381,8 +381,8 @@ class StepSpec:
         return Stored(storage, params, frozen, owners, update)
 
     @cached_property
-    def view(self) -> ModelChanges:
-        """How the model is seen where the compiler or each rank runs all of it."""
+    def changes(self) -> ModelChanges:
+        """What changes in the model where the compiler or each rank runs all of it."""
         # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
         by_stages = self.strategy.pipeline is not None
         strategy = dataclasses.replace(self.strategy, remat=None) if by_stages else self.strategy

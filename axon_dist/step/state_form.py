@@ -29,12 +29,12 @@ from ..sharding import (
     shardings,
 )
 from .batch import Placed
+from .model_changes import buffer_partition, mean_buffers, stack_buffers
 from .objective import GradientResult
 from .parts import ModelParts, Source
 from .spec import StepSpec
 from .state import TrainState
 from .update import one_step, unscaled_gradients, wide_copy
-from .view import buffer_partition, mean_buffers, stack_buffers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from axon_dist.jaxpr.rewrite import Rewriting
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.nn import Layout, linear_cross_entropy
 from axon_dist.parallel import LossOverMesh, fsdp, pipelined, tensor_parallel
-from axon_dist.step.view import rewritten
+from axon_dist.step.model_changes import rewritten
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)

@@ -9,7 +9,7 @@ from flax import nnx
 from axon_dist import World, build_train_step, compose, pipelined
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.parallel import tensor_parallel
-from axon_dist.step import view
+from axon_dist.step import model_changes
 from axon_dist.step.guards import check_branches
 
 TEXT = """\
@@ -117,7 +117,7 @@ def test_shifts_along_a_split_dim_gather_and_equal_one_device():
 
 def test_a_pipeline_that_would_hang_raises(monkeypatch):
     """Without the spelling of slices the compiler permutes in a branch."""
-    monkeypatch.setattr(view, "SHIFTS", ())
+    monkeypatch.setattr(model_changes, "SHIFTS", ())
     step, _ = shifted_step()
     state, batch = step.init(), {"x": jax.numpy.ones((4, 8, 8))}
     with pytest.raises(UnsupportedError, match="wait for them forever"):

@@ -1,4 +1,4 @@
-"""How a step sees the model: dtypes, units, how weights are gathered, statistics over ranks."""
+"""What a step changes in the model: dtypes, units, gathers of weights, statistics over ranks."""
 
 from __future__ import annotations
 
