@@ -1,4 +1,5 @@
 import functools
+import json
 import os
 import shutil
 
@@ -351,3 +352,15 @@ def test_values_that_the_store_cannot_read(tmp_path, monkeypatch):
     monkeypatch.setattr(OrbaxStore, "restore", refuse)
     with pytest.raises(CheckpointError, match=r"as they were written: no such codec; install"):
         load_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
+
+
+def test_replicas_write_slices_of_large_arrays_alone(make_world, tmp_path):
+    """Every slice is a program for each device, which small arrays are not worth."""
+    values = {"large": np.zeros((2, 2**18), np.float32), "small": np.zeros((2, 8), np.float32)}
+    world = make_world("dp=2")
+    whole = jax.sharding.NamedSharding(world.mesh, jax.sharding.PartitionSpec())
+    save_checkpoint(tmp_path / "c", jax.device_put(values, whole))
+    written = (tmp_path / "c" / "arrays" / "array_metadatas" / "process_0").read_text()
+    rows = [row["array_metadata"] for row in json.loads(written)["array_metadatas"]]
+    shapes = {row["param_name"]: tuple(row["write_shape"]) for row in rows}
+    assert shapes == {"large": (1, 2**18), "small": (2, 8)}
