@@ -170,7 +170,7 @@ def stacks_of(model: nnx.Module) -> dict[Path, int]:
     """The outermost stacked modules of a model, and how many layers each holds."""
     counts: dict[tuple, int] = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
-    if not any(1 in _extra_dims(module) for _, module in modules):
+    if 1 not in {dims for _, module in modules for dims in _extra_dims(module)}:
         return {}
     for keys, module in modules:
         inside = not keys or any(keys[: len(outer)] == outer for outer in counts)

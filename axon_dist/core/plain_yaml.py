@@ -159,7 +159,7 @@ def _parse(text: str, what: str) -> Any:
 
 # A command looks for misspelt keys first, and reads the same config again.
 @functools.lru_cache(maxsize=4)
-def _parsed(text: str, what: str) -> Any:
+def _parsed(text: str, what: str) -> object:
     try:
         loader = _StrictLoader(text)
         root = loader.get_single_node()

@@ -92,7 +92,12 @@ class Update:
     results: PyTree
 
     @classmethod
-    def of(cls, optimizer: Any, params: PyTree, check: Callable[..., None] | None = None) -> Update:
+    def of(
+        cls,
+        optimizer: optax.GradientTransformationExtraArgs,
+        params: PyTree,
+        check: Callable[..., None] | None = None,
+    ) -> Update:
         """Traces an optimizer.
 
         Args:
