@@ -2,8 +2,8 @@
 
 `model_changes.py` attaches a gather to each weight of a unit; `gathered` of `jaxpr/units.py` calls
 it inside the unit. The backward pass gathers again because `LayerScan.protect` of
-`jaxpr/layer_scan.py` puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as its
-policy. A weight of no unit is gathered once, before the model runs.
+`jaxpr/layer_scan.py` puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as
+its policy. A weight of no unit is gathered once, before the model runs.
 """
 
 from __future__ import annotations
