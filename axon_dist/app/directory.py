@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -23,6 +22,7 @@ from axon_dist.core.files import (
     Place,
     as_place,
     host_memory,
+    json_section,
     kind_at,
     read_bytes,
     snapshot,
@@ -329,7 +329,7 @@ def _holds_a_run(path: Place) -> ConfigError:
 def take_folders(
     config: RunConfig,
     directory: RunDirectory,
-    stack: contextlib.ExitStack,
+    stack: ExitStack,
     tell: Callable[[str], None],
 ) -> None:
     """Keeps other runs out of the folders that this one writes to, for as long as a stack is open.
@@ -363,7 +363,7 @@ def _take_folder(
     directory: RunDirectory,
     folder: Place,
     key: str,
-    stack: contextlib.ExitStack,
+    stack: ExitStack,
     tell: Callable[[str], None],
 ) -> None:
     if isinstance(folder, Path):
@@ -409,13 +409,8 @@ def _newest_run(name: str) -> Path | None:
 
 def _row(line: str) -> JsonDict | None:
     """One line of `metrics.jsonl`, or None where it is none."""
-    if not line.endswith("\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and is_whole(row.get("step")) else None
+    row = json_section(line) if line.endswith("\n") else None
+    return row if row is not None and is_whole(row.get("step")) else None
 
 
 _WHOLE = ("mesh", "parallel")

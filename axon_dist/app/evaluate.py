@@ -181,7 +181,14 @@ def _batches(
 ) -> Iterator[tuple[int, int, LocalBatch]]:
     """How often a batch repeats each sample, how many samples it has, and its local rows."""
     if num_batches is not None:
-        _check_batches(loader, num_batches)
+        count = getattr(loader.samples, "num_validation", None)
+        most = num_batches if count is None else -(-count // loader.global_batch)
+        if num_batches > most:
+            raise ConfigError(
+                f"got {num_batches} batches of {loader.global_batch} samples, and there are "
+                f"{count} for validation; ask for at most {most}, or leave it out for all of them, "
+                "once each"
+            )
         for batch in loader.validation_batches(num_batches):
             yield 1, loader.global_batch, batch
         return
@@ -194,18 +201,6 @@ def _batches(
             yield 1, len(divisible), loader.validation_rows(divisible)
         if len(rest):
             yield divisor, len(rest), loader.validation_rows(np.tile(rest, divisor))
-
-
-def _check_batches(loader: Loader, num_batches: int) -> None:
-    count = getattr(loader.samples, "num_validation", None)
-    if count is None:
-        return
-    most = -(-count // loader.global_batch)
-    if num_batches > most:
-        raise ConfigError(
-            f"got {num_batches} batches of {loader.global_batch} samples, and there are {count} "
-            f"for validation; ask for at most {most}, or leave it out for all of them, once each"
-        )
 
 
 def of_text(loss: float, loader: Loader) -> dict[str, float]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from axon_dist.core.errors import ConfigError, StoreError
-from axon_dist.core.files import Address, read_text
+from axon_dist.core.files import Address, json_section, read_text
 
 LOCK = "run.lock"
 """The file in a folder that says who writes to it."""
@@ -247,11 +247,8 @@ class Lease:
 
 
 def _read(contents: bytes | None) -> Mapping[str, Any]:
-    try:
-        holder = json.loads(contents or b"{}")
-    except ValueError:
-        holder = None
-    return holder if isinstance(holder, dict) else {"host": "a machine that does not say so"}
+    holder = json_section(contents or b"{}")
+    return {"host": "a machine that does not say so"} if holder is None else holder
 
 
 def _who(holder: Mapping[str, object]) -> str:

@@ -124,7 +124,11 @@ class SavedStates:
         """
         checkpoints, form = self.checkpoints, self.form
         if resume is None:
-            _check_empty(checkpoints)
+            if checkpoints.entries():
+                raise ConfigError(
+                    f"checkpoint.dir: {str(checkpoints.folder)!r} holds the checkpoints of another "
+                    "run; name another, or go on with them: --resume auto"
+                )
             return None
         copy = self._newest_copy(tell)
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
@@ -176,14 +180,6 @@ def open_states(
     if copies is not None:
         copies.check(form.target)
     return SavedStates(run, form, checkpoints, copies, directory)
-
-
-def _check_empty(checkpoints: CheckpointManager) -> None:
-    if checkpoints.entries():
-        raise ConfigError(
-            f"checkpoint.dir: {str(checkpoints.folder)!r} holds the checkpoints of another run; "
-            "name another, or go on with them: --resume auto"
-        )
 
 
 def _restore_path(path: Place, target: PyTree, tell: Callable[[str], None]) -> Restored:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import Place, kind_at, read_bytes
+from axon_dist.core.files import Place, json_section, kind_at, read_bytes
 from axon_dist.core.words import byte_size, clock_time, plural, si
 
 from ..core.plain_yaml import sections_of
@@ -208,26 +207,14 @@ def _object(path: Path, otherwise: str, notes: list[str]) -> Mapping[str, Any]:
     text = _text(path, otherwise, notes)
     if not text:
         return {}
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        data = None
-    if not isinstance(data, dict):
+    if (data := json_section(text)) is None:
         notes.append(f"{path.name} is broken: it is no JSON object")
-        return {}
-    return data
+    return data or {}
 
 
 def _rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     lines = _lines(path, notes)
-    rows: list[Mapping[str, Any]] = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and _is_finite(row.get("step")):
-            rows.append(row)
+    rows = [row for row in map(json_section, lines) if row and _is_finite(row.get("step"))]
     if len(rows) < len(lines):
         notes.append(f"{path.name}: {len(lines) - len(rows)} of {len(lines)} lines are broken")
     return rows

@@ -78,9 +78,7 @@ def _batch_lines(run: Run) -> list[str]:
 def _decay_line(run: Run) -> str | None:
     """Which parameters decay, where not all do; None where all or none do."""
     optimizer = run.config.optimizer
-    if not isinstance(optimizer, Decaying) or optimizer.decay == "all":
-        return None
-    if optimizer.weight_decay == 0:
+    if not isinstance(optimizer, Decaying) or not optimizer.weight_decay or optimizer.mask is None:
         return None
     decays = [flag for _, flag in leaves_with_paths(matrices(run.step.parts.params))]
     return (

@@ -43,7 +43,7 @@ from axon_dist.loop import (
 )
 from axon_dist.step import TrainState
 
-from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
+from ..config import CONFIG, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
@@ -119,7 +119,10 @@ def train(
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
-            writers = _open_writers(config, directory, inner) if run.is_main else []
+            writers = [
+                inner.enter_context(contextlib.closing(writer))
+                for writer in (_writers(config, directory) if run.is_main else ())
+            ]
             checkpoints = inner.enter_context(saved.checkpoints)
             checkpoints.tell = progress.note
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
@@ -228,32 +231,23 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
     return RunResult(result, directory, summary)
 
 
-def _open_writers(
-    config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack
-) -> list[MetricWriter]:
-    writers: list[MetricWriter] = [JsonlWriter(directory.metrics)]
-    stack.callback(writers[0].close)
+def _writers(config: RunConfig, directory: RunDirectory) -> Iterator[MetricWriter]:
+    """Opens, one by one, what writes to the run directory and to the places that a config names."""
+    name, plain, folder = config.name, config.to_dict(), directory.path
+    yield JsonlWriter(directory.metrics)
     for logger in config.loggers:
-        writer = _writer(logger, directory.path, config)
-        stack.callback(writer.close)
-        writers.append(writer)
-    return writers
-
-
-def _writer(logger: Logger, folder: Path, config: RunConfig) -> MetricWriter:
-    """Opens what writes to the place that a config names."""
-    name, plain = config.name, config.to_dict()
-    match logger:
-        case TensorBoard():
-            return TensorBoardWriter(folder / "tensorboard")
-        case Wandb(project=project, mode=mode):
-            return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
-        case Trackio(project=project):
-            return TrackioWriter(project=project, name=name, config=plain)
-        case Mlflow(experiment=experiment, uri=uri):
-            uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
-            return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
-    raise TypeError(f"no writer for the logger {logger}; add one here")
+        match logger:
+            case TensorBoard():
+                yield TensorBoardWriter(folder / "tensorboard")
+            case Wandb(project=project, mode=mode):
+                yield WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
+            case Trackio(project=project):
+                yield TrackioWriter(project=project, name=name, config=plain)
+            case Mlflow(experiment=experiment, uri=uri):
+                uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+                yield MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+            case _:
+                raise TypeError(f"no writer for the logger {logger}; add one here")
 
 
 def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:

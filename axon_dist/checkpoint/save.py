@@ -137,7 +137,12 @@ class PendingSave:
         self._written = concurrent.futures.Future()
         type = StateDictType(type)
         check_type(folder, type)
-        arrays = _arrays_of(state)
+        arrays = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
+        if not arrays:
+            raise CheckpointError(
+                f"the state, a {state.__class__.__name__}, has no leaves; give a pytree of at "
+                "least one array, random key or number"
+            )
         size = sum(array.nbytes for array in arrays.values())
         name = on_main(lambda: self._claim_name(meta, size))
         stored = {path: to_stored(array) for path, array in arrays.items()}
@@ -162,8 +167,8 @@ class PendingSave:
         Raises:
             CheckpointError: saying what prevented it from being written.
         """
-        error = self._written.exception()
-        on_main(lambda: _raise(error))
+        self.join()
+        on_main(self._written.result)
 
     def join(self) -> None:
         """Returns when this process has done its part, failed or not."""
@@ -239,21 +244,6 @@ class PendingSave:
             ) from error
 
 
-def _arrays_of(state: PyTree) -> dict[LeafPath, Array]:
-    arrays = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
-    if not arrays:
-        raise CheckpointError(
-            f"the state, a {type(state).__name__}, has no leaves; give a pytree of at least one "
-            "array, random key or number"
-        )
-    return arrays
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
-
-
 @runtime_checkable
 class HasState(Protocol):
     """An object with the shapes and shardings of its state, such as a `TrainStep`."""
@@ -309,12 +299,14 @@ def load_checkpoint(
         >>> load_checkpoint(path, jnp.zeros(3), parts="w").tolist()
         [1.0, 1.0, 1.0]
     """
-    if isinstance(target, HasState):
-        target = _state_of(target, parts)
     if isinstance(parts, str):
-        return load_checkpoint(path, {parts: target}, parts=(parts,))[parts]
+        fields = target if isinstance(target, HasState) else {parts: target}
+        return load_checkpoint(path, fields, parts=(parts,))[parts]
     if parts is not None:
         TEXTS.check("load_checkpoint", "parts", parts)
+    if isinstance(target, HasState):
+        state = target_of(target.abstract_state, target.state_shardings)
+        target = state if parts is None else {name: getattr(state, name) for name in parts}
     folder = as_place(path, "the checkpoint", CheckpointError)
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))
@@ -324,16 +316,6 @@ def load_checkpoint(
     _check_values(folder, manifest, stored)
     leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
-
-
-def _state_of(step: HasState, parts: str | Collection[str] | None) -> PyTree:
-    """The state of a step, or some of its fields, as targets."""
-    state = target_of(step.abstract_state, step.state_shardings)
-    if parts is None:
-        return state
-    if isinstance(parts, str):
-        return getattr(state, parts)
-    return {name: getattr(state, name) for name in parts}
 
 
 def _check_leaves(
@@ -361,7 +343,13 @@ def _read(
 ) -> dict[LeafPath, Array]:
     stored = {path: stored_target(target) for path, target in targets.items()}
     try:
-        return _restore(folder, manifest, stored)
+        if any(name.startswith(f"{ZARR}/") for name in manifest.files):
+            return bucket.restore(folder, stored)
+        there = folder
+        if isinstance(there, Address):
+            # It was written on a disk and copied to the bucket; so it is copied back.
+            there = snapshot(there, lambda name: name in manifest.files)
+        return STORES[manifest.type].restore(there, stored)
     except (StoreError, DamagedCheckpointError):
         raise
     except Exception as error:
@@ -376,17 +364,6 @@ def _read(
             f"cannot read the values of checkpoint {str(folder)!r}, whose files are as they were "
             f"written: {reason[0]}; install the versions of its manifest: {manifest.versions}"
         ) from error
-
-
-def _restore(
-    folder: Place, manifest: Manifest, stored: dict[LeafPath, jax.ShapeDtypeStruct]
-) -> dict[LeafPath, Array]:
-    if any(name.startswith(f"{ZARR}/") for name in manifest.files):
-        return bucket.restore(folder, stored)
-    if isinstance(folder, Address):
-        # It was written on a disk and copied to the bucket; so it is copied back.
-        folder = snapshot(folder, lambda name: name in manifest.files)
-    return STORES[manifest.type].restore(folder, stored)
 
 
 def check_type(folder: Place, type: StateDictType) -> None:

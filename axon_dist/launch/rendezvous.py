@@ -108,10 +108,8 @@ def rendezvous(address: str, me: Peer, timeout: float, token: str = "") -> tuple
         LaunchError: on every process that came: who is missing, who came twice, who expects another
             number of processes, or has another version of a library or another setting.
     """
-    deadline = time.monotonic() + timeout
-    if me.process == 0:
-        return _host(address, me, deadline, timeout, token)
-    return _attend(address, me, deadline, timeout, token)
+    meet = _host if me.process == 0 else _attend
+    return meet(address, me, timeout, token)
 
 
 def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
@@ -153,9 +151,9 @@ def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
     return None
 
 
-def _host(address: str, me: Peer, deadline: float, timeout: float, token: str) -> tuple[Peer, ...]:
+def _host(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:
     present, waiting = {0: me}, list[_Connection]()
-    mistake = None
+    mistake, deadline = None, time.monotonic() + timeout
     with contextlib.closing(_Listener(address, me.num_processes + _STRANGERS, token)) as listener:
         note = _Note()
         while mistake is None and len(present) < me.num_processes:
@@ -316,9 +314,8 @@ def _answer(
             )
 
 
-def _attend(
-    address: str, me: Peer, deadline: float, timeout: float, token: str
-) -> tuple[Peer, ...]:
+def _attend(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:
+    deadline = time.monotonic() + timeout
     note, trouble = _Note(), "it did not answer"
     while time.monotonic() < deadline:
         note.say(f"process {me.process} is waiting for process 0 at {address}: {trouble}")
