@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -152,7 +153,12 @@ def summary_table(summary: JsonDict, total_seconds: float) -> Table:
         f"time{since}": f"{clock_time(total_seconds)}, of it {_spent(summary, total_seconds)}",
         "train state": f"{byte_size(summary['state_bytes_per_device'])} per device",
     }
-    table = Table(title=summary["name"], box=SIMPLE_HEAD, show_header=False, title_justify="left")
+    return two_columns(rows, summary["name"])
+
+
+def two_columns(rows: Mapping[str, str], title: str | None = None) -> Table:
+    """A table of labels and what they say."""
+    table = Table(title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column(style="bold")
     for label, value in rows.items():

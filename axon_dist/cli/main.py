@@ -218,18 +218,6 @@ complete -o filenames -F _axon axon
 """
 
 
-def _script(options: Mapping[str, Sequence[str]], shell: str) -> str:
-    """The script.
-
-    Args:
-        options: of each verb the words that may follow it.
-        shell: `bash` or `zsh`.
-    """
-    cases = [f'    {verb}) words="{" ".join(words)}" ;;' for verb, words in options.items()]
-    text = _COMPLETION.format(verbs=" ".join(options), cases="\n".join(cases))
-    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if shell == "zsh" else text
-
-
 CONFIG_KEYS = Path(__file__).with_name("config_keys.txt")
 """The sections and keys of a config, as `axon_dist.config.completion_words` lists them.
 
@@ -284,6 +272,9 @@ def _words_of(parser: argparse.ArgumentParser) -> list[str]:
 def print_completion(arguments: argparse.Namespace) -> int:
     """Prints a script by which a shell completes verbs, options and keys."""
     _, by_name = _parser()
-    words = {name: _words_of(parser) for name, parser in by_name.items()}
-    sys.stdout.write(_script(words, arguments.shell))
+    words = {name: " ".join(_words_of(parser)) for name, parser in by_name.items()}
+    cases = "\n".join(f'    {verb}) words="{text}" ;;' for verb, text in words.items())
+    if arguments.shell == "zsh":
+        sys.stdout.write("autoload -U +X bashcompinit && bashcompinit\n")
+    sys.stdout.write(_COMPLETION.format(verbs=" ".join(words), cases=cases))
     return 0

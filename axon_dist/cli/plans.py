@@ -225,7 +225,8 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
     console.print(_reason(best), style="bold" if ranking.fits else "bold red")
     for why in dict.fromkeys(why for _, why in ranking.refused):
         kinds = ", ".join(called(kind) for kind, other in ranking.refused if other == why)
-        console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
+        clause = re.split(r"[.;] ", re.sub(r" \(.*\)", "", why))[0].rstrip(".")
+        console.print(f"not {kinds}: {clause}", style="dim")
     if ranking.fits:
         _print_lines(best, console)
     if ranking.others:
@@ -243,12 +244,6 @@ def _print_lines(plan: ReadPlan, console: Console) -> None:
     if plan.changed is not None and plan.candidate.apart is None:
         lines["precision"] = plain["precision"]
     console.print(yaml.safe_dump(lines, sort_keys=False), end="")
-
-
-def _first_clause(why: str) -> str:
-    """The first sentence of a refusal, without what it says in brackets."""
-    plain = re.sub(r" \(.*\)", "", why)
-    return re.split(r"[.;] ", plain)[0].rstrip(".")
 
 
 def _reason(plan: ReadPlan) -> str:
@@ -292,16 +287,11 @@ def _title(plan: ReadPlan) -> str:
     """What a plan is called, with what its name does not say."""
     one = plan.candidate
     schedule, remat = one.schedule if one.pp > 1 else "", "remat" * one.remat
-    also = (schedule, _form(plan), remat, plan.changed)
-    return ", ".join([called(one.name), *map(str, filter(None, also))])
-
-
-def _form(plan: ReadPlan) -> str | None:
-    """How tokens are sent to experts, which the step chooses by bytes."""
+    # How tokens are sent to experts, which the step chooses by bytes.
     kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
-    if plan.candidate.ep == 1:
-        return None
-    return "all_to_all" if "all-to-all" in kinds else "ring"
+    form = "" if one.ep == 1 else "all_to_all" if "all-to-all" in kinds else "ring"
+    also = (schedule, form, remat, plan.changed)
+    return ", ".join([called(one.name), *map(str, filter(None, also))])
 
 
 def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:

@@ -245,10 +245,7 @@ def _default(option: Option) -> str:
         return choice.name_of(value)
     if dataclasses.is_dataclass(value) and dataclasses.is_dataclass(hint):
         return ""
-    return _yaml(write(value, hint) if value is not None else None)
-
-
-def _yaml(plain: object) -> str:
+    plain = None if value is None else write(value, hint)
     text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -253,18 +253,11 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
     tell = lasting(tell)
     tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
-    with _memory(plan) as base:
-        return _run_attempts(plan, base, tell)
-
-
-@contextlib.contextmanager
-def _memory(plan: LaunchPlan) -> Iterator[dict[str, str]]:
-    """The environment of the ranks, with memory that outlives them where they may start again."""
-    if not plan.max_restarts or os.environ.get(MEMORY):
-        yield dict(os.environ)
-        return
-    with host_folder() as folder:
-        yield dict(os.environ) if folder is None else {MEMORY: str(folder), **os.environ}
+    # Where the ranks may start again, they get memory that outlives them.
+    needs_memory = plan.max_restarts and not os.environ.get(MEMORY)
+    with host_folder() if needs_memory else contextlib.nullcontext() as folder:
+        memory = {} if folder is None else {MEMORY: str(folder)}
+        return _run_attempts(plan, {**memory, **os.environ}, tell)
 
 
 def _run_attempts(plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None]) -> int:
@@ -338,24 +331,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@dataclasses.dataclass(eq=False)
 class _Attempt:
     """One start of all ranks of this host."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        count: int,
-        tell: Callable[[str], None],
-        base: Mapping[str, str],
-        may_restart: bool = False,
-    ):
-        self.plan, self.count, self.tell, self.base = plan, count, tell, base
-        self.may_restart = may_restart
-        self.made_room = False
-        self.children: list[Child] = []
-        self.signals: list[int] = []
-        self._last: float | None = None
-        self.failed: Child | None = None
+    plan: LaunchPlan
+    count: int
+    tell: Callable[[str], None]
+    base: Mapping[str, str]
+    may_restart: bool = False
+    made_room: bool = False
+    children: list[Child] = dataclasses.field(default_factory=list)
+    signals: list[int] = dataclasses.field(default_factory=list)
+    failed: Child | None = None
+    _last: float | None = None
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none behind."""
@@ -402,7 +391,13 @@ class _Attempt:
             if self._is_overdue(any(code in stopped for code in codes)):
                 return self._end_late(stopped)
             if not self.made_room and self._is_time_to_rejoin(started):
-                self._make_room()
+                # The ranks stop between two steps, so that those that were lost can come back.
+                self.made_room = True
+                self.tell(
+                    f"stopping {self.count} processes after this step, for the others to come back"
+                )
+                for child in self.children:
+                    child.send(signal.SIGTERM)
             time.sleep(_POLL_SECONDS)
 
     def _is_overdue(self, has_saved: bool) -> bool:
@@ -445,13 +440,6 @@ class _Attempt:
         if seconds is None or self.count == self.plan.num_processes:
             return False
         return time.time() - started > seconds and gets_ahead(self.base.get(MEMORY), started)
-
-    def _make_room(self) -> None:
-        """Has the ranks stop between two steps, so that those that were lost can come back."""
-        self.made_room = True
-        self.tell(f"stopping {self.count} processes after this step, for the others to come back")
-        for child in self.children:
-            child.send(signal.SIGTERM)
 
     def _end_others(self, failed: Child) -> None:
         self.tell(f"{failed.describe_end()}; ending the other ranks (log: {failed.log})")

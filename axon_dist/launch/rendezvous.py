@@ -169,7 +169,12 @@ def _host(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...
                 mistake = mistake or find_mistake(present, late)
                 present.setdefault(late.process, late)
         ordered = tuple(present[p] for p in sorted(present))
-        _answer(waiting, mistake, ordered, token)
+        answer = {"mistake": mistake, "present": [*map(dataclasses.asdict, ordered)]}
+        for caller in waiting:
+            caller.connection.settimeout(_HELLO_SECONDS)
+            proof = _proof(token, "answer", caller.drawn, answer)
+            with contextlib.suppress(OSError):
+                _send(caller.connection, {"said": answer, "proof": proof})
     if mistake is not None:
         raise LaunchError(mistake)
     return ordered
@@ -299,19 +304,6 @@ def listen(address: str) -> socket.socket:
         server = socket.create_server((host, port), family=family, dualstack_ipv6=has_both)
     server.setblocking(False)
     return server
-
-
-def _answer(
-    waiting: Sequence[_Connection], mistake: str | None, present: Sequence[Peer], token: str
-) -> None:
-    answer = {"mistake": mistake, "present": [dataclasses.asdict(peer) for peer in present]}
-    for caller in waiting:
-        caller.connection.settimeout(_HELLO_SECONDS)
-        with contextlib.suppress(OSError):
-            _send(
-                caller.connection,
-                {"said": answer, "proof": _proof(token, "answer", caller.drawn, answer)},
-            )
 
 
 def _attend(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:

@@ -55,14 +55,6 @@ _ADVICE = (
 )
 
 
-def _no_facts(step: int, updates: int) -> Mapping[str, float]:
-    return {}
-
-
-def _do_nothing() -> None:
-    pass
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
     """The loop around a step: `for batch in batches: state, metrics = step(state, batch)`.
@@ -158,8 +150,8 @@ class Trainer:
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
     history: Sequence[Mapping[str, object]] = ()
-    facts: Callable[[int, int], Mapping[str, float]] = _no_facts
-    on_compiled: Callable[[], None] = _do_nothing
+    facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
+    on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
     profile_dir: str | None = None
 
     def fit(self, state: TrainState | None = None) -> TrainResult:
