@@ -429,16 +429,13 @@ def _with_outer_step(
 
 def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
     work, hardware = search.work, search.hardware
-    if candidate.pp == 1:
-        return reading.step_time(hardware, work.policy.compute)
-    # A pipeline's actions are branches of a conditional, and the program does not count them.
-    stages, count = candidate.pp, candidate.num_microbatches
-    return reading.step_time(
-        hardware,
-        work.policy.compute,
-        flops=4 / 3 * work.flops / candidate.num_devices,  # every stage is recomputed
-        idle=idle_share(candidate.schedule, stages, count, 1),
-    )
+    counted = {}
+    if candidate.pp > 1:
+        # A pipeline's actions are branches of a conditional, and the program does not count them.
+        counted["flops"] = 4 / 3 * work.flops / candidate.num_devices  # every stage is recomputed
+        sizes = candidate.pp, candidate.num_microbatches
+        counted["idle"] = idle_share(candidate.schedule, *sizes, 1)
+    return reading.step_time(hardware, work.policy.compute, **counted)
 
 
 def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:

@@ -300,16 +300,12 @@ def explained(run: Run, folder: Path) -> Iterator[None]:
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        first, advised = str(error).splitlines()[0], "; ".join([*_profiled(folder), *advice(run)])
+        place, held = str(folder / PROFILE), []
+        with contextlib.suppress(OSError, RuntimeError):
+            jax.profiler.save_device_memory_profile(place)
+            held = [f"what it held is in {place!r}, for pprof"]
+        first, advised = str(error).splitlines()[0], "; ".join([*held, *advice(run)])
         raise OutOfMemoryError(f"a device has no memory left ({first}); {advised}") from error
-
-
-def _profiled(folder: Path) -> Iterator[str]:
-    try:
-        jax.profiler.save_device_memory_profile(str(folder / PROFILE))
-    except (OSError, RuntimeError):
-        return
-    yield f"what it held is in {str(folder / PROFILE)!r}, for pprof"
 
 
 def advice(run: Run) -> list[str]:

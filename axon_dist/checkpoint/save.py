@@ -157,9 +157,27 @@ class PendingSave:
             serial=serial,
         )
         checksums = leaf_checksums(stored)
-        write = self._run(lambda: self._begin(type, stored, name))
-        parts = (write, manifest, checksums, then)
-        threading.Thread(target=self._finish, args=parts, name="checkpoint").start()
+        write = self._run(
+            lambda: (
+                bucket.begin(folder, stored)
+                if isinstance(folder, Address)
+                else STORES[type].begin(staging_of(folder), stored, name)
+            )
+        )
+
+        def complete() -> None:
+            write()
+            if is_main():
+                sums = {path: int(x) for path, x in jax.device_get(checksums).items()}
+                whole = dataclasses.replace(manifest, checksums=sums)
+                if isinstance(folder, Address):
+                    bucket.commit(folder, whole, bucket.writers(checksums))
+                else:
+                    seal(staging_of(folder), whole)
+                    publish(folder)
+                then()
+
+        threading.Thread(target=self._finish, args=(complete,), name="checkpoint").start()
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete, on every process at once.
@@ -174,37 +192,12 @@ class PendingSave:
         """Returns when this process has done its part, failed or not."""
         concurrent.futures.wait([self._written])
 
-    def _finish(self, *parts: Any) -> None:
+    def _finish(self, complete: Callable[[], None]) -> None:
         try:
-            self._run(lambda: self._complete(*parts))
+            self._run(complete)
             self._written.set_result(None)
         except AxonDistError as error:
             self._written.set_exception(error)
-
-    def _complete(
-        self,
-        write: Callable[[], None],
-        manifest: Manifest,
-        checksums: Mapping[LeafPath, Array],
-        then: Callable[[], None],
-    ) -> None:
-        write()
-        if is_main():
-            sums = {path: int(value) for path, value in jax.device_get(dict(checksums)).items()}
-            manifest = dataclasses.replace(manifest, checksums=sums)
-            if isinstance(self.folder, Address):
-                bucket.commit(self.folder, manifest, bucket.writers(checksums))
-            else:
-                seal(staging_of(self.folder), manifest)
-                publish(self.folder)
-            then()
-
-    def _begin(
-        self, type: StateDictType, stored: dict[LeafPath, Array], name: str
-    ) -> Callable[[], None]:
-        if isinstance(self.folder, Address):
-            return bucket.begin(self.folder, stored)
-        return STORES[type].begin(staging_of(self.folder), stored, name)
 
     def _claim_name(self, meta: Any, size: int) -> str:
         """Makes room for a save, and a name for it that no other one has."""

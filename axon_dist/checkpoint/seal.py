@@ -260,13 +260,12 @@ def check_files(folder: Place, manifest: Manifest) -> None:
         DamagedCheckpointError: naming the first file that is missing, or no longer what it was.
     """
     if isinstance(folder, Address):
-        if lost := sorted(manifest.files.keys() - set(folder.names())):
-            raise DamagedCheckpointError(
-                f"checkpoint {str(folder)!r}: file {lost[0]} is missing; use another checkpoint"
-            )
-        return
-    for name, record in manifest.files.items():
-        problem = _problem_of(folder / name, record)
+        lost = sorted(manifest.files.keys() - set(folder.names()))
+        problems = ((name, "is missing") for name in lost)
+    else:
+        records = manifest.files.items()
+        problems = ((name, _problem_of(folder / name, record)) for name, record in records)
+    for name, problem in problems:
         if problem is not None:
             raise DamagedCheckpointError(
                 f"checkpoint {str(folder)!r}: file {name} {problem}; use another checkpoint"

@@ -153,7 +153,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: when the first argument is no verb.
     """
-    _check_verb(arguments)
+    names = [verb.name for verb in VERBS]
+    if not arguments:
+        raise ConfigError(f"got no verb.{did_you_mean('', names)} See axon --help")
+    if not arguments[0].startswith("-") and arguments[0] not in names:
+        raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
     parser, _ = _parser(arguments[0])
     parsed, behind = parser.parse_known_args(arguments)
     if behind and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in behind)):
@@ -161,14 +165,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if behind:
         parsed.overrides = [*parsed.overrides, *behind]
     return parsed
-
-
-def _check_verb(arguments: Sequence[str]) -> None:
-    names = [verb.name for verb in VERBS]
-    if not arguments:
-        raise ConfigError(f"got no verb.{did_you_mean('', names)} See axon --help")
-    if not arguments[0].startswith("-") and arguments[0] not in names:
-        raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
 
 
 def _parser(

@@ -329,9 +329,7 @@ def _checked(make: Callable[[], _T], path: str) -> _T:
     """Makes a value that checks itself, with the path put before the message of its error."""
     try:
         made = make()
-        validate = getattr(made, "validate", None)
-        if validate is not None:
-            validate()
+        getattr(made, "validate", lambda: None)()
         return made
     except AxonDistError as error:
         message = str(error)

@@ -318,7 +318,15 @@ class RunConfig:
                 f"train.global_batch={self.train.global_batch}"
             )
         self._check_validation()
-        self._check_watchers()
+        profile = self.train.profile
+        if profile is not None and profile.at + profile.steps - 1 > self.train.steps:
+            raise ConfigError(
+                f"train.profile: got at={profile.at} and steps={profile.steps}, and the run ends "
+                f"with step {self.train.steps}; lower them"
+            )
+        names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"loggers: got {twice[0]} twice, into one place; name it once")
         self.optimizer.build(self.train.steps)
         MixedPrecision.of(self.precision)
         read_strategies(self.parallel)
@@ -378,17 +386,6 @@ class RunConfig:
                 f"train.best.patience: got {best.patience}, and train.eval_every=0 validates only "
                 "at the end; set train.eval_every"
             )
-
-    def _check_watchers(self) -> None:
-        profile = self.train.profile
-        if profile is not None and profile.at + profile.steps - 1 > self.train.steps:
-            raise ConfigError(
-                f"train.profile: got at={profile.at} and steps={profile.steps}, and the run ends "
-                f"with step {self.train.steps}; lower them"
-            )
-        names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"loggers: got {twice[0]} twice, into one place; name it once")
 
 
 def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
