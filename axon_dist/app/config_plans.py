@@ -183,11 +183,9 @@ def plan_config(
     others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
     limit = ranked[0].time.total if ranked[0].fits else float("inf")
     faster = [plan for plan in others if plan.fits and (1 + ALIKE) * plan.time.total < limit]
-    compiled: list[ReadPlan] = []
-    for plan in ranked[:num_compiled]:
+    for place, plan in enumerate(ranked[:num_compiled]):
         tell(plan.candidate.name, f"compiled for {plan.candidate.mesh}")
-        compiled.append(_measured(plan, target))
-    ranked[: len(compiled)] = compiled
+        ranked[place] = _measured(plan, target)
     kinds = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
     return ConfigPlans(search.work, hardware, num_devices, *kinds)
 

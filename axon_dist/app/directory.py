@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from axon_dist.core.checks import is_whole
-from axon_dist.core.errors import ConfigError, StoreError
+from axon_dist.core.errors import ConfigError, StoreError, reworded
 from axon_dist.core.files import (
     Address,
     Place,
@@ -351,10 +351,8 @@ def take_folders(
         return
     folder = as_place(config.checkpoint.dir, "checkpoint.dir")
     if isinstance(folder, Path):
-        try:
+        with reworded(f"checkpoint.dir: cannot write to {str(folder)!r}", "name another"):
             check_writable(folder)
-        except OSError as error:
-            raise _cannot_write("checkpoint.dir", folder, error.strerror) from error
     if folder.resolve() != directory.place.resolve():
         _take_folder(directory, folder, "checkpoint.dir", stack, tell)
 

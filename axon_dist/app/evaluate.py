@@ -111,7 +111,15 @@ def evaluate(
     built = build_step(config, world, optax.identity(), loss_fn=measure, trains=False)
     loader = build_loader(config, world, built.strategy.batch_axes)
     tell(f"data: {loader.description}")
-    means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
+    state, sums, num_samples = load_state(checkpoint, built), MetricSums(), 0
+    batch_sums = (
+        (copies, count, built.evaluate_sums(state, batch))
+        for copies, count, batch in _batches(loader, built, num_batches)
+    )
+    for copies, count, batch_metrics in delayed(batch_sums, LAG):
+        num_samples += count
+        sums.add(batch_metrics, copies)
+    means = sums.means
     derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
     return Evaluation(
         checkpoint=checkpoint,
@@ -159,21 +167,6 @@ def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
     replicated = NamedSharding(step.world.mesh, PartitionSpec())
     weights, buffers = load_arrays(checkpoint, step.parts, shardings, replicated)
     return PortableForm(step).with_weights(weights, buffers)
-
-
-def _measure(
-    step: TrainStep, state: TrainState, loader: Loader, num_batches: int | None
-) -> tuple[dict[str, float], int]:
-    """The mean of every metric, and over how many samples."""
-    sums, num_samples = MetricSums(), 0
-    batch_sums = (
-        (copies, count, step.evaluate_sums(state, batch))
-        for copies, count, batch in _batches(loader, step, num_batches)
-    )
-    for copies, count, metrics in delayed(batch_sums, LAG):
-        num_samples += count
-        sums.add(metrics, copies)
-    return sums.means, num_samples
 
 
 def _batches(

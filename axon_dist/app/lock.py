@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from axon_dist.core.errors import ConfigError, StoreError
+from axon_dist.core.errors import ConfigError, StoreError, reworded
 from axon_dist.core.files import Address, json_section, read_text
 
 LOCK = "run.lock"
@@ -103,13 +103,9 @@ def _this_process() -> dict[str, str | int]:
 
 def _open(path: Path, key: str) -> int:
     """Opens the file of the lock; refuses a link or a device in its place."""
-    try:
+    what = f"{key}: cannot open {str(path)!r}, which says who writes there"
+    with reworded(what, "remove it, or name another folder"):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: cannot open {str(path)!r}, which says who writes there: {error.strerror}; "
-            "remove it, or name another folder"
-        ) from error
 
 
 def _holder(path: Path) -> str:

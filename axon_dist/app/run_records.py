@@ -212,7 +212,7 @@ def _object(path: Path, otherwise: str, notes: list[str]) -> Mapping[str, Any]:
     return data or {}
 
 
-def _rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+def _rows(path: Path, notes: list[str]) -> Sequence[Mapping[str, Any]]:
     lines = _lines(path, notes)
     rows = [row for row in map(json_section, lines) if row and _is_finite(row.get("step"))]
     if len(rows) < len(lines):

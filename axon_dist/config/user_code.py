@@ -171,23 +171,18 @@ def _import(name: str, key: str) -> Any:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{name}.".startswith(f"{absent}."):
             raise ConfigError(
-                f"{key}: there is no module {error.name!r}, neither in {here} nor where Python "
+                f"{key}: there is no module {absent!r}, neither in {here} nor where Python "
                 "looks; correct the path, or start in the folder that holds it"
             ) from error
-        raise ConfigError(_says_failed(name, key, error)) from error
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ConfigError(_says_failed(name, key, error)) from error
-
-
-def _says_failed(name: str, key: str, error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"{key}: importing {name} fails with {type(error).__name__}: {error} "
-        f"({last.filename}:{last.lineno}); python -c 'import {name}' shows all of it"
-    )
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key}: importing {name} fails with {type(error).__name__}: {error} "
+            f"({last.filename}:{last.lineno}); python -c 'import {name}' shows all of it"
+        ) from error
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:

@@ -91,7 +91,7 @@ def _seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def profile(directory: str | Path) -> AbstractContextManager[None]:
+def profile(directory: str | Path) -> AbstractContextManager[object]:
     """Records what host and devices do inside the context, as a trace for Perfetto or XProf.
 
     Args:

@@ -297,8 +297,10 @@ class Trainer:
         profile: StepProfile,
     ) -> tuple[TrainState, str | None]:
         """Takes all steps but the first; the last state, and why it ended, None after a request."""
+        options = self.options
+        cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
         while True:
-            if self._is_pause(record.dispatched):
+            if any(_is_multiple(record.dispatched, cadence) for cadence in cadences):
                 # What is validated, saved or the result must be known to be finite.
                 record.settle()
             if record.lost is not None:
@@ -324,11 +326,6 @@ class Trainer:
                 state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
                 record.add(metrics)
             record.settle(keep=LAG)
-
-    def _is_pause(self, number: int) -> bool:
-        options = self.options
-        cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
-        return any(_is_multiple(number, cadence) for cadence in cadences)
 
     def _go_back(self, record: Record) -> TrainState | None:
         """The state to continue from after a step that was not finite; None where the run stops."""
