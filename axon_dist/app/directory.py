@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import yaml
+from flax.traverse_util import flatten_dict
 
 from axon_dist.core.checks import is_whole
 from axon_dist.core.errors import ConfigError, StoreError, reworded
@@ -186,10 +187,10 @@ class RunDirectory:
         try:
             if kind_at(self.config) is None:
                 return []
-            before = dict(flat(read_yaml(self.config)))
+            before = flat(read_yaml(self.config))
         except ConfigError as error:
             return [f"{self.config.name} cannot be read ({str(error).splitlines()[0]}): replaced"]
-        after = dict(flat(config.to_dict()))
+        after = flat(config.to_dict())
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
         return [f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names]
 
@@ -411,19 +412,16 @@ def _row(line: str) -> JsonDict | None:
     return row if row is not None and is_whole(row.get("step")) else None
 
 
-_WHOLE = ("mesh", "parallel")
+_WHOLE = (("mesh",), ("parallel",))
 """Sections that are compared as one value: their keys are names of axes and strategies."""
 
 
-def flat(config: object, path: str = "") -> Iterator[tuple[str, object]]:
+def flat(config: JsonDict) -> dict[str, object]:
     """The values of nested dicts by dotted path.
 
     Example:
-        >>> dict(flat({"train": {"steps": 1}, "parallel": {"ddp": {}}}))
+        >>> flat({"train": {"steps": 1}, "parallel": {"ddp": {}}})
         {'train.steps': 1, 'parallel': {'ddp': {}}}
     """
-    if not isinstance(config, dict) or not config or path in _WHOLE:
-        yield path, config
-        return
-    for key, value in config.items():
-        yield from flat(value, f"{path}.{key}" if path else str(key))
+    values = flatten_dict(config, is_leaf=lambda path, value: not value or path in _WHOLE)
+    return {".".join(map(str, path)): value for path, value in values.items()}

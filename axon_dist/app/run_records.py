@@ -132,7 +132,7 @@ class Recorded:
             config = sections_of(self.config, "the config")
         except ConfigError:
             return {}
-        return {key: str(value) for key, value in flat(config)}
+        return {key: str(value) for key, value in flat(config).items()}
 
 
 Runs: TypeAlias = tuple[Recorded, ...]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from axon_dist.core.tree import leaves_with_paths, num_params
 from axon_dist.core.typing import JsonDict
@@ -158,9 +158,8 @@ def summary_table(summary: JsonDict, total_seconds: float) -> Table:
 
 def two_columns(rows: Mapping[str, str], title: str | None = None) -> Table:
     """A table of labels and what they say."""
-    table = Table(title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column(style="bold")
+    columns = Column(style="dim"), Column(style="bold")
+    table = Table(*columns, title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
     for label, value in rows.items():
         table.add_row(label, value)
     return table

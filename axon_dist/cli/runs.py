@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from axon_dist.app import (
@@ -229,11 +229,8 @@ def verify_config(arguments: argparse.Namespace) -> int:
         if not arguments.here:
             raise
         raise MeshError(f"{error}; --here emulates none, so leave it out for that") from error
-    table = Table(
-        title=f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
-    )
-    table.add_column("what")
-    table.add_column("relative difference", justify="right")
+    title = f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
+    table = Table("what", Column("relative difference", justify="right"), title=title)
     is_explained = any(row.rounding for row in (*verification.metrics, *verification.params))
     if is_explained:
         table.add_column("rounding moves one device by", justify="right")

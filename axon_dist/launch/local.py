@@ -171,24 +171,20 @@ class LaunchPlan:
                 "--elastic --rejoin-after 600, or neither"
             )
         parse_host(self.master_addr, "the master address")
-        if self.nnodes > 1:
-            self._check_hosts()
-        if self.elastic and not self.max_restarts:
-            raise LaunchError(
-                "got elastic and max_restarts=0, so nothing would ever start again without the "
-                "lost; give --max-restarts too, such as --elastic --max-restarts 9"
-            )
-
-    def _check_hosts(self) -> None:
-        if self.master_addr in ("localhost", "127.0.0.1", "::1"):
+        if self.nnodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1"):
             raise LaunchError(
                 f"{self.nnodes} hosts cannot meet at {self.master_addr}, which is another one on "
                 "each; give the host of node 0 with --master-addr"
             )
-        if self.elastic:
+        if self.nnodes > 1 and self.elastic:
             raise LaunchError(
                 f"elastic runs shrink on one host, and this one has {self.nnodes}; let the "
                 "cluster's scheduler restart it with fewer hosts"
+            )
+        if self.elastic and not self.max_restarts:
+            raise LaunchError(
+                "got elastic and max_restarts=0, so nothing would ever start again without the "
+                "lost; give --max-restarts too, such as --elastic --max-restarts 9"
             )
 
 
