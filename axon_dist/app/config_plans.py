@@ -348,12 +348,8 @@ class _Split:
 
 def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str]) -> _Split | None:
     """The first of a kind whose train state fits, or the smallest; None where all are refused."""
-
-    def splits(one):
-        return one.num_devices // (one.replicas * one.shard_ranks)
-
     best: _Split | None = None
-    for one in sorted(group, key=splits):
+    for one in sorted(group, key=lambda one: one.num_devices // (one.replicas * one.shard_ranks)):
         try:
             config, step = _build(search, one)
             claims = step.claims

@@ -117,12 +117,9 @@ def _holder(path: Path) -> str:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    mine = os.fstat(file)
-    return (status.st_dev, status.st_ino) == (mine.st_dev, mine.st_ino)
+    with suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(file))
+    return False
 
 
 LEASE = "run.lease"

@@ -125,12 +125,8 @@ def _of_replica(state: TrainState, number: int) -> TrainState:
 
 def _share(batch: Mapping[str, object], replica: int, count: int, microbatches: int) -> PyTree:
     """The rows of every microbatch that a replica has."""
-
-    def rows(leaf: object) -> PyTree:
-        parts = np.split(np.asarray(leaf), microbatches * count)
-        return np.concatenate(parts[replica::count])
-
-    return {name: rows(leaf) for name, leaf in batch.items()}
+    parts = {name: np.split(np.asarray(leaf), microbatches * count) for name, leaf in batch.items()}
+    return {name: np.concatenate(rows[replica::count]) for name, rows in parts.items()}
 
 
 LEARNING_RATE = 0.1

@@ -313,20 +313,14 @@ def _attend(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, .
         note.say(f"process {me.process} is waiting for process 0 at {address}: {trouble}")
         try:
             answer = _report(address, me, deadline, token)
-            is_refused = bool(answer.get("refused"))
-            present = () if is_refused else tuple(Peer(**row) for row in answer["present"])
+            if answer["mistake"] is not None:
+                raise LaunchError(answer["mistake"])
+            return tuple(Peer(**row) for row in answer["present"])
+        except LaunchError:
+            raise
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             trouble = str(error) or type(error).__name__
             time.sleep(_PAUSE_SECONDS)
-            continue
-        if is_refused:
-            raise LaunchError(
-                f"process 0 at {address} has another {TOKEN} than process {me.process}; give all "
-                "processes of a run the same, or none"
-            )
-        if answer["mistake"] is not None:
-            raise LaunchError(answer["mistake"])
-        return present
     raise LaunchError(
         f"process {me.process} found no process 0 at {address} within {timeout:g} s: {trouble}; "
         "check that it runs, and that MASTER_ADDR and MASTER_PORT name its host and a port that "
@@ -344,7 +338,10 @@ def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
         # Process 0 may have started its clock later, and answers when its own time is up.
         answer = _receive(connection, time.monotonic() + 2 * seconds + _HELLO_SECONDS)
     if answer.get("refused"):
-        return answer
+        raise LaunchError(
+            f"process 0 at {address} has another {TOKEN} than process {me.process}; give all "
+            "processes of a run the same, or none"
+        )
     proof = _proof(token, "answer", drawn, answer["said"])
     if not hmac.compare_digest(proof.encode(), str(answer["proof"]).encode()):
         raise ConnectionError(f"what answers there has another {TOKEN}")
