@@ -242,10 +242,22 @@ class _Search:
         Args:
             most: of how many kinds.
             refused: takes the names of those that the step refuses, and why.
+
+        Raises:
+            ConfigError: for a batch that no mesh of all the devices divides.
         """
+        count, batch = self.num_devices, self.work.global_batch
+        if not 1 <= count <= MOST_DEVICES:
+            raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
         kinds: dict[str, list[Candidate]] = {}
-        for one in self.candidates():
+        for one in candidates(self.work, count, self.hardware, self.apart, self.replicas):
             kinds.setdefault(one.name, []).append(one)
+        if not kinds:
+            raise ConfigError(
+                f"no mesh of {count} devices divides global_batch={batch} and "
+                f"{self.work.num_layers} blocks; make the batch a multiple of {count}, such as "
+                f"{-(-batch // count) * count}"
+            )
         plans: list[ReadPlan | None] = []
         too_large: list[_Split] = []
         for group in sorted(kinds.values(), key=lambda group: _complexity(group[0])):
@@ -259,24 +271,6 @@ class _Search:
         if plans.count(None) == len(plans) and too_large:
             plans.append(_read(self, refused, min(too_large, key=lambda split: split.state)))
         return [plan for plan in plans if plan is not None]
-
-    def candidates(self) -> list[Candidate]:
-        """All candidates.
-
-        Raises:
-            ConfigError: for a batch that no mesh of all the devices divides.
-        """
-        count, batch = self.num_devices, self.work.global_batch
-        if not 1 <= count <= MOST_DEVICES:
-            raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
-        feasible = list(candidates(self.work, count, self.hardware, self.apart, self.replicas))
-        if not feasible:
-            raise ConfigError(
-                f"no mesh of {count} devices divides global_batch={batch} and "
-                f"{self.work.num_layers} blocks; make the batch a multiple of {count}, such as "
-                f"{-(-batch // count) * count}"
-            )
-        return feasible
 
     def with_other_numbers(self) -> Iterator[_Search]:
         """The same config in a narrower precision, and with replicas that seldom synchronize."""

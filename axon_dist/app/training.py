@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -24,6 +23,7 @@ from axon_dist.core.errors import (
     OutOfMemoryError,
     install_command,
 )
+from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
@@ -64,7 +64,7 @@ class RunResult:
 
     result: TrainResult
     directory: RunDirectory
-    summary: dict[str, Any]
+    summary: JsonDict
 
 
 @checked(config=CONFIG)
@@ -164,7 +164,7 @@ def _open_port(run: Run) -> list[str]:
 
 def _go_on(
     config: RunConfig, directory: RunDirectory, state: TrainState | None, tell: Callable
-) -> list[dict[str, Any]]:
+) -> list[JsonDict]:
     """Writes the config of a run that may resume, reports its changes, and reads the metrics."""
     for change in directory.changes(config):
         tell(f"config: {change}")
@@ -300,11 +300,11 @@ def explained(run: Run, folder: Path) -> Iterator[None]:
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        place, held = str(folder / PROFILE), []
+        place, profiled = str(folder / PROFILE), []
         with contextlib.suppress(OSError, RuntimeError):
             jax.profiler.save_device_memory_profile(place)
-            held = [f"what it held is in {place!r}, for pprof"]
-        first, advised = str(error).splitlines()[0], "; ".join([*held, *advice(run)])
+            profiled = [f"what it held is in {place!r}, for pprof"]
+        first, advised = str(error).splitlines()[0], "; ".join([*profiled, *advice(run)])
         raise OutOfMemoryError(f"a device has no memory left ({first}); {advised}") from error
 
 

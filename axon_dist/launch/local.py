@@ -242,8 +242,13 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
     Raises:
         LaunchError: when the command does not exist.
     """
-    command = (_find_program(plan.command[0]), *plan.command[1:])
-    plan = dataclasses.replace(plan, command=command)
+    # On the path, or beside the Python that runs this, as `axon` is.
+    name, *arguments = plan.command
+    path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+    path = path or shutil.which(name, path=str(Path(sys.executable).parent))
+    if path is None:
+        raise LaunchError(f"there is no program {name!r}; give one that is on the PATH")
+    plan = dataclasses.replace(plan, command=(path, *arguments))
     what = f"cannot make the folder {str(plan.log_dir)!r} for logs"
     with reworded(what, "name another with --log-dir", LaunchError):
         plan.log_dir.mkdir(parents=True, exist_ok=True)
@@ -461,12 +466,3 @@ class _Attempt:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _find_program(name: str) -> str:
-    """Finds a program on the path, or beside the Python that runs this, as `axon` is."""
-    path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
-    path = path or shutil.which(name, path=str(Path(sys.executable).parent))
-    if path is None:
-        raise LaunchError(f"there is no program {name!r}; give one that is on the PATH")
-    return path

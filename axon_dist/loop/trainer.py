@@ -192,7 +192,11 @@ class Trainer:
                     self.step.check_rows(first)
                     state = self.step.init()
                 record = self._record(state, tell, sheet)
-            self._check_steps_left(record)
+            if record.step >= options.num_steps:
+                raise ConfigError(
+                    f"the state has taken {record.step} steps and the run ends at step "
+                    f"{options.num_steps}; raise the number of steps"
+                )
             first_step = record.first_step
             with self.progress.phase("compiling the train step"), sheet.on(COMPILE):
                 state, metrics = self.step(state, first)
@@ -257,13 +261,6 @@ class Trainer:
                     f"the options have {option}={steps} and the trainer has no {name}, so nothing "
                     f"would happen then; give it a {name} function, or leave {option} at 0"
                 )
-
-    def _check_steps_left(self, record: Record) -> None:
-        if record.step >= self.options.num_steps:
-            raise ConfigError(
-                f"the state has taken {record.step} steps and the run ends at step "
-                f"{self.options.num_steps}; raise the number of steps"
-            )
 
     def _first_batch(self) -> tuple[Iterator[Batch], Batch]:
         batches = iter(self.batches)
