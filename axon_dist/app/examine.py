@@ -8,6 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import yaml
 from flax.traverse_util import flatten_dict
@@ -16,7 +17,6 @@ from axon_dist.core.checks import checked
 from axon_dist.core.errors import MeshError
 from axon_dist.core.files import as_place
 from axon_dist.core.tree import bytes_per_device, num_bytes
-from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, Target, World, parse_target, prepare_environment
@@ -55,7 +55,7 @@ class Examination:
     outer_steps: tuple[Report, ...] = ()
     every: int = 0
 
-    def to_dict(self) -> JsonDict:
+    def to_dict(self) -> dict[str, Any]:
         """The reports as plain values."""
         reports = [one.to_dict() for one in self.outer_steps]
         outer = {"outer_steps": reports, "every": self.every} if reports else {}
@@ -131,7 +131,7 @@ def compiled_report(step: TrainStep, config: RunConfig) -> Report:
     return report(compiled, step.world.mesh, traced_flops=read_step(step, batch).flops)
 
 
-def read_program(run: Run) -> JsonDict:
+def read_program(run: Run) -> dict[str, Any]:
     """Compiles the step of a run, if that is not done yet, and reads what it costs.
 
     Args:
@@ -200,7 +200,7 @@ _KINDS: Mapping[str, str] = {
 }
 
 
-def _joined(rows: Iterable[JsonDict]) -> list[JsonDict]:
+def _joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Collectives that differ in nothing but their name, as one row with a count."""
     total: Counter[str] = Counter()
     for row in rows:
@@ -210,7 +210,7 @@ def _joined(rows: Iterable[JsonDict]) -> list[JsonDict]:
     return sorted(joined, key=lambda row: -row["wire_bytes"] * row["count"])
 
 
-def _leaves(claims: Claims) -> list[JsonDict]:
+def _leaves(claims: Claims) -> list[dict[str, Any]]:
     return [
         {
             "path": row.path,
@@ -239,9 +239,9 @@ class DryRun:
         files: what would be written, and how large it gets where that is known.
     """
 
-    config: JsonDict
+    config: dict[str, Any]
     opening: tuple[str, ...]
-    program: JsonDict
+    program: dict[str, Any]
     items: tuple[str, int]
     ranks: tuple[str, ...]
     files: tuple[str, ...]

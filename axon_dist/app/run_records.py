@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import Place, json_section, kind_at, read_bytes
+from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, clock_time, plural, si
 
 from ..core.plain_yaml import sections_of
@@ -37,9 +38,9 @@ class Recorded:
     """
 
     folder: Place
-    rows: tuple[Mapping[str, Any], ...]
-    summary: Mapping[str, Any]
-    program: Mapping[str, Any]
+    rows: tuple[JsonDict, ...]
+    summary: JsonDict
+    program: JsonDict
     config: str
     notes: tuple[str, ...]
     called: str = ""
@@ -82,7 +83,7 @@ class Recorded:
         )
 
     @functools.cached_property
-    def _legs(self) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    def _legs(self) -> list[tuple[JsonDict, JsonDict]]:
         """The last record of each leg but the last, and the first of the next."""
         clock = ("time/unix", "time/elapsed_seconds")
         rows = [row for row in self.rows if all(_is_finite(row.get(name)) for name in clock)]
@@ -203,7 +204,7 @@ def _text(path: Path, otherwise: str, notes: list[str]) -> str:
         return ""
 
 
-def _object(path: Path, otherwise: str, notes: list[str]) -> Mapping[str, Any]:
+def _object(path: Path, otherwise: str, notes: list[str]) -> JsonDict:
     text = _text(path, otherwise, notes)
     if not text:
         return {}
@@ -212,7 +213,7 @@ def _object(path: Path, otherwise: str, notes: list[str]) -> Mapping[str, Any]:
     return data or {}
 
 
-def _rows(path: Path, notes: list[str]) -> Sequence[Mapping[str, Any]]:
+def _rows(path: Path, notes: list[str]) -> list[JsonDict]:
     lines = _lines(path, notes)
     rows = [row for row in map(json_section, lines) if row and _is_finite(row.get("step"))]
     if len(rows) < len(lines):
