@@ -183,11 +183,9 @@ def plan_config(
     others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
     limit = ranked[0].time.total if ranked[0].fits else float("inf")
     faster = [plan for plan in others if plan.fits and (1 + ALIKE) * plan.time.total < limit]
-    compiled: list[ReadPlan] = []
-    for plan in ranked[:num_compiled]:
+    for place, plan in enumerate(ranked[:num_compiled]):
         tell(plan.candidate.name, f"compiled for {plan.candidate.mesh}")
-        compiled.append(_measured(plan, target))
-    ranked[: len(compiled)] = compiled
+        ranked[place] = _measured(plan, target)
     kinds = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
     return ConfigPlans(search.work, hardware, num_devices, *kinds)
 
@@ -244,10 +242,22 @@ class _Search:
         Args:
             most: of how many kinds.
             refused: takes the names of those that the step refuses, and why.
+
+        Raises:
+            ConfigError: for a batch that no mesh of all the devices divides.
         """
+        count, batch = self.num_devices, self.work.global_batch
+        if not 1 <= count <= MOST_DEVICES:
+            raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
         kinds: dict[str, list[Candidate]] = {}
-        for one in self.candidates():
+        for one in candidates(self.work, count, self.hardware, self.apart, self.replicas):
             kinds.setdefault(one.name, []).append(one)
+        if not kinds:
+            raise ConfigError(
+                f"no mesh of {count} devices divides global_batch={batch} and "
+                f"{self.work.num_layers} blocks; make the batch a multiple of {count}, such as "
+                f"{-(-batch // count) * count}"
+            )
         plans: list[ReadPlan | None] = []
         too_large: list[_Split] = []
         for group in sorted(kinds.values(), key=lambda group: _complexity(group[0])):
@@ -261,24 +271,6 @@ class _Search:
         if plans.count(None) == len(plans) and too_large:
             plans.append(_read(self, refused, min(too_large, key=lambda split: split.state)))
         return [plan for plan in plans if plan is not None]
-
-    def candidates(self) -> list[Candidate]:
-        """All candidates.
-
-        Raises:
-            ConfigError: for a batch that no mesh of all the devices divides.
-        """
-        count, batch = self.num_devices, self.work.global_batch
-        if not 1 <= count <= MOST_DEVICES:
-            raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
-        feasible = list(candidates(self.work, count, self.hardware, self.apart, self.replicas))
-        if not feasible:
-            raise ConfigError(
-                f"no mesh of {count} devices divides global_batch={batch} and "
-                f"{self.work.num_layers} blocks; make the batch a multiple of {count}, such as "
-                f"{-(-batch // count) * count}"
-            )
-        return feasible
 
     def with_other_numbers(self) -> Iterator[_Search]:
         """The same config in a narrower precision, and with replicas that seldom synchronize."""
@@ -350,12 +342,8 @@ class _Split:
 
 def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str]) -> _Split | None:
     """The first of a kind whose train state fits, or the smallest; None where all are refused."""
-
-    def splits(one):
-        return one.num_devices // (one.replicas * one.shard_ranks)
-
     best: _Split | None = None
-    for one in sorted(group, key=splits):
+    for one in sorted(group, key=lambda one: one.num_devices // (one.replicas * one.shard_ranks)):
         try:
             config, step = _build(search, one)
             claims = step.claims
@@ -429,16 +417,13 @@ def _with_outer_step(
 
 def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
     work, hardware = search.work, search.hardware
-    if candidate.pp == 1:
-        return reading.step_time(hardware, work.policy.compute)
-    # A pipeline's actions are branches of a conditional, and the program does not count them.
-    stages, count = candidate.pp, candidate.num_microbatches
-    return reading.step_time(
-        hardware,
-        work.policy.compute,
-        flops=4 / 3 * work.flops / candidate.num_devices,  # every stage is recomputed
-        idle=idle_share(candidate.schedule, stages, count, 1),
-    )
+    counted = {}
+    if candidate.pp > 1:
+        # A pipeline's actions are branches of a conditional, and the program does not count them.
+        counted["flops"] = 4 / 3 * work.flops / candidate.num_devices  # every stage is recomputed
+        sizes = candidate.pp, candidate.num_microbatches
+        counted["idle"] = idle_share(candidate.schedule, *sizes, 1)
+    return reading.step_time(hardware, work.policy.compute, **counted)
 
 
 def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -11,18 +10,20 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import yaml
+from flax.traverse_util import flatten_dict
 
 from axon_dist.core.checks import is_whole
-from axon_dist.core.errors import ConfigError, StoreError
+from axon_dist.core.errors import ConfigError, StoreError, reworded
 from axon_dist.core.files import (
     Address,
     Place,
     as_place,
     host_memory,
+    json_section,
     kind_at,
     read_bytes,
     snapshot,
@@ -186,10 +187,10 @@ class RunDirectory:
         try:
             if kind_at(self.config) is None:
                 return []
-            before = dict(flat(read_yaml(self.config)))
+            before = flat(read_yaml(self.config))
         except ConfigError as error:
             return [f"{self.config.name} cannot be read ({str(error).splitlines()[0]}): replaced"]
-        after = dict(flat(config.to_dict()))
+        after = flat(config.to_dict())
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
         return [f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names]
 
@@ -329,7 +330,7 @@ def _holds_a_run(path: Place) -> ConfigError:
 def take_folders(
     config: RunConfig,
     directory: RunDirectory,
-    stack: contextlib.ExitStack,
+    stack: ExitStack,
     tell: Callable[[str], None],
 ) -> None:
     """Keeps other runs out of the folders that this one writes to, for as long as a stack is open.
@@ -351,10 +352,8 @@ def take_folders(
         return
     folder = as_place(config.checkpoint.dir, "checkpoint.dir")
     if isinstance(folder, Path):
-        try:
+        with reworded(f"checkpoint.dir: cannot write to {str(folder)!r}", "name another"):
             check_writable(folder)
-        except OSError as error:
-            raise _cannot_write("checkpoint.dir", folder, error.strerror) from error
     if folder.resolve() != directory.place.resolve():
         _take_folder(directory, folder, "checkpoint.dir", stack, tell)
 
@@ -363,7 +362,7 @@ def _take_folder(
     directory: RunDirectory,
     folder: Place,
     key: str,
-    stack: contextlib.ExitStack,
+    stack: ExitStack,
     tell: Callable[[str], None],
 ) -> None:
     if isinstance(folder, Path):
@@ -409,28 +408,20 @@ def _newest_run(name: str) -> Path | None:
 
 def _row(line: str) -> JsonDict | None:
     """One line of `metrics.jsonl`, or None where it is none."""
-    if not line.endswith("\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and is_whole(row.get("step")) else None
+    row = json_section(line) if line.endswith("\n") else None
+    return row if row is not None and is_whole(row.get("step")) else None
 
 
-_WHOLE = ("mesh", "parallel")
+_WHOLE = (("mesh",), ("parallel",))
 """Sections that are compared as one value: their keys are names of axes and strategies."""
 
 
-def flat(config: object, path: str = "") -> Iterator[tuple[str, object]]:
+def flat(config: JsonDict) -> dict[str, object]:
     """The values of nested dicts by dotted path.
 
     Example:
-        >>> dict(flat({"train": {"steps": 1}, "parallel": {"ddp": {}}}))
+        >>> flat({"train": {"steps": 1}, "parallel": {"ddp": {}}})
         {'train.steps': 1, 'parallel': {'ddp': {}}}
     """
-    if not isinstance(config, dict) or not config or path in _WHOLE:
-        yield path, config
-        return
-    for key, value in config.items():
-        yield from flat(value, f"{path}.{key}" if path else str(key))
+    values = flatten_dict(config, is_leaf=lambda path, value: not value or path in _WHOLE)
+    return {".".join(map(str, path)): value for path, value in values.items()}

@@ -111,7 +111,15 @@ def evaluate(
     built = build_step(config, world, optax.identity(), loss_fn=measure, trains=False)
     loader = build_loader(config, world, built.strategy.batch_axes)
     tell(f"data: {loader.description}")
-    means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
+    state, sums, num_samples = load_state(checkpoint, built), MetricSums(), 0
+    batch_sums = (
+        (copies, count, built.evaluate_sums(state, batch))
+        for copies, count, batch in _batches(loader, built, num_batches)
+    )
+    for copies, count, batch_metrics in delayed(batch_sums, LAG):
+        num_samples += count
+        sums.add(batch_metrics, copies)
+    means = sums.means
     derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
     return Evaluation(
         checkpoint=checkpoint,
@@ -161,27 +169,19 @@ def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
     return PortableForm(step).with_weights(weights, buffers)
 
 
-def _measure(
-    step: TrainStep, state: TrainState, loader: Loader, num_batches: int | None
-) -> tuple[dict[str, float], int]:
-    """The mean of every metric, and over how many samples."""
-    sums, num_samples = MetricSums(), 0
-    batch_sums = (
-        (copies, count, step.evaluate_sums(state, batch))
-        for copies, count, batch in _batches(loader, step, num_batches)
-    )
-    for copies, count, metrics in delayed(batch_sums, LAG):
-        num_samples += count
-        sums.add(metrics, copies)
-    return sums.means, num_samples
-
-
 def _batches(
     loader: Loader, step: TrainStep, num_batches: int | None
 ) -> Iterator[tuple[int, int, LocalBatch]]:
     """How often a batch repeats each sample, how many samples it has, and its local rows."""
     if num_batches is not None:
-        _check_batches(loader, num_batches)
+        count = getattr(loader.samples, "num_validation", None)
+        most = num_batches if count is None else -(-count // loader.global_batch)
+        if num_batches > most:
+            raise ConfigError(
+                f"got {num_batches} batches of {loader.global_batch} samples, and there are "
+                f"{count} for validation; ask for at most {most}, or leave it out for all of them, "
+                "once each"
+            )
         for batch in loader.validation_batches(num_batches):
             yield 1, loader.global_batch, batch
         return
@@ -194,18 +194,6 @@ def _batches(
             yield 1, len(divisible), loader.validation_rows(divisible)
         if len(rest):
             yield divisor, len(rest), loader.validation_rows(np.tile(rest, divisor))
-
-
-def _check_batches(loader: Loader, num_batches: int) -> None:
-    count = getattr(loader.samples, "num_validation", None)
-    if count is None:
-        return
-    most = -(-count // loader.global_batch)
-    if num_batches > most:
-        raise ConfigError(
-            f"got {num_batches} batches of {loader.global_batch} samples, and there are {count} "
-            f"for validation; ask for at most {most}, or leave it out for all of them, once each"
-        )
 
 
 def of_text(loss: float, loader: Loader) -> dict[str, float]:

@@ -57,14 +57,9 @@ class Examination:
 
     def to_dict(self) -> dict[str, Any]:
         """The reports as plain values."""
-        figures = self.report.to_dict()
-        if not self.outer_steps:
-            return figures
-        return {
-            **figures,
-            "outer_steps": [one.to_dict() for one in self.outer_steps],
-            "every": self.every,
-        }
+        reports = [one.to_dict() for one in self.outer_steps]
+        outer = {"outer_steps": reports, "every": self.every} if reports else {}
+        return self.report.to_dict() | outer
 
     def outer_step_lines(self) -> list[str]:
         """The bytes of each outer step, and their sum per step; empty without outer steps."""

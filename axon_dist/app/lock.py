@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from axon_dist.core.errors import ConfigError, StoreError
-from axon_dist.core.files import Address, read_text
+from axon_dist.core.errors import ConfigError, StoreError, reworded
+from axon_dist.core.files import Address, json_section, read_text
 
 LOCK = "run.lock"
 """The file in a folder that says who writes to it."""
@@ -103,13 +103,9 @@ def _this_process() -> dict[str, str | int]:
 
 def _open(path: Path, key: str) -> int:
     """Opens the file of the lock; refuses a link or a device in its place."""
-    try:
+    what = f"{key}: cannot open {str(path)!r}, which says who writes there"
+    with reworded(what, "remove it, or name another folder"):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: cannot open {str(path)!r}, which says who writes there: {error.strerror}; "
-            "remove it, or name another folder"
-        ) from error
 
 
 def _holder(path: Path) -> str:
@@ -121,12 +117,9 @@ def _holder(path: Path) -> str:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    mine = os.fstat(file)
-    return (status.st_dev, status.st_ino) == (mine.st_dev, mine.st_ino)
+    with suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(file))
+    return False
 
 
 LEASE = "run.lease"
@@ -247,11 +240,8 @@ class Lease:
 
 
 def _read(contents: bytes | None) -> Mapping[str, Any]:
-    try:
-        holder = json.loads(contents or b"{}")
-    except ValueError:
-        holder = None
-    return holder if isinstance(holder, dict) else {"host": "a machine that does not say so"}
+    holder = json_section(contents or b"{}")
+    return {"host": "a machine that does not say so"} if holder is None else holder
 
 
 def _who(holder: Mapping[str, object]) -> str:

@@ -116,11 +116,7 @@ def _ragged(x: Array, kernel: Array) -> Array:
 
 def _segments(x: Array, kernel: Array) -> Array:
     y, numbers = x @ kernel, _numbers(x)
-
-    def add(y, numbers):
-        return jax.ops.segment_sum(y, numbers, FEATURES)
-
-    return jax.vmap(add)(y, numbers)
+    return jax.vmap(lambda y, numbers: jax.ops.segment_sum(y, numbers, FEATURES))(y, numbers)
 
 
 def _conditional(x: Array, kernel: Array) -> Array:

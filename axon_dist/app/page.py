@@ -159,10 +159,6 @@ def _plot(runs: Runs, names: Mapping[str, str], unit: str = "") -> str | None:
     return lines(curves, unit, marks) if curves else None
 
 
-def _of(names: Mapping[str, str], unit: str = "") -> Callable[[Runs], str | None]:
-    return lambda runs: _plot(runs, names, unit)
-
-
 def _loss(runs: Runs) -> str | None:
     names = {"train/loss": "training", "validation/loss": "validation"}
     names |= {
@@ -393,7 +389,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "rate",
         "Learning rate",
-        _of({"optimizer/learning_rate": "learning rate"}, "learning rate"),
+        lambda runs: _plot(runs, {"optimizer/learning_rate": "learning rate"}, "learning rate"),
         "Unknown: the optimizer does not say, or nothing was recorded.",
     ),
     Part("throughput", "Throughput", _throughput, _NOT_MEASURED),

@@ -124,7 +124,11 @@ class SavedStates:
         """
         checkpoints, form = self.checkpoints, self.form
         if resume is None:
-            _check_empty(checkpoints)
+            if checkpoints.entries():
+                raise ConfigError(
+                    f"checkpoint.dir: {str(checkpoints.folder)!r} holds the checkpoints of another "
+                    "run; name another, or go on with them: --resume auto"
+                )
             return None
         copy = self._newest_copy(tell)
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
@@ -138,7 +142,12 @@ class SavedStates:
                 return None
         else:
             restored = _restore_path(as_place(resume, "--resume"), form.target, tell)
-        self.run.loader.restore(_data_state(restored))
+        if "data" not in restored.manifest.meta:
+            raise CheckpointError(
+                f"checkpoint {str(restored.path)!r} does not say how far in the data it was taken; "
+                "name one that axon train wrote"
+            )
+        self.run.loader.restore(restored.manifest.meta["data"])
         state = form.take_up(restored.state)
         tell(f"going on after step {int(state.step)} from {str(restored.path)!r}")
         return state
@@ -176,14 +185,6 @@ def open_states(
     if copies is not None:
         copies.check(form.target)
     return SavedStates(run, form, checkpoints, copies, directory)
-
-
-def _check_empty(checkpoints: CheckpointManager) -> None:
-    if checkpoints.entries():
-        raise ConfigError(
-            f"checkpoint.dir: {str(checkpoints.folder)!r} holds the checkpoints of another run; "
-            "name another, or go on with them: --resume auto"
-        )
 
 
 def _restore_path(path: Place, target: PyTree, tell: Callable[[str], None]) -> Restored:
@@ -224,15 +225,6 @@ def check_resume(resume: str | None) -> None:
     manager = CheckpointManager(folder)
     if not (manager.entries() or manager.passed_over()):
         raise _none_in(folder)
-
-
-def _data_state(saved: Restored) -> dict[str, int]:
-    if "data" not in saved.manifest.meta:
-        raise CheckpointError(
-            f"checkpoint {str(saved.path)!r} does not say how far in the data it was taken; name "
-            "one that axon train wrote"
-        )
-    return saved.manifest.meta["data"]
 
 
 def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) -> None:

@@ -183,8 +183,8 @@ def load_arrays(
     """
     saved = read_manifest(checkpoint).leaves
     # Replicas with outer steps have a row each of every array but the outer parameters.
-    rows = (s.shape[0] for path, s in saved.items() if _outer_path(path) in saved)
-    replicas = next(rows, 0)
+    inner = (path.replace("outer/", "params/", 1) for path in saved if path.startswith("outer/"))
+    replicas = next((saved[path].shape[0] for path in inner if path in saved), 0)
 
     def target(path: LeafPath, leaf: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
         if path not in saved:
@@ -249,11 +249,6 @@ def _is_per_rank(saved: LeafSpec, leaf: Leaf) -> bool:
 
 def _is_float(leaf: Leaf) -> bool:
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _outer_path(path: LeafPath) -> LeafPath:
-    """The path of the outer parameter of a replica's parameter; "" for other leaves."""
-    return f"outer/{path.removeprefix('params/')}" if path.startswith("params/") else ""
 
 
 def export_run(

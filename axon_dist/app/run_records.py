@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import Place, kind_at, read_bytes
+from axon_dist.core.files import Place, json_section, kind_at, read_bytes
+from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, clock_time, plural, si
 
 from ..core.plain_yaml import sections_of
@@ -38,9 +38,9 @@ class Recorded:
     """
 
     folder: Place
-    rows: tuple[Mapping[str, Any], ...]
-    summary: Mapping[str, Any]
-    program: Mapping[str, Any]
+    rows: tuple[JsonDict, ...]
+    summary: JsonDict
+    program: JsonDict
     config: str
     notes: tuple[str, ...]
     called: str = ""
@@ -83,7 +83,7 @@ class Recorded:
         )
 
     @functools.cached_property
-    def _legs(self) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    def _legs(self) -> list[tuple[JsonDict, JsonDict]]:
         """The last record of each leg but the last, and the first of the next."""
         clock = ("time/unix", "time/elapsed_seconds")
         rows = [row for row in self.rows if all(_is_finite(row.get(name)) for name in clock)]
@@ -133,7 +133,7 @@ class Recorded:
             config = sections_of(self.config, "the config")
         except ConfigError:
             return {}
-        return {key: str(value) for key, value in flat(config)}
+        return {key: str(value) for key, value in flat(config).items()}
 
 
 Runs: TypeAlias = tuple[Recorded, ...]
@@ -204,30 +204,18 @@ def _text(path: Path, otherwise: str, notes: list[str]) -> str:
         return ""
 
 
-def _object(path: Path, otherwise: str, notes: list[str]) -> Mapping[str, Any]:
+def _object(path: Path, otherwise: str, notes: list[str]) -> JsonDict:
     text = _text(path, otherwise, notes)
     if not text:
         return {}
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        data = None
-    if not isinstance(data, dict):
+    if (data := json_section(text)) is None:
         notes.append(f"{path.name} is broken: it is no JSON object")
-        return {}
-    return data
+    return data or {}
 
 
-def _rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+def _rows(path: Path, notes: list[str]) -> list[JsonDict]:
     lines = _lines(path, notes)
-    rows: list[Mapping[str, Any]] = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and _is_finite(row.get("step")):
-            rows.append(row)
+    rows = [row for row in map(json_section, lines) if row and _is_finite(row.get("step"))]
     if len(rows) < len(lines):
         notes.append(f"{path.name}: {len(lines) - len(rows)} of {len(lines)} lines are broken")
     return rows

@@ -183,7 +183,7 @@ def what_is_trained(config: RunConfig) -> dict[str, Any]:
             path = "/".join(map(str, keys))
             return is_trainable(keys, variable) and not optimizer.is_frozen(path)
 
-        return {"trainable": is_trained, "frozen_dtype": config.frozen_dtype}
+        trainable = is_trained
     return {"trainable": trainable, "frozen_dtype": config.frozen_dtype}
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from axon_dist.core.tree import leaves_with_paths, num_params
 from axon_dist.core.typing import JsonDict
@@ -78,9 +79,7 @@ def _batch_lines(run: Run) -> list[str]:
 def _decay_line(run: Run) -> str | None:
     """Which parameters decay, where not all do; None where all or none do."""
     optimizer = run.config.optimizer
-    if not isinstance(optimizer, Decaying) or optimizer.decay == "all":
-        return None
-    if optimizer.weight_decay == 0:
+    if not isinstance(optimizer, Decaying) or not optimizer.weight_decay or optimizer.mask is None:
         return None
     decays = [flag for _, flag in leaves_with_paths(matrices(run.step.parts.params))]
     return (
@@ -154,9 +153,13 @@ def summary_table(summary: JsonDict, total_seconds: float) -> Table:
         f"time{since}": f"{clock_time(total_seconds)}, of it {_spent(summary, total_seconds)}",
         "train state": f"{byte_size(summary['state_bytes_per_device'])} per device",
     }
-    table = Table(title=summary["name"], box=SIMPLE_HEAD, show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column(style="bold")
+    return two_columns(rows, summary["name"])
+
+
+def two_columns(rows: Mapping[str, str], title: str | None = None) -> Table:
+    """A table of labels and what they say."""
+    columns = Column(style="dim"), Column(style="bold")
+    table = Table(*columns, title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
     for label, value in rows.items():
         table.add_row(label, value)
     return table

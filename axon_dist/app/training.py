@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -24,6 +23,7 @@ from axon_dist.core.errors import (
     OutOfMemoryError,
     install_command,
 )
+from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
@@ -43,7 +43,7 @@ from axon_dist.loop import (
 )
 from axon_dist.step import TrainState
 
-from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
+from ..config import CONFIG, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
@@ -64,7 +64,7 @@ class RunResult:
 
     result: TrainResult
     directory: RunDirectory
-    summary: dict[str, Any]
+    summary: JsonDict
 
 
 @checked(config=CONFIG)
@@ -119,7 +119,10 @@ def train(
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
-            writers = _open_writers(config, directory, inner) if run.is_main else []
+            writers = [
+                inner.enter_context(contextlib.closing(writer))
+                for writer in (_writers(config, directory) if run.is_main else ())
+            ]
             checkpoints = inner.enter_context(saved.checkpoints)
             checkpoints.tell = progress.note
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
@@ -161,7 +164,7 @@ def _open_port(run: Run) -> list[str]:
 
 def _go_on(
     config: RunConfig, directory: RunDirectory, state: TrainState | None, tell: Callable
-) -> list[dict[str, Any]]:
+) -> list[JsonDict]:
     """Writes the config of a run that may resume, reports its changes, and reads the metrics."""
     for change in directory.changes(config):
         tell(f"config: {change}")
@@ -228,32 +231,23 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
     return RunResult(result, directory, summary)
 
 
-def _open_writers(
-    config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack
-) -> list[MetricWriter]:
-    writers: list[MetricWriter] = [JsonlWriter(directory.metrics)]
-    stack.callback(writers[0].close)
+def _writers(config: RunConfig, directory: RunDirectory) -> Iterator[MetricWriter]:
+    """Opens, one by one, what writes to the run directory and to the places that a config names."""
+    name, plain, folder = config.name, config.to_dict(), directory.path
+    yield JsonlWriter(directory.metrics)
     for logger in config.loggers:
-        writer = _writer(logger, directory.path, config)
-        stack.callback(writer.close)
-        writers.append(writer)
-    return writers
-
-
-def _writer(logger: Logger, folder: Path, config: RunConfig) -> MetricWriter:
-    """Opens what writes to the place that a config names."""
-    name, plain = config.name, config.to_dict()
-    match logger:
-        case TensorBoard():
-            return TensorBoardWriter(folder / "tensorboard")
-        case Wandb(project=project, mode=mode):
-            return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
-        case Trackio(project=project):
-            return TrackioWriter(project=project, name=name, config=plain)
-        case Mlflow(experiment=experiment, uri=uri):
-            uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
-            return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
-    raise TypeError(f"no writer for the logger {logger}; add one here")
+        match logger:
+            case TensorBoard():
+                yield TensorBoardWriter(folder / "tensorboard")
+            case Wandb(project=project, mode=mode):
+                yield WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
+            case Trackio(project=project):
+                yield TrackioWriter(project=project, name=name, config=plain)
+            case Mlflow(experiment=experiment, uri=uri):
+                uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+                yield MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+            case _:
+                raise TypeError(f"no writer for the logger {logger}; add one here")
 
 
 def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
@@ -306,16 +300,12 @@ def explained(run: Run, folder: Path) -> Iterator[None]:
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        first, advised = str(error).splitlines()[0], "; ".join([*_profiled(folder), *advice(run)])
+        place, profiled = str(folder / PROFILE), []
+        with contextlib.suppress(OSError, RuntimeError):
+            jax.profiler.save_device_memory_profile(place)
+            profiled = [f"what it held is in {place!r}, for pprof"]
+        first, advised = str(error).splitlines()[0], "; ".join([*profiled, *advice(run)])
         raise OutOfMemoryError(f"a device has no memory left ({first}); {advised}") from error
-
-
-def _profiled(folder: Path) -> Iterator[str]:
-    try:
-        jax.profiler.save_device_memory_profile(str(folder / PROFILE))
-    except (OSError, RuntimeError):
-        return
-    yield f"what it held is in {str(folder / PROFILE)!r}, for pprof"
 
 
 def advice(run: Run) -> list[str]:

@@ -17,7 +17,7 @@ from flax import nnx
 
 from axon_dist.core.checks import COUNT, ArgumentKind, checked
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.tree import leaves_with_paths, map_with_path
+from axon_dist.core.tree import is_key, leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path, PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
@@ -117,9 +117,6 @@ def _first_state(step: TrainStep, first: Callable[[PyTree], PyTree]) -> TrainSta
 def _of_replica(state: TrainState, number: int) -> TrainState:
     """The first replica draws as the model would, the others from keys folded with their number."""
 
-    def is_key(x):
-        return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
     def fold(x):
         return jax.random.fold_in(x, number) if number and is_key(x) else x
 
@@ -128,12 +125,8 @@ def _of_replica(state: TrainState, number: int) -> TrainState:
 
 def _share(batch: Mapping[str, object], replica: int, count: int, microbatches: int) -> PyTree:
     """The rows of every microbatch that a replica has."""
-
-    def rows(leaf: object) -> PyTree:
-        parts = np.split(np.asarray(leaf), microbatches * count)
-        return np.concatenate(parts[replica::count])
-
-    return {name: rows(leaf) for name, leaf in batch.items()}
+    parts = {name: np.split(np.asarray(leaf), microbatches * count) for name, leaf in batch.items()}
+    return {name: np.concatenate(rows[replica::count]) for name, rows in parts.items()}
 
 
 LEARNING_RATE = 0.1

@@ -73,15 +73,6 @@ class CopyHeader:
         parsed = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
         return cls(**{**fields, **parsed})
 
-    @classmethod
-    def read(cls, path: Path) -> CopyHeader:
-        """Reads that of a file.
-
-        Raises:
-            CheckpointError: or another of `MALFORMED`, when it is none.
-        """
-        return cls.from_json(bytes(open_tensors(path)[_HEADER]).decode())
-
 
 def place_of(index: Sequence[slice], shape: Sequence[int]) -> Slices:
     """The place of a shard.
@@ -255,4 +246,4 @@ def headers_in(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
     """The headers of the finished files of a folder, and their paths."""
     for path in sorted(folder.glob("*.copy")):
         with contextlib.suppress(OSError, *MALFORMED):
-            yield CopyHeader.read(path), path
+            yield CopyHeader.from_json(bytes(open_tensors(path)[_HEADER]).decode()), path

@@ -325,7 +325,13 @@ class HostCopies:
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
 
         values = {path: read(path, leaf) for path, leaf in stored.items()}
-        _check_undamaged(local, header.step)
+        damaged = _gathered(bool(local.damaged))
+        if any(damaged):
+            raise DamagedCheckpointError(
+                f"the copy of step {header.step} in the memory of the hosts of the processes "
+                f"{[p for p, is_bad in enumerate(damaged) if is_bad]} is not what was written; "
+                "going back to a checkpoint"
+            )
         leaves = [from_stored(values[path], leaf) for path, leaf in targets.items()]
         state = jax.tree.unflatten(jax.tree.structure(target), leaves)
         return HostCopy(header.step, state, dict(header.meta))
@@ -439,14 +445,3 @@ def _fetch(
         sent = np.asarray(multihost_utils.broadcast_one_to_all(raw, is_source=is_source))
         if (path, place) in missing:
             local.add(path, place, sent)
-
-
-def _check_undamaged(local: Pieces, step: int) -> None:
-    """Raises on all processes where one has read a piece that is not what was written."""
-    damaged = _gathered(bool(local.damaged))
-    if any(damaged):
-        raise DamagedCheckpointError(
-            f"the copy of step {step} in the memory of the hosts of the processes "
-            f"{[p for p, is_bad in enumerate(damaged) if is_bad]} is not what was written; going "
-            "back to a checkpoint"
-        )

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from ..core.checks import COUNT, NUMBER, SIZE, ArgumentKind
@@ -82,16 +81,12 @@ class Retention:
     def outdated(self, entries: Sequence[Entry]) -> list[Entry]:
         """The checkpoints to delete, oldest first."""
         by_age = sorted(entries, key=lambda entry: entry.serial)
-        scored = [entry for entry in by_age if not math.isnan(_score(entry))]
-        by_score = sorted(scored, key=lambda entry: (_score(entry), -entry.serial))
+        scored = [x for x in by_age if x.score is not None and not math.isnan(x.score)]
+        by_score = sorted(scored, key=lambda entry: (entry.score, -entry.serial))
         retained = {*by_age[-self.last :], *by_score[: self.best]}
         if self.every:
             retained |= {entry for entry in by_age if entry.step % self.every == 0}
         return [entry for entry in by_age if entry not in retained]
-
-
-def _score(entry: Entry) -> float:
-    return math.nan if entry.score is None else entry.score
 
 
 _RETENTION = ArgumentKind(
@@ -167,12 +162,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.wait()
         elif self._pending is not None:
@@ -233,11 +223,9 @@ class CheckpointManager:
         """The finished checkpoints whose manifest can be read, oldest first."""
         entries = []
         for path in self._paths():
-            try:
+            with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(path)
-            except CheckpointError:
-                continue
-            entries.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
+                entries.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
         return sorted(entries, key=lambda entry: entry.serial)
 
     def newest_step(self) -> int:

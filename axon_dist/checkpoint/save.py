@@ -137,7 +137,12 @@ class PendingSave:
         self._written = concurrent.futures.Future()
         type = StateDictType(type)
         check_type(folder, type)
-        arrays = _arrays_of(state)
+        arrays = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
+        if not arrays:
+            raise CheckpointError(
+                f"the state, a {state.__class__.__name__}, has no leaves; give a pytree of at "
+                "least one array, random key or number"
+            )
         size = sum(array.nbytes for array in arrays.values())
         name = on_main(lambda: self._claim_name(meta, size))
         stored = {path: to_stored(array) for path, array in arrays.items()}
@@ -152,9 +157,27 @@ class PendingSave:
             serial=serial,
         )
         checksums = leaf_checksums(stored)
-        write = self._run(lambda: self._begin(type, stored, name))
-        parts = (write, manifest, checksums, then)
-        threading.Thread(target=self._finish, args=parts, name="checkpoint").start()
+        write = self._run(
+            lambda: (
+                bucket.begin(folder, stored)
+                if isinstance(folder, Address)
+                else STORES[type].begin(staging_of(folder), stored, name)
+            )
+        )
+
+        def complete() -> None:
+            write()
+            if is_main():
+                sums = {path: int(x) for path, x in jax.device_get(checksums).items()}
+                whole = dataclasses.replace(manifest, checksums=sums)
+                if isinstance(folder, Address):
+                    bucket.commit(folder, whole, bucket.writers(checksums))
+                else:
+                    seal(staging_of(folder), whole)
+                    publish(folder)
+                then()
+
+        threading.Thread(target=self._finish, args=(complete,), name="checkpoint").start()
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete, on every process at once.
@@ -162,44 +185,19 @@ class PendingSave:
         Raises:
             CheckpointError: saying what prevented it from being written.
         """
-        error = self._written.exception()
-        on_main(lambda: _raise(error))
+        self.join()
+        on_main(self._written.result)
 
     def join(self) -> None:
         """Returns when this process has done its part, failed or not."""
         concurrent.futures.wait([self._written])
 
-    def _finish(self, *parts: Any) -> None:
+    def _finish(self, complete: Callable[[], None]) -> None:
         try:
-            self._run(lambda: self._complete(*parts))
+            self._run(complete)
             self._written.set_result(None)
         except AxonDistError as error:
             self._written.set_exception(error)
-
-    def _complete(
-        self,
-        write: Callable[[], None],
-        manifest: Manifest,
-        checksums: Mapping[LeafPath, Array],
-        then: Callable[[], None],
-    ) -> None:
-        write()
-        if is_main():
-            sums = {path: int(value) for path, value in jax.device_get(dict(checksums)).items()}
-            manifest = dataclasses.replace(manifest, checksums=sums)
-            if isinstance(self.folder, Address):
-                bucket.commit(self.folder, manifest, bucket.writers(checksums))
-            else:
-                seal(staging_of(self.folder), manifest)
-                publish(self.folder)
-            then()
-
-    def _begin(
-        self, type: StateDictType, stored: dict[LeafPath, Array], name: str
-    ) -> Callable[[], None]:
-        if isinstance(self.folder, Address):
-            return bucket.begin(self.folder, stored)
-        return STORES[type].begin(staging_of(self.folder), stored, name)
 
     def _claim_name(self, meta: Any, size: int) -> str:
         """Makes room for a save, and a name for it that no other one has."""
@@ -237,21 +235,6 @@ class PendingSave:
                 f"could not save checkpoint {str(self.folder)!r}: {reason[0]}; what was saved "
                 "before stays. Make room there, or name another folder"
             ) from error
-
-
-def _arrays_of(state: PyTree) -> dict[LeafPath, Array]:
-    arrays = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
-    if not arrays:
-        raise CheckpointError(
-            f"the state, a {type(state).__name__}, has no leaves; give a pytree of at least one "
-            "array, random key or number"
-        )
-    return arrays
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
 
 
 @runtime_checkable
@@ -309,12 +292,14 @@ def load_checkpoint(
         >>> load_checkpoint(path, jnp.zeros(3), parts="w").tolist()
         [1.0, 1.0, 1.0]
     """
-    if isinstance(target, HasState):
-        target = _state_of(target, parts)
     if isinstance(parts, str):
-        return load_checkpoint(path, {parts: target}, parts=(parts,))[parts]
+        fields = target if isinstance(target, HasState) else {parts: target}
+        return load_checkpoint(path, fields, parts=(parts,))[parts]
     if parts is not None:
         TEXTS.check("load_checkpoint", "parts", parts)
+    if isinstance(target, HasState):
+        state = target_of(target.abstract_state, target.state_shardings)
+        target = state if parts is None else {name: getattr(state, name) for name in parts}
     folder = as_place(path, "the checkpoint", CheckpointError)
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))
@@ -324,16 +309,6 @@ def load_checkpoint(
     _check_values(folder, manifest, stored)
     leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
-
-
-def _state_of(step: HasState, parts: str | Collection[str] | None) -> PyTree:
-    """The state of a step, or some of its fields, as targets."""
-    state = target_of(step.abstract_state, step.state_shardings)
-    if parts is None:
-        return state
-    if isinstance(parts, str):
-        return getattr(state, parts)
-    return {name: getattr(state, name) for name in parts}
 
 
 def _check_leaves(
@@ -361,7 +336,13 @@ def _read(
 ) -> dict[LeafPath, Array]:
     stored = {path: stored_target(target) for path, target in targets.items()}
     try:
-        return _restore(folder, manifest, stored)
+        if any(name.startswith(f"{ZARR}/") for name in manifest.files):
+            return bucket.restore(folder, stored)
+        there = folder
+        if isinstance(there, Address):
+            # It was written on a disk and copied to the bucket; so it is copied back.
+            there = snapshot(there, lambda name: name in manifest.files)
+        return STORES[manifest.type].restore(there, stored)
     except (StoreError, DamagedCheckpointError):
         raise
     except Exception as error:
@@ -376,17 +357,6 @@ def _read(
             f"cannot read the values of checkpoint {str(folder)!r}, whose files are as they were "
             f"written: {reason[0]}; install the versions of its manifest: {manifest.versions}"
         ) from error
-
-
-def _restore(
-    folder: Place, manifest: Manifest, stored: dict[LeafPath, jax.ShapeDtypeStruct]
-) -> dict[LeafPath, Array]:
-    if any(name.startswith(f"{ZARR}/") for name in manifest.files):
-        return bucket.restore(folder, stored)
-    if isinstance(folder, Address):
-        # It was written on a disk and copied to the bucket; so it is copied back.
-        folder = snapshot(folder, lambda name: name in manifest.files)
-    return STORES[manifest.type].restore(folder, stored)
 
 
 def check_type(folder: Place, type: StateDictType) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import CheckpointError, DamagedCheckpointError, reworded
-from ..core.files import Address, Place, as_place, kind_at, read_bytes
+from ..core.files import Address, Place, as_place, json_section, kind_at, read_bytes
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
@@ -91,9 +90,7 @@ def leaf_checksums(leaves: Mapping[LeafPath, Array]) -> dict[LeafPath, Array]:
                 "memory of its state to the next one; save the state that the step returned"
             )
         groups[frozenset(leaf.sharding.device_set)][path] = leaf
-    sums: dict[LeafPath, Array] = {}
-    for group in groups.values():
-        sums |= _checksums_of_group(group)
+    sums = collections.ChainMap(*map(_checksums_of_group, groups.values()))
     return {path: sums[path] for path in leaves}
 
 
@@ -263,13 +260,12 @@ def check_files(folder: Place, manifest: Manifest) -> None:
         DamagedCheckpointError: naming the first file that is missing, or no longer what it was.
     """
     if isinstance(folder, Address):
-        if lost := sorted(manifest.files.keys() - set(folder.names())):
-            raise DamagedCheckpointError(
-                f"checkpoint {str(folder)!r}: file {lost[0]} is missing; use another checkpoint"
-            )
-        return
-    for name, record in manifest.files.items():
-        problem = _problem_of(folder / name, record)
+        lost = sorted(manifest.files.keys() - set(folder.names()))
+        problems = ((name, "is missing") for name in lost)
+    else:
+        records = manifest.files.items()
+        problems = ((name, _problem_of(folder / name, record)) for name, record in records)
+    for name, problem in problems:
         if problem is not None:
             raise DamagedCheckpointError(
                 f"checkpoint {str(folder)!r}: file {name} {problem}; use another checkpoint"
@@ -383,8 +379,5 @@ def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
 
 def _is_manifest(path: Path) -> bool:
     """Whether a file is a manifest of this library, rather than of anything else of that name."""
-    try:
-        manifest = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return False
-    return isinstance(manifest, dict) and {"format", "leaves", "checksums"} <= manifest.keys()
+    manifest = json_section(path.read_bytes()) if path.exists() else None
+    return manifest is not None and {"format", "leaves", "checksums"} <= manifest.keys()

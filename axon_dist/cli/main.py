@@ -153,7 +153,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: when the first argument is no verb.
     """
-    _check_verb(arguments)
+    names = [verb.name for verb in VERBS]
+    if not arguments:
+        raise ConfigError(f"got no verb.{did_you_mean('', names)} See axon --help")
+    if not arguments[0].startswith("-") and arguments[0] not in names:
+        raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
     parser, _ = _parser(arguments[0])
     parsed, behind = parser.parse_known_args(arguments)
     if behind and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in behind)):
@@ -161,14 +165,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if behind:
         parsed.overrides = [*parsed.overrides, *behind]
     return parsed
-
-
-def _check_verb(arguments: Sequence[str]) -> None:
-    names = [verb.name for verb in VERBS]
-    if not arguments:
-        raise ConfigError(f"got no verb.{did_you_mean('', names)} See axon --help")
-    if not arguments[0].startswith("-") and arguments[0] not in names:
-        raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
 
 
 def _parser(
@@ -216,18 +212,6 @@ _axon() {{
 }}
 complete -o filenames -F _axon axon
 """
-
-
-def _script(options: Mapping[str, Sequence[str]], shell: str) -> str:
-    """The script.
-
-    Args:
-        options: of each verb the words that may follow it.
-        shell: `bash` or `zsh`.
-    """
-    cases = [f'    {verb}) words="{" ".join(words)}" ;;' for verb, words in options.items()]
-    text = _COMPLETION.format(verbs=" ".join(options), cases="\n".join(cases))
-    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if shell == "zsh" else text
 
 
 CONFIG_KEYS = Path(__file__).with_name("config_keys.txt")
@@ -284,6 +268,9 @@ def _words_of(parser: argparse.ArgumentParser) -> list[str]:
 def print_completion(arguments: argparse.Namespace) -> int:
     """Prints a script by which a shell completes verbs, options and keys."""
     _, by_name = _parser()
-    words = {name: _words_of(parser) for name, parser in by_name.items()}
-    sys.stdout.write(_script(words, arguments.shell))
+    words = {name: " ".join(_words_of(parser)) for name, parser in by_name.items()}
+    cases = "\n".join(f'    {verb}) words="{text}" ;;' for verb, text in words.items())
+    if arguments.shell == "zsh":
+        sys.stdout.write("autoload -U +X bashcompinit && bashcompinit\n")
+    sys.stdout.write(_COMPLETION.format(verbs=" ".join(words), cases=cases))
     return 0

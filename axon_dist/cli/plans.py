@@ -38,11 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     memory = None if arguments.memory is None else parse_memory(arguments.memory)
     if (arguments.config is None) == (arguments.params is None):
         raise ConfigError("plan needs either a config or --params, such as --params 7e9")
-    if arguments.config is not None:
-        return _plan_config(arguments, memory)
-    if arguments.compile:
-        raise ConfigError("--compile needs a config, for a number of parameters is no program")
-    return _plan_size(arguments, memory)
+    console = Console(highlight=False)
+    is_size = arguments.config is None
+    config, row, count = _of_size(arguments, console) if is_size else _of_config(arguments)
+    compiled = {"target": arguments.target, "num_compiled": arguments.compile}
+    with _telling() as tell:
+        ranking = plan_config(config, row, count, memory, **compiled, tell=tell)
+    show_config_plans(config.name, ranking, console)
+    return 0 if ranking.fits else 1
 
 
 @contextlib.contextmanager
@@ -64,20 +67,17 @@ def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
     if arguments.target is None:
         return hardware(_DEFAULT_HARDWARE), arguments.devices
     if arguments.target.startswith("cpu:"):
-        return _emulated(arguments.target)
+        # Emulated devices have no rates: plans are ranked by those of another chip.
+        count, row = parse_target(arguments.target).num_devices, hardware(_DEFAULT_HARDWARE)
+        share = host_memory() // count
+        return dataclasses.replace(row, name="cpu", memory_bytes=share, wiring=EMULATED), count
     return parse_cluster(arguments.target)
 
 
-def _emulated(target: str) -> tuple[Hardware, int]:
-    """Emulated devices, which have no rates: plans are ranked by those of another chip."""
-    count = parse_target(target).num_devices
-    row = hardware(_DEFAULT_HARDWARE)
-    share = host_memory() // count
-    return dataclasses.replace(row, name="cpu", memory_bytes=share, wiring=EMULATED), count
-
-
-def _plan_size(arguments: argparse.Namespace, memory: int | None) -> int:
-    """Plans for a decoder of a number of parameters, and says which."""
+def _of_size(arguments: argparse.Namespace, console: Console) -> tuple[RunConfig, Hardware, int]:
+    """A decoder of a number of parameters, of which it says what it is, and the machine."""
+    if arguments.compile:
+        raise ConfigError("--compile needs a config, for a number of parameters is no program")
     row, num_devices = _devices(arguments)
     options = {
         "sequence_length": arguments.sequence,
@@ -92,16 +92,13 @@ def _plan_size(arguments: argparse.Namespace, memory: int | None) -> int:
         global_batch=rounded if arguments.batch is None else arguments.batch,
         **{name: value for name, value in options.items() if value is not None},
     )
-    model, console = config.model, Console(highlight=False)
+    model = config.model
     console.print(
         f"{arguments.params} parameters: a decoder of {model.num_layers} blocks, width "
         f"{model.width}, {model.num_heads} heads, {model.vocab_size} tokens, samples of "
         f"{model.max_length} tokens"
     )
-    with _telling() as tell:
-        ranking = plan_config(config, row, num_devices, memory, tell=tell)
-    show_config_plans(config.name, ranking, console)
-    return 0 if ranking.fits else 1
+    return config, row, num_devices
 
 
 def config_of_size(
@@ -159,8 +156,8 @@ def _nearest(value: float, multiple: int) -> int:
     return max(1, round(value / multiple)) * multiple
 
 
-def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
-    """Ranks the plans of a config by their traced steps, and compiles the best."""
+def _of_config(arguments: argparse.Namespace) -> tuple[RunConfig, Hardware, int]:
+    """A config, and the machine to plan for."""
     typed = [f"--{name}" for name in _BESIDE if getattr(arguments, name) is not None]
     if typed:
         raise ConfigError(
@@ -176,11 +173,7 @@ def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
     row, num_devices = _devices(arguments)
     if arguments.compile:
         prepare_environment(arguments.target)
-    compiled = {"target": arguments.target, "num_compiled": arguments.compile}
-    with _telling() as tell:
-        ranking = plan_config(config, row, num_devices, memory, **compiled, tell=tell)
-    show_config_plans(config.name, ranking, Console(highlight=False))
-    return 0 if ranking.fits else 1
+    return config, row, num_devices
 
 
 _BESIDE = ("batch", "sequence", "optimizer", "precision")
@@ -232,7 +225,8 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
     console.print(_reason(best), style="bold" if ranking.fits else "bold red")
     for why in dict.fromkeys(why for _, why in ranking.refused):
         kinds = ", ".join(called(kind) for kind, other in ranking.refused if other == why)
-        console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
+        clause = re.split(r"[.;] ", re.sub(r" \(.*\)", "", why))[0].rstrip(".")
+        console.print(f"not {kinds}: {clause}", style="dim")
     if ranking.fits:
         _print_lines(best, console)
     if ranking.others:
@@ -250,12 +244,6 @@ def _print_lines(plan: ReadPlan, console: Console) -> None:
     if plan.changed is not None and plan.candidate.apart is None:
         lines["precision"] = plain["precision"]
     console.print(yaml.safe_dump(lines, sort_keys=False), end="")
-
-
-def _first_clause(why: str) -> str:
-    """The first sentence of a refusal, without what it says in brackets."""
-    plain = re.sub(r" \(.*\)", "", why)
-    return re.split(r"[.;] ", plain)[0].rstrip(".")
 
 
 def _reason(plan: ReadPlan) -> str:
@@ -299,16 +287,11 @@ def _title(plan: ReadPlan) -> str:
     """What a plan is called, with what its name does not say."""
     one = plan.candidate
     schedule, remat = one.schedule if one.pp > 1 else "", "remat" * one.remat
-    also = (schedule, _form(plan), remat, plan.changed)
-    return ", ".join([called(one.name), *map(str, filter(None, also))])
-
-
-def _form(plan: ReadPlan) -> str | None:
-    """How tokens are sent to experts, which the step chooses by bytes."""
+    # How tokens are sent to experts, which the step chooses by bytes.
     kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
-    if plan.candidate.ep == 1:
-        return None
-    return "all_to_all" if "all-to-all" in kinds else "ring"
+    form = "" if one.ep == 1 else "all_to_all" if "all-to-all" in kinds else "ring"
+    also = (schedule, form, remat, plan.changed)
+    return ", ".join([called(one.name), *map(str, filter(None, also))])
 
 
 def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:

@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from axon_dist.app import (
     DataCheck,
-    Evaluation,
     check_data,
     dry_run,
     evaluate,
@@ -30,6 +28,7 @@ from axon_dist.app import (
     tune,
     verify,
 )
+from axon_dist.app.summary import two_columns
 from axon_dist.app.verify import SPREAD
 from axon_dist.config import RunConfig, describe, load_config, to_markdown, to_text
 from axon_dist.core.errors import ConfigError, MeshError
@@ -83,16 +82,13 @@ def _write_json(arguments: argparse.Namespace, plain: object) -> None:
 def train_config(arguments: argparse.Namespace) -> int:
     """Trains, and reports on the standard output."""
     config = _config(arguments)
-    if arguments.dry_run:
-        return _dry_run(config, arguments.resume)
-    done = train(config, LastingConsole(), arguments.resume)
-    return INTERRUPTED if done.result.is_interrupted else 0
-
-
-def _dry_run(config: RunConfig, resume: str | None) -> int:
-    if resume is not None:
+    if not arguments.dry_run:
+        done = train(config, LastingConsole(), arguments.resume)
+        return INTERRUPTED if done.result.is_interrupted else 0
+    if arguments.resume is not None:
         raise ConfigError(
-            f"got --resume {resume} beside --dry-run, which trains nothing; leave one of them out"
+            f"got --resume {arguments.resume} beside --dry-run, which trains nothing; leave one of "
+            "them out"
         )
     lines = dry_run(config).lines()
     if process_index() == 0:
@@ -109,20 +105,14 @@ def evaluate_run(arguments: argparse.Namespace) -> int:
     if process_index():
         return 0
     _print(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
-    Console().print(_table(evaluation))
+    unit = {"loss": f" {evaluation.unit}"}
+    rows = {
+        name.replace("_", " "): f"{value:.4f}{unit.get(name, '')}".rstrip()
+        for name, value in evaluation.metrics.items()
+    }
+    Console().print(two_columns({"samples": str(evaluation.num_samples), **rows}))
     _write_json(arguments, evaluation.to_dict())
     return 0
-
-
-def _table(evaluation: Evaluation) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_header=False)
-    table.add_column(style="dim")
-    table.add_column(style="bold")
-    table.add_row("samples", str(evaluation.num_samples))
-    for name, value in evaluation.metrics.items():
-        unit = f" {evaluation.unit}" if name == "loss" else ""
-        table.add_row(name.replace("_", " "), f"{value:.4f}{unit}".rstrip())
-    return table
 
 
 def generate_texts(arguments: argparse.Namespace) -> int:
@@ -239,11 +229,8 @@ def verify_config(arguments: argparse.Namespace) -> int:
         if not arguments.here:
             raise
         raise MeshError(f"{error}; --here emulates none, so leave it out for that") from error
-    table = Table(
-        title=f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
-    )
-    table.add_column("what")
-    table.add_column("relative difference", justify="right")
+    title = f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
+    table = Table("what", Column("relative difference", justify="right"), title=title)
     is_explained = any(row.rounding for row in (*verification.metrics, *verification.params))
     if is_explained:
         table.add_column("rounding moves one device by", justify="right")

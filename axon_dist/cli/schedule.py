@@ -124,12 +124,6 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     if kind_at(path) is None:
         raise ConfigError(f"there is no file {str(path)!r}; write one with --csv FILE")
     table = Schedule.from_csv(read_text(path, f"the table {str(path)!r}"), path.stem)
-    _check_asked(arguments, table)
-    return table
-
-
-def _check_asked(arguments: argparse.Namespace, table: Schedule) -> None:
-    """A table has its sizes; those given beside it must be the same."""
     for option, asked, size in (
         ("--stages", arguments.stages, table.num_devices),
         ("--microbatches", arguments.microbatches, table.num_microbatches),
@@ -140,6 +134,7 @@ def _check_asked(arguments: argparse.Namespace, table: Schedule) -> None:
                 f"got {option} {asked}, and the table {arguments.name!r} has {size}; leave "
                 f"{option} out, for a table says its sizes itself"
             )
+    return table
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import TextIO
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, reworded
 from ..core.files import as_path, kind_at
 from ..core.words import printable
 
@@ -98,9 +98,5 @@ def write_output(option: str, path: Path, text: str) -> None:
     Raises:
         ConfigError: when the disk refuses.
     """
-    try:
+    with reworded(f"{option} {path}: cannot be written", "name another file"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{option} {path}: cannot be written: {error.strerror}; name another file"
-        ) from error

@@ -18,7 +18,7 @@ from axon_dist.parallel import STRATEGIES
 
 from .read import HUB, Bound, OneOf, Option, Parsed, extra, options_of, write
 from .schema import RunConfig
-from .user_code import PATH, UserCode
+from .user_code import PATH
 
 _WORDS = {
     int: "integer",
@@ -94,7 +94,9 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
         >>> key.path, key.type, key.default, key.meaning
         ('train.steps', 'integer, at least 1', '1000', 'optimizer steps.')
     """
-    sections = list(dict.fromkeys([*_sections(RunConfig, ""), *_strategies()]))
+    roots = {"": RunConfig, **{f"parallel.{name}": make for name, make in STRATEGIES.items()}}
+    rows = (row for path, cls in roots.items() for row in _sections(cls, path))
+    sections = list(dict.fromkeys(rows))
     if section is None:
         return sections if parts else sections[:1]
     varied = (row for row in sections if row.variant)
@@ -149,23 +151,14 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
             yield dataclasses.replace(first, keys=(*more, *first.keys))
             yield from others
         for key, cls in choice.user_code.items():
-            yield _user_section(key, cls, path)
+            place = Key(f"{path}.{key}", PATH, "", "where it is found.")
+            keys = (place, *_keys(cls, path))
+            yield Section(path, f"{key}: {PATH}", first_sentence(cls), keys)
     elif typing.get_origin(hint) in (Union, types.UnionType, tuple):
         for option in typing.get_args(hint):
             yield from _inside(option, path)
     elif dataclasses.is_dataclass(hint):
         yield from _sections(hint, path)
-
-
-def _user_section(key: str, cls: type[UserCode], path: str) -> Section:
-    """A section of user code: its path, and the keys that the library reads beside it."""
-    place = Key(f"{path}.{key}", PATH, "", "where it is found.")
-    return Section(path, f"{key}: {PATH}", first_sentence(cls), (place, *_keys(cls, path)))
-
-
-def _strategies() -> Iterator[Section]:
-    for name, make in STRATEGIES.items():
-        yield from _sections(make, f"parallel.{name}")
 
 
 def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
@@ -252,10 +245,7 @@ def _default(option: Option) -> str:
         return choice.name_of(value)
     if dataclasses.is_dataclass(value) and dataclasses.is_dataclass(hint):
         return ""
-    return _yaml(write(value, hint) if value is not None else None)
-
-
-def _yaml(plain: object) -> str:
+    plain = None if value is None else write(value, hint)
     text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 

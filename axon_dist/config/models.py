@@ -363,9 +363,7 @@ LOSSES: MappingProxyType[str, type[UserLoss]] = MappingProxyType(
 """The keys by which a user's loss is named."""
 
 
-def kind_of(
-    sizes: object, data: object = None, loss: LossFactory | LossFunction | None = None
-) -> ModelKind:
+def kind_of(sizes: object, data: object = None, loss: UserLoss | None = None) -> ModelKind:
     """The row of the sizes of a model, with the task that the data and a user's loss make it.
 
     Args:

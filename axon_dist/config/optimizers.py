@@ -110,7 +110,17 @@ class Optimizer(abc.ABC):
             ()
         """
         if self.groups and make_model is not None:
-            self._check_groups(make_model)
+            with nnx.use_eager_sharding(False):
+                model = nnx.eval_shape(make_model)
+            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            paths = [path for path, _ in leaves_with_paths(params)]
+            for number, group in enumerate(self.groups):
+                if not any(group.has(path) for path in paths):
+                    raise ConfigError(
+                        f"optimizer.groups[{number}].paths: no parameter of the model has "
+                        f"{' or '.join(group.paths)} in its path; there are such as "
+                        f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}"
+                    )
         members = {
             "|".join(f"(?:{path})" for path in group.paths): self._member(group, num_steps)
             for group in self.groups
@@ -126,18 +136,6 @@ class Optimizer(abc.ABC):
         decays = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
         member = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
         return functools.partial(member.transform, self.schedule.build(peak, num_steps))
-
-    def _check_groups(self, make_model: Factory) -> None:
-        with nnx.use_eager_sharding(False):
-            model = nnx.eval_shape(make_model)
-        paths = [p for p, _ in leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))]
-        for number, group in enumerate(self.groups):
-            if not any(group.has(path) for path in paths):
-                raise ConfigError(
-                    f"optimizer.groups[{number}].paths: no parameter of the model has "
-                    f"{' or '.join(group.paths)} in its path; there are such as "
-                    f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}"
-                )
 
     def is_frozen(self, path: str) -> bool:
         """Whether the group of a parameter is frozen."""

@@ -177,9 +177,8 @@ def read(hint: object, value: object, path: str = "") -> Any:
         axon_dist.core.errors.ConfigError: train.steps: got 'many', which must be an integer
     """
     origin = typing.get_origin(hint)
-    for kind, reader in _READERS.items():
-        if origin is kind:
-            return reader(hint, value, path)
+    if (reader := _READERS.get(origin)) is not None:
+        return reader(hint, value, path)
     if hint is Any:
         return value
     if dataclasses.is_dataclass(hint):
@@ -330,9 +329,7 @@ def _checked(make: Callable[[], _T], path: str) -> _T:
     """Makes a value that checks itself, with the path put before the message of its error."""
     try:
         made = make()
-        validate = getattr(made, "validate", None)
-        if validate is not None:
-            validate()
+        getattr(made, "validate", lambda: None)()
         return made
     except AxonDistError as error:
         message = str(error)

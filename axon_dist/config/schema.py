@@ -318,9 +318,15 @@ class RunConfig:
                 f"train.global_batch={self.train.global_batch}"
             )
         self._check_validation()
-        self._check_best()
-        self._check_sets()
-        self._check_watchers()
+        profile = self.train.profile
+        if profile is not None and profile.at + profile.steps - 1 > self.train.steps:
+            raise ConfigError(
+                f"train.profile: got at={profile.at} and steps={profile.steps}, and the run ends "
+                f"with step {self.train.steps}; lower them"
+            )
+        names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"loggers: got {twice[0]} twice, into one place; name it once")
         self.optimizer.build(self.train.steps)
         MixedPrecision.of(self.precision)
         read_strategies(self.parallel)
@@ -350,26 +356,20 @@ class RunConfig:
                 f"{train.global_batch} samples; a validation has at most {_MOST_SAMPLES} samples: "
                 "lower it, or train.global_batch"
             )
-
-    def _check_watchers(self) -> None:
-        profile = self.train.profile
-        if profile is not None and profile.at + profile.steps - 1 > self.train.steps:
+        eval_every, save_every = train.eval_every, self.checkpoint.every
+        if self.checkpoint.best and save_every and (not eval_every or save_every % eval_every):
             raise ConfigError(
-                f"train.profile: got at={profile.at} and steps={profile.steps}, and the run ends "
-                f"with step {self.train.steps}; lower them"
+                f"checkpoint.best: got {self.checkpoint.best}, which needs a validation before "
+                f"every checkpoint; make checkpoint.every={save_every} a multiple of "
+                f"train.eval_every={eval_every}"
             )
-        names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"loggers: got {twice[0]} twice, into one place; name it once")
-
-    def _check_sets(self) -> None:
         for name, files in self.validation.items():
             if re.fullmatch(r"[\w.-]+", name) is None or not files:
                 raise ConfigError(
                     f"validation.{name}: got {list(files)}; give each set files, and a name of "
                     "letters, digits, dots, - and _"
                 )
-        best = self.train.best
+        best = train.best
         if not best.metric.startswith("validation/"):
             raise ConfigError(
                 f"train.best.metric: got {best.metric!r:.80}, which must be one of validations, "
@@ -381,19 +381,10 @@ class RunConfig:
                 f"train.best.metric: got {best.metric!r:.80}, and there is no set {name!r:.80} in "
                 f"validation.{did_you_mean(name, self.validation)}"
             )
-        if best.patience and not self.train.eval_every:
+        if best.patience and not train.eval_every:
             raise ConfigError(
                 f"train.best.patience: got {best.patience}, and train.eval_every=0 validates only "
                 "at the end; set train.eval_every"
-            )
-
-    def _check_best(self) -> None:
-        eval_every, save_every = self.train.eval_every, self.checkpoint.every
-        if self.checkpoint.best and save_every and (not eval_every or save_every % eval_every):
-            raise ConfigError(
-                f"checkpoint.best: got {self.checkpoint.best}, which needs a validation before "
-                f"every checkpoint; make checkpoint.every={save_every} a multiple of "
-                f"train.eval_every={eval_every}"
             )
 
 

@@ -54,7 +54,36 @@ class UserCode:
         Raises:
             ConfigError: when it cannot be found, or takes other arguments.
         """
-        self._check_signature(self.find())
+        params = parameters_of(self.find())
+        reserved = next((name for name in self.provided if name in self.options), None)
+        if reserved is not None:
+            raise ConfigError(
+                f"{self.section}.{reserved}: the run itself gives {self.path} this argument; leave "
+                "it out"
+            )
+        if params is None:
+            return
+        options = [p for p in list(params.values())[len(self.by_position) :] if p.kind in _BY_NAME]
+        valid = {p.name for p in options}
+        accepts_any = any(p.kind is p.VAR_KEYWORD for p in params.values())
+        for name in () if accepts_any else self.options:
+            if name not in valid:
+                valid -= {*self.provided, *self.offered}
+                hint = did_you_mean(name, valid) if valid else " It takes none."
+                raise ConfigError(
+                    f"{self.section}.{name}: {self.path} takes no such argument.{hint}"
+                )
+        offered = [name for name in self.offered if name in params]
+        named = dict.fromkeys((*self.options, *self.provided, *offered))
+        try:
+            inspect.Signature(list(params.values())).bind(*self.by_position, **named)
+        except TypeError as error:
+            words = [*self.by_position, *(_GIVEN.get(name, name) for name in named)]
+            raise ConfigError(
+                f"{self.full_key}: {self.path} takes ({', '.join(params)}) and is called "
+                f"with {' and '.join(words) or 'nothing'}: {error}; set what is missing beside "
+                f"{self.key}, and let it take the rest"
+            ) from None
 
     def find(self) -> Callable[..., Any]:
         """Imports the function.
@@ -92,38 +121,6 @@ class UserCode:
             if not isinstance(error, AxonDistError):
                 error.add_note(f"raised by {self.full_key}, {self.path}")
             raise
-
-    def _check_signature(self, function: Callable[..., object]) -> None:
-        reserved = next((name for name in self.provided if name in self.options), None)
-        if reserved is not None:
-            raise ConfigError(
-                f"{self.section}.{reserved}: the run itself gives {self.path} this argument; leave "
-                "it out"
-            )
-        params = parameters_of(function)
-        if params is None:
-            return
-        options = [p for p in list(params.values())[len(self.by_position) :] if p.kind in _BY_NAME]
-        valid = {p.name for p in options}
-        accepts_any = any(p.kind is p.VAR_KEYWORD for p in params.values())
-        for name in () if accepts_any else self.options:
-            if name not in valid:
-                valid -= {*self.provided, *self.offered}
-                hint = did_you_mean(name, valid) if valid else " It takes none."
-                raise ConfigError(
-                    f"{self.section}.{name}: {self.path} takes no such argument.{hint}"
-                )
-        offered = [name for name in self.offered if name in params]
-        named = dict.fromkeys((*self.options, *self.provided, *offered))
-        try:
-            inspect.Signature(list(params.values())).bind(*self.by_position, **named)
-        except TypeError as error:
-            words = [*self.by_position, *(_GIVEN.get(name, name) for name in named)]
-            raise ConfigError(
-                f"{self.full_key}: {self.path} takes ({', '.join(params)}) and is called "
-                f"with {' and '.join(words) or 'nothing'}: {error}; set what is missing beside "
-                f"{self.key}, and let it take the rest"
-            ) from None
 
 
 _GIVEN = {"rngs": "rngs, an nnx.Rngs"}
@@ -174,23 +171,18 @@ def _import(name: str, key: str) -> Any:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{name}.".startswith(f"{absent}."):
             raise ConfigError(
-                f"{key}: there is no module {error.name!r}, neither in {here} nor where Python "
+                f"{key}: there is no module {absent!r}, neither in {here} nor where Python "
                 "looks; correct the path, or start in the folder that holds it"
             ) from error
-        raise ConfigError(_says_failed(name, key, error)) from error
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ConfigError(_says_failed(name, key, error)) from error
-
-
-def _says_failed(name: str, key: str, error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"{key}: importing {name} fails with {type(error).__name__}: {error} "
-        f"({last.filename}:{last.lineno}); python -c 'import {name}' shows all of it"
-    )
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key}: importing {name} fails with {type(error).__name__}: {error} "
+            f"({last.filename}:{last.lineno}); python -c 'import {name}' shows all of it"
+        ) from error
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:

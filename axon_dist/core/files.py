@@ -157,6 +157,15 @@ def read_text(
         ) from cause
 
 
+def json_section(text: str | bytes) -> dict[str, Any] | None:
+    """The object that a text of JSON is, or None where it is broken or anything else."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
 def host_memory() -> int:
     """How many bytes of memory this process can have: those of the machine, or of its container.
 

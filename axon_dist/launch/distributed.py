@@ -221,7 +221,10 @@ def initialize(
     coordinator = join(spec, timeouts.silence)
     watchdog = Watchdog(me.process, present, SharedStore(), timeouts.silence)
     watchdog.start()
-    atexit.register(_part, watchdog, coordinator)
+    # At an ordinary exit the last one runs first, before JAX waits for the others.
+    if coordinator is not None:
+        atexit.register(coordinator.dismiss)
+    atexit.register(watchdog.stop)
     sys.excepthook = _OnException(watchdog)
 
 
@@ -270,13 +273,6 @@ def leave_after(error: BaseException) -> int:
     if isinstance(hook, _OnException):
         hook.leave(error)
     return leave(1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-
-
-def _part(watchdog: Watchdog, coordinator: Coordinator | None) -> None:
-    """Runs at an ordinary exit, before JAX waits for the others and closes the store."""
-    watchdog.stop()
-    if coordinator is not None:
-        coordinator.dismiss()
 
 
 @dataclasses.dataclass(frozen=True)

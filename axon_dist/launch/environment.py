@@ -57,8 +57,12 @@ class LaunchSpec:
         """Raises `LaunchError` unless the process exists and the address is one."""
         if self.num_processes is not None and self.num_processes < 1:
             raise LaunchError(f"{self.num_processes} processes cannot run; start at least one")
-        if self.process_id is not None and self.num_processes is not None:
-            _check_process(self.process_id, self.num_processes)
+        process, count = self.process_id, self.num_processes
+        if process is not None and count is not None and not 0 <= process < count:
+            raise LaunchError(
+                f"process {process} of {count} cannot be: processes count from 0 to {count - 1}; "
+                "check RANK and WORLD_SIZE, or what your launcher sets in their place"
+            )
         if self.coordinator_address is not None:
             split_address(self.coordinator_address)
 
@@ -169,14 +173,6 @@ def parse_count(text: str, name: str) -> int:
     if not text.isascii() or re.fullmatch(r"\s*[-+]?\d{1,18}\s*", text) is None:
         raise LaunchError(f"{name} is {text!r:.80}, which is not an integer; set a number")
     return int(text)
-
-
-def _check_process(process: int, count: int) -> None:
-    if not 0 <= process < count:
-        raise LaunchError(
-            f"process {process} of {count} cannot be: processes count from 0 to {count - 1}; "
-            "check RANK and WORLD_SIZE, or what your launcher sets in their place"
-        )
 
 
 Environment = Mapping[str, str]

@@ -171,24 +171,20 @@ class LaunchPlan:
                 "--elastic --rejoin-after 600, or neither"
             )
         parse_host(self.master_addr, "the master address")
-        if self.nnodes > 1:
-            self._check_hosts()
-        if self.elastic and not self.max_restarts:
-            raise LaunchError(
-                "got elastic and max_restarts=0, so nothing would ever start again without the "
-                "lost; give --max-restarts too, such as --elastic --max-restarts 9"
-            )
-
-    def _check_hosts(self) -> None:
-        if self.master_addr in ("localhost", "127.0.0.1", "::1"):
+        if self.nnodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1"):
             raise LaunchError(
                 f"{self.nnodes} hosts cannot meet at {self.master_addr}, which is another one on "
                 "each; give the host of node 0 with --master-addr"
             )
-        if self.elastic:
+        if self.nnodes > 1 and self.elastic:
             raise LaunchError(
                 f"elastic runs shrink on one host, and this one has {self.nnodes}; let the "
                 "cluster's scheduler restart it with fewer hosts"
+            )
+        if self.elastic and not self.max_restarts:
+            raise LaunchError(
+                "got elastic and max_restarts=0, so nothing would ever start again without the "
+                "lost; give --max-restarts too, such as --elastic --max-restarts 9"
             )
 
 
@@ -246,25 +242,23 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
     Raises:
         LaunchError: when the command does not exist.
     """
-    command = (_find_program(plan.command[0]), *plan.command[1:])
-    plan = dataclasses.replace(plan, command=command)
+    # On the path, or beside the Python that runs this, as `axon` is.
+    name, *arguments = plan.command
+    path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+    path = path or shutil.which(name, path=str(Path(sys.executable).parent))
+    if path is None:
+        raise LaunchError(f"there is no program {name!r}; give one that is on the PATH")
+    plan = dataclasses.replace(plan, command=(path, *arguments))
     what = f"cannot make the folder {str(plan.log_dir)!r} for logs"
     with reworded(what, "name another with --log-dir", LaunchError):
         plan.log_dir.mkdir(parents=True, exist_ok=True)
     tell = lasting(tell)
     tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
-    with _memory(plan) as base:
-        return _run_attempts(plan, base, tell)
-
-
-@contextlib.contextmanager
-def _memory(plan: LaunchPlan) -> Iterator[dict[str, str]]:
-    """The environment of the ranks, with memory that outlives them where they may start again."""
-    if not plan.max_restarts or os.environ.get(MEMORY):
-        yield dict(os.environ)
-        return
-    with host_folder() as folder:
-        yield dict(os.environ) if folder is None else {MEMORY: str(folder), **os.environ}
+    # Where the ranks may start again, they get memory that outlives them.
+    needs_memory = plan.max_restarts and not os.environ.get(MEMORY)
+    with host_folder() if needs_memory else contextlib.nullcontext() as folder:
+        memory = {} if folder is None else {MEMORY: str(folder)}
+        return _run_attempts(plan, {**memory, **os.environ}, tell)
 
 
 def _run_attempts(plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None]) -> int:
@@ -338,24 +332,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@dataclasses.dataclass(eq=False)
 class _Attempt:
     """One start of all ranks of this host."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        count: int,
-        tell: Callable[[str], None],
-        base: Mapping[str, str],
-        may_restart: bool = False,
-    ):
-        self.plan, self.count, self.tell, self.base = plan, count, tell, base
-        self.may_restart = may_restart
-        self.made_room = False
-        self.children: list[Child] = []
-        self.signals: list[int] = []
-        self._last: float | None = None
-        self.failed: Child | None = None
+    plan: LaunchPlan
+    count: int
+    tell: Callable[[str], None]
+    base: Mapping[str, str]
+    may_restart: bool = False
+    made_room: bool = False
+    children: list[Child] = dataclasses.field(default_factory=list)
+    signals: list[int] = dataclasses.field(default_factory=list)
+    failed: Child | None = None
+    _last: float | None = None
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none behind."""
@@ -402,7 +392,13 @@ class _Attempt:
             if self._is_overdue(any(code in stopped for code in codes)):
                 return self._end_late(stopped)
             if not self.made_room and self._is_time_to_rejoin(started):
-                self._make_room()
+                # The ranks stop between two steps, so that those that were lost can come back.
+                self.made_room = True
+                self.tell(
+                    f"stopping {self.count} processes after this step, for the others to come back"
+                )
+                for child in self.children:
+                    child.send(signal.SIGTERM)
             time.sleep(_POLL_SECONDS)
 
     def _is_overdue(self, has_saved: bool) -> bool:
@@ -446,13 +442,6 @@ class _Attempt:
             return False
         return time.time() - started > seconds and gets_ahead(self.base.get(MEMORY), started)
 
-    def _make_room(self) -> None:
-        """Has the ranks stop between two steps, so that those that were lost can come back."""
-        self.made_room = True
-        self.tell(f"stopping {self.count} processes after this step, for the others to come back")
-        for child in self.children:
-            child.send(signal.SIGTERM)
-
     def _end_others(self, failed: Child) -> None:
         self.tell(f"{failed.describe_end()}; ending the other ranks (log: {failed.log})")
         is_at_once = self.may_restart and may_end_at_once(failed, self.base.get(MEMORY))
@@ -477,12 +466,3 @@ class _Attempt:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _find_program(name: str) -> str:
-    """Finds a program on the path, or beside the Python that runs this, as `axon` is."""
-    path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
-    path = path or shutil.which(name, path=str(Path(sys.executable).parent))
-    if path is None:
-        raise LaunchError(f"there is no program {name!r}; give one that is on the PATH")
-    return path

@@ -108,10 +108,8 @@ def rendezvous(address: str, me: Peer, timeout: float, token: str = "") -> tuple
         LaunchError: on every process that came: who is missing, who came twice, who expects another
             number of processes, or has another version of a library or another setting.
     """
-    deadline = time.monotonic() + timeout
-    if me.process == 0:
-        return _host(address, me, deadline, timeout, token)
-    return _attend(address, me, deadline, timeout, token)
+    meet = _host if me.process == 0 else _attend
+    return meet(address, me, timeout, token)
 
 
 def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
@@ -153,9 +151,9 @@ def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
     return None
 
 
-def _host(address: str, me: Peer, deadline: float, timeout: float, token: str) -> tuple[Peer, ...]:
+def _host(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:
     present, waiting = {0: me}, list[_Connection]()
-    mistake = None
+    mistake, deadline = None, time.monotonic() + timeout
     with contextlib.closing(_Listener(address, me.num_processes + _STRANGERS, token)) as listener:
         note = _Note()
         while mistake is None and len(present) < me.num_processes:
@@ -171,7 +169,12 @@ def _host(address: str, me: Peer, deadline: float, timeout: float, token: str) -
                 mistake = mistake or find_mistake(present, late)
                 present.setdefault(late.process, late)
         ordered = tuple(present[p] for p in sorted(present))
-        _answer(waiting, mistake, ordered, token)
+        answer = {"mistake": mistake, "present": [*map(dataclasses.asdict, ordered)]}
+        for caller in waiting:
+            caller.connection.settimeout(_HELLO_SECONDS)
+            proof = _proof(token, "answer", caller.drawn, answer)
+            with contextlib.suppress(OSError):
+                _send(caller.connection, {"said": answer, "proof": proof})
     if mistake is not None:
         raise LaunchError(mistake)
     return ordered
@@ -303,41 +306,21 @@ def listen(address: str) -> socket.socket:
     return server
 
 
-def _answer(
-    waiting: Sequence[_Connection], mistake: str | None, present: Sequence[Peer], token: str
-) -> None:
-    answer = {"mistake": mistake, "present": [dataclasses.asdict(peer) for peer in present]}
-    for caller in waiting:
-        caller.connection.settimeout(_HELLO_SECONDS)
-        with contextlib.suppress(OSError):
-            _send(
-                caller.connection,
-                {"said": answer, "proof": _proof(token, "answer", caller.drawn, answer)},
-            )
-
-
-def _attend(
-    address: str, me: Peer, deadline: float, timeout: float, token: str
-) -> tuple[Peer, ...]:
+def _attend(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:
+    deadline = time.monotonic() + timeout
     note, trouble = _Note(), "it did not answer"
     while time.monotonic() < deadline:
         note.say(f"process {me.process} is waiting for process 0 at {address}: {trouble}")
         try:
             answer = _report(address, me, deadline, token)
-            is_refused = bool(answer.get("refused"))
-            present = () if is_refused else tuple(Peer(**row) for row in answer["present"])
+            if answer["mistake"] is not None:
+                raise LaunchError(answer["mistake"])
+            return tuple(Peer(**row) for row in answer["present"])
+        except LaunchError:
+            raise
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             trouble = str(error) or type(error).__name__
             time.sleep(_PAUSE_SECONDS)
-            continue
-        if is_refused:
-            raise LaunchError(
-                f"process 0 at {address} has another {TOKEN} than process {me.process}; give all "
-                "processes of a run the same, or none"
-            )
-        if answer["mistake"] is not None:
-            raise LaunchError(answer["mistake"])
-        return present
     raise LaunchError(
         f"process {me.process} found no process 0 at {address} within {timeout:g} s: {trouble}; "
         "check that it runs, and that MASTER_ADDR and MASTER_PORT name its host and a port that "
@@ -355,7 +338,10 @@ def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
         # Process 0 may have started its clock later, and answers when its own time is up.
         answer = _receive(connection, time.monotonic() + 2 * seconds + _HELLO_SECONDS)
     if answer.get("refused"):
-        return answer
+        raise LaunchError(
+            f"process 0 at {address} has another {TOKEN} than process {me.process}; give all "
+            "processes of a run the same, or none"
+        )
     proof = _proof(token, "answer", drawn, answer["said"])
     if not hmac.compare_digest(proof.encode(), str(answer["proof"]).encode()):
         raise ConnectionError(f"what answers there has another {TOKEN}")

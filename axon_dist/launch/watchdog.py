@@ -141,7 +141,8 @@ class Watchdog:
             self._silences.hear(_by_process(self.store.items(_HEARTBEATS)))
             failed = _by_process(self.store.items(_FAILURES))
             posted = self.store.items(_BULLETIN).get("verdict")
-            self._verdict = self._verdict or posted or self._failure(failed)
+            failures = (f"{self.present[p]} failed: {failed[p]}" for p in sorted(failed))
+            self._verdict = self._verdict or posted or next(failures, None)
             return
         bulletin = self.store.items(_BULLETIN)
         self._silences.hear({0: bulletin.get("heartbeat", "")})
@@ -159,12 +160,6 @@ class Watchdog:
     def _silence(self, silent: Sequence[int]) -> str:
         names = ", ".join(str(self.present[process]) for process in silent)
         return f"lost {names}: no sign of life for {self._patience:g} s, so it was killed or hangs"
-
-    def _failure(self, failed: Mapping[int, str]) -> str | None:
-        if not failed:
-            return None
-        first = min(failed)
-        return f"{self.present[first]} failed: {failed[first]}"
 
     def _end(self, verdict: str) -> None:
         if self.me == 0:

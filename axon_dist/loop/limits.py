@@ -140,6 +140,7 @@ class StopConsensus:
         return self._any(placed)
 
 
+@dataclasses.dataclass(frozen=True)
 class Stops:
     """Says when a loop has to stop: after a signal, or by the metrics of the run.
 
@@ -149,18 +150,14 @@ class Stops:
         should_stop: reads the latest record of metrics; None never stops.
     """
 
-    def __init__(
-        self,
-        consensus: StopConsensus,
-        request: StopRequest,
-        should_stop: Callable[[Mapping[str, float]], bool] | None = None,
-    ):
-        self._consensus, self._request, self._should_stop = consensus, request, should_stop
+    consensus: StopConsensus
+    request: StopRequest
+    should_stop: Callable[[Mapping[str, float]], bool] | None = None
 
     @property
     def reason(self) -> str:
         """What asked: a signal, `should_stop`, or another process."""
-        return self._request.reason or _ANOTHER
+        return self.request.reason or _ANOTHER
 
     def between_steps(self, latest: Mapping[str, float]) -> bool:
         """Whether to stop now; every process must ask before every step.
@@ -168,13 +165,13 @@ class Stops:
         Args:
             latest: the latest record; empty before the first.
         """
-        if self._should_stop is not None and latest and self._should_stop(latest):
-            self._request.ask("should_stop")
+        if self.should_stop is not None and latest and self.should_stop(latest):
+            self.request.ask("should_stop")
         return self.meanwhile()
 
     def meanwhile(self) -> bool:
         """The same question during a longer operation between two steps, such as a validation."""
-        return self._consensus(bool(self._request))
+        return self.consensus(bool(self.request))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -91,16 +91,14 @@ def _seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-@contextmanager
-def profile(directory: str | Path) -> Iterator[None]:
+def profile(directory: str | Path) -> AbstractContextManager[object]:
     """Records what host and devices do inside the context, as a trace for Perfetto or XProf.
 
     Args:
         directory: the folder to write into; `tensorboard --logdir` (with the xprof plugin) and
             ui.perfetto.dev read it.
     """
-    with jax.profiler.trace(str(directory), create_perfetto_trace=False):
-        yield
+    return jax.profiler.trace(str(directory), create_perfetto_trace=False)
 
 
 def model_flops_utilization(

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from axon_dist.core.words import byte_size, clock_time, duration, si
@@ -206,10 +206,8 @@ class LiveProgress(Progress):
         return Group(*lines)
 
     def _bar(self, status: Status) -> RenderableType:
-        row = Table.grid(expand=True, padding=(0, 1))
-        row.add_column()
-        row.add_column(ratio=1)
-        row.add_column(justify="right")
+        columns = Column(), Column(ratio=1), Column(justify="right")
+        row = Table.grid(*columns, expand=True, padding=(0, 1))
         times = f"{clock_time(time.monotonic() - self._start)} elapsed"
         if status.seconds_left is not None:
             times += f", {clock_time(status.seconds_left)} left"

@@ -209,12 +209,12 @@ class Record:
         self.progress.update(self.status())
 
     @property
-    def train_curve(self) -> list[tuple[int, float]]:
+    def train_curve(self) -> Curve:
         """Step and mean training loss of every record."""
         return self._curve(TRAIN, "loss")
 
     @property
-    def validation_curve(self) -> list[tuple[int, float]]:
+    def validation_curve(self) -> Curve:
         """Step and validation loss of every validation."""
         return self._curve(VALIDATION, "loss")
 
@@ -222,11 +222,7 @@ class Record:
         """Training and validation curve of every metric that was validated, but for the loss."""
         metrics = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
         names = sorted(metrics - {"loss"})
-
-        def curve(kind, name):
-            return tuple(self._curve(kind, name))
-
-        return {name: (curve(TRAIN, name), curve(VALIDATION, name)) for name in names}
+        return {name: (self._curve(TRAIN, name), self._curve(VALIDATION, name)) for name in names}
 
     @property
     def scores(self) -> list[tuple[int, float]]:
@@ -244,10 +240,9 @@ class Record:
                 best, at = score, number
         return len(scores) - at
 
-    def _curve(self, kind: str, name: str) -> list[tuple[int, float]]:
-        return [
-            (step, means[name]) for k, step, means in self._curves if k == kind and name in means
-        ]
+    def _curve(self, kind: str, name: str) -> Curve:
+        points = ((step, means) for k, step, means in self._curves if k == kind)
+        return tuple((step, means[name]) for step, means in points if name in means)
 
     def go_back(self, step: int) -> None:
         """Drops the records after a step, from which the run continues."""

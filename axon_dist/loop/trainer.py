@@ -55,14 +55,6 @@ _ADVICE = (
 )
 
 
-def _no_facts(step: int, updates: int) -> Mapping[str, float]:
-    return {}
-
-
-def _do_nothing() -> None:
-    pass
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
     """The loop around a step: `for batch in batches: state, metrics = step(state, batch)`.
@@ -158,8 +150,8 @@ class Trainer:
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
     history: Sequence[Mapping[str, object]] = ()
-    facts: Callable[[int, int], Mapping[str, float]] = _no_facts
-    on_compiled: Callable[[], None] = _do_nothing
+    facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
+    on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
     profile_dir: str | None = None
 
     def fit(self, state: TrainState | None = None) -> TrainResult:
@@ -200,7 +192,11 @@ class Trainer:
                     self.step.check_rows(first)
                     state = self.step.init()
                 record = self._record(state, tell, sheet)
-            self._check_steps_left(record)
+            if record.step >= options.num_steps:
+                raise ConfigError(
+                    f"the state has taken {record.step} steps and the run ends at step "
+                    f"{options.num_steps}; raise the number of steps"
+                )
             first_step = record.first_step
             with self.progress.phase("compiling the train step"), sheet.on(COMPILE):
                 state, metrics = self.step(state, first)
@@ -217,8 +213,8 @@ class Trainer:
             first_step=first_step,
             num_steps=record.step,
             reason=reason,
-            train_curve=tuple(record.train_curve),
-            validation_curve=tuple(record.validation_curve),
+            train_curve=record.train_curve,
+            validation_curve=record.validation_curve,
             compile_seconds=sheet[COMPILE],
             train_seconds=record.train_seconds,
             items_per_second=record.items_per_second,
@@ -266,13 +262,6 @@ class Trainer:
                     f"would happen then; give it a {name} function, or leave {option} at 0"
                 )
 
-    def _check_steps_left(self, record: Record) -> None:
-        if record.step >= self.options.num_steps:
-            raise ConfigError(
-                f"the state has taken {record.step} steps and the run ends at step "
-                f"{self.options.num_steps}; raise the number of steps"
-            )
-
     def _first_batch(self) -> tuple[Iterator[Batch], Batch]:
         batches = iter(self.batches)
         first = next(batches, _END)
@@ -305,8 +294,10 @@ class Trainer:
         profile: StepProfile,
     ) -> tuple[TrainState, str | None]:
         """Takes all steps but the first; the last state, and why it ended, None after a request."""
+        options = self.options
+        cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
         while True:
-            if self._is_pause(record.dispatched):
+            if any(_is_multiple(record.dispatched, cadence) for cadence in cadences):
                 # What is validated, saved or the result must be known to be finite.
                 record.settle()
             if record.lost is not None:
@@ -332,11 +323,6 @@ class Trainer:
                 state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
                 record.add(metrics)
             record.settle(keep=LAG)
-
-    def _is_pause(self, number: int) -> bool:
-        options = self.options
-        cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
-        return any(_is_multiple(number, cadence) for cadence in cadences)
 
     def _go_back(self, record: Record) -> TrainState | None:
         """The state to continue from after a step that was not finite; None where the run stops."""
