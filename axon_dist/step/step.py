@@ -186,9 +186,8 @@ class TrainStep:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
                 of this one; or what `place` returned.
-            was_nonfinite: the metric `nonfinite` of the step before. Under the options "stop" and
-                "rollback" the state then stays that before the first such step, without the host
-                having to look; elsewhere it is ignored.
+            was_nonfinite: the metric `nonfinite` of the step before. Under "stop" and "rollback"
+                the device then keeps the state before the first such step; ignored elsewhere.
             held: its older, deprecated name.
 
         Returns:
