@@ -360,9 +360,8 @@ class GradientBucket:
 
     def _check_dtype(self, dtype: DTypeLike) -> None:
         floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(self.dtype, jnp.floating)
-        if dtype != self.dtype and not (
-            floats and jnp.promote_types(dtype, self.dtype) == self.dtype
-        ):
+        fits = floats and jnp.promote_types(dtype, self.dtype) == self.dtype
+        if dtype != self.dtype and not fits:
             raise DTypeError(
                 f"a bucket of {self.dtype} cannot hold a gradient of {dtype} exactly; make it "
                 f"GradientBucket({self.capacity}, dtype=jnp.{dtype}), or cast the gradient"

@@ -83,6 +83,11 @@ class ArgumentKind:
         )
 
 
+def instance_of(cls: type, advice: str, error: type[AxonDistError] = ConfigError) -> ArgumentKind:
+    """An instance of a class; arguments as of `ArgumentKind`."""
+    return ArgumentKind(advice, lambda x: isinstance(x, cls), error)
+
+
 def checked(
     who: str | None = None, /, **kinds: ArgumentKind
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -25,6 +25,7 @@ from .arguments import WHOLE as WHOLE
 from .arguments import ArgumentKind as ArgumentKind
 from .arguments import check_fields as check_fields
 from .arguments import checked as checked
+from .arguments import instance_of as instance_of
 from .arguments import is_number as is_number
 from .arguments import is_whole as is_whole
 
@@ -78,10 +79,7 @@ NUMBERS = ArgumentKind("a dtype of numbers, such as 'float32'", lambda x: is_dty
 FLOATS = ArgumentKind(
     "a floating-point dtype, such as 'bfloat16'", lambda x: is_dtype(x, jnp.floating)
 )
-MODULE = ArgumentKind(
-    "an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))",
-    lambda x: isinstance(x, nnx.Module),
-)
+MODULE = instance_of(nnx.Module, "an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))")
 MODEL = ArgumentKind(
     "an nnx.Module, or a function of no arguments that makes a new one; not a wrapper of one",
     is_module,
@@ -110,7 +108,7 @@ def made_by(model: Any, who: str) -> nnx.Module:
     return made
 
 
-RNGS = ArgumentKind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
+RNGS = instance_of(nnx.Rngs, "random numbers, such as nnx.Rngs(0)")
 ARRAY = ArgumentKind("an array or a number", is_array)
 ARRAYS = ArgumentKind(
     "arrays or their shapes, nested in dicts, lists, tuples or modules",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,15 +71,13 @@ class ParquetSource(DocumentSource):
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
         """Finds the groups of rows."""
         with self._reading(path) as file:
-            spans: list[Span] = []
-            first = 0
-            for group in range(file.num_row_groups):
-                count = file.metadata.row_group(group).num_rows
-                spans.append((group, group + 1, count, first))
-                first += count
+            groups = range(file.num_row_groups)
+            counts = [file.metadata.row_group(group).num_rows for group in groups]
         for part in parts_of(path):
             update(part)
-        return spans
+        firsts = itertools.accumulate(counts, initial=0)
+        places = zip(groups, counts, firsts, strict=False)
+        return [(group, group + 1, count, first) for group, count, first in places]
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Reads the columns that are asked for of a group of rows."""

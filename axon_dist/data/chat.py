@@ -100,19 +100,16 @@ class Rendered:
         return f"{self.source} {sorted(self.tokens.items())}"
 
     @functools.cached_property
-    def _process(self) -> TemplateProcess:
+    def process(self) -> TemplateProcess:
+        """What writes the text."""
         return TemplateProcess(self.source, self.tokens)
-
-    def check(self) -> None:
-        """Raises `ValueError` unless it can be read."""
-        self._process.start()
 
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat."""
         turns = [n for n, message in enumerate(messages) if message["role"] == LEARNED]
         prefixes = [(n + more, not more) for n in turns for more in (0, 1)]
         try:
-            text, *ends = self._process.texts(messages, prefixes)
+            text, *ends = self.process.texts(messages, prefixes)
         except ValueError as error:
             raise ValueError(f"messages that its template refuses: {error}") from error
         pieces: list[tuple[str, bool]] = []
@@ -176,22 +173,18 @@ class TemplateProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._running is None:
-            self._running = self._start()
+            limits = [str(_MEMORY), str(_SECONDS), str(MOST_LETTERS)]
+            self._running = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py")), *limits],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={key: os.environ[key] for key in _ENVIRONMENT if key in os.environ},
+                cwd="/",
+            )
+            weakref.finalize(self, _end, self._running)
             self._answer(self._running, self._setup)
         return self._running
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        limits = [str(_MEMORY), str(_SECONDS), str(MOST_LETTERS)]
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py")), *limits],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={key: os.environ[key] for key in _ENVIRONMENT if key in os.environ},
-            cwd="/",
-        )
-        weakref.finalize(self, _end, process)
-        return process
 
     def _answer(self, process: subprocess.Popen[bytes], question: Any) -> list[Any]:
         assert process.stdin is not None
@@ -234,12 +227,8 @@ def _line_of(file: int, deadline: float) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    with contextlib.suppress(OSError), process:  # waits, and closes the pipes
+        process.kill()
 
 
 _ROLES = ("system", "user", LEARNED)
@@ -332,7 +321,7 @@ def _template_in(path: Path) -> Rendered | None:
     template = Rendered(path.name, source, _special_tokens(config))
     what = f"the chat template in {str(path)!r} cannot be used"
     with reworded(what, f"correct it{other}", of=ValueError):
-        template.check()
+        template.process.start()
     return template
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,7 +160,7 @@ class DocumentSource:
         template = None if self.messages is None else find_template(self.template, self.tokenizer)
         how = [self.suffix, tokenizer.digest, self.prompt or "", self.learned, self.columns]
         how += [] if template is None else [template.identity]
-        document = Fields(tokenizer, self.prompt or "", self.learned, template).document
+        document = functools.partial(self._document, tokenizer, template)
         files = self.find(self.files)
         folder = Folder(files, self.cache)
         documents = self.documents(folder, files, how, document)
@@ -230,6 +231,54 @@ class DocumentSource:
         """The fields that are read."""
         return tuple(name for name in (self.prompt, self.learned) if name is not None)
 
+    def _document(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, located: Record
+    ) -> Document:
+        """Makes tokens of a record."""
+        origin, record = located
+        if template is not None:
+            return tokenizer.chat(self._chat(record, template, origin))
+        text = self._field(record, self.learned, origin)
+        if self.prompt:
+            both, count = tokenizer.answer(self._field(record, self.prompt, origin), text)
+            return both, np.arange(len(both)) >= count
+        return tokenizer.encode(utf8(text, origin)), None
+
+    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, origin: str) -> Pieces:
+        if self.learned not in record:
+            raise ConfigError(
+                f"{origin} has no field {self.learned!r}, which must hold a chat; set "
+                f"data.messages.{did_you_mean(self.learned, record)}"
+            )
+        if (wrong := check_messages(record[self.learned])) is not None:
+            raise ConfigError(
+                f"{origin} has {wrong}; write "
+                '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}], or '
+                "remove the line"
+            )
+        try:
+            pieces = template.pieces(record[self.learned])
+            utf8("".join(text for text, _ in pieces), origin)
+            return pieces
+        except ValueError as error:
+            raise ConfigError(f"{origin} has {error}") from error
+
+    def _field(self, record: Mapping[str, Any], name: str, origin: str) -> str:
+        text = record.get(name)
+        if isinstance(text, bytes):
+            text = text.decode(errors="surrogateescape")
+        if not isinstance(text, str):
+            answer = "response" if self.prompt else "text"
+            option = "prompt" if name == self.prompt else answer
+            what = f"has {text!r:.60} under" if name in record else "has no field"
+            pair = "data.prompt and data.response, or " * (option == "text")
+            raise ConfigError(
+                f"{origin} {what} {name!r}, which must be a text; set "
+                f"{pair}data.{option}.{did_you_mean(name, record)}"
+            )
+        utf8(text, origin)
+        return text
+
 
 _THREADS = 8
 """Tokenizers and readers release the GIL while they work."""
@@ -275,69 +324,6 @@ class StoredDocuments:
     def checksum(self) -> int:
         """Of the files, of which records these are, and of what becomes of them."""
         return checksum(np.frombuffer(bytes.fromhex(self.digest), np.uint8), self.numbers)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fields:
-    """What of a record becomes a document.
-
-    Args:
-        tokenizer: makes tokens of it.
-        prompt: the field of the prompt; empty for none.
-        text: the field of what is learned.
-        template: what makes a text of a chat, where that field holds one.
-    """
-
-    tokenizer: Tokenizer
-    prompt: str
-    text: str
-    template: ChatTemplate | None = None
-
-    def document(self, located: Record) -> Document:
-        """Makes tokens of a record."""
-        origin, record = located
-        if self.template is not None:
-            return self.tokenizer.chat(self._chat(record, self.template, origin))
-        text = self._field(record, self.text, origin)
-        if self.prompt:
-            both, count = self.tokenizer.answer(self._field(record, self.prompt, origin), text)
-            return both, np.arange(len(both)) >= count
-        return self.tokenizer.encode(utf8(text, origin)), None
-
-    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, origin: str) -> Pieces:
-        if self.text not in record:
-            raise ConfigError(
-                f"{origin} has no field {self.text!r}, which must hold a chat; set "
-                f"data.messages.{did_you_mean(self.text, record)}"
-            )
-        if (wrong := check_messages(record[self.text])) is not None:
-            raise ConfigError(
-                f"{origin} has {wrong}; write "
-                '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}], or '
-                "remove the line"
-            )
-        try:
-            pieces = template.pieces(record[self.text])
-            utf8("".join(text for text, _ in pieces), origin)
-            return pieces
-        except ValueError as error:
-            raise ConfigError(f"{origin} has {error}") from error
-
-    def _field(self, record: Mapping[str, Any], name: str, origin: str) -> str:
-        text = record.get(name)
-        if isinstance(text, bytes):
-            text = text.decode(errors="surrogateescape")
-        if not isinstance(text, str):
-            option = next(o for o, f in (("prompt", self.prompt), ("text", self.text)) if f == name)
-            option = "response" if self.prompt and option == "text" else option
-            what = f"has {text!r:.60} under" if name in record else "has no field"
-            pair = "data.prompt and data.response, or " * (option == "text")
-            raise ConfigError(
-                f"{origin} {what} {name!r}, which must be a text; set "
-                f"{pair}data.{option}.{did_you_mean(name, record)}"
-            )
-        utf8(text, origin)
-        return text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -277,7 +277,11 @@ def _match(pattern: str, wanted: str) -> list[TextFile]:
     expanded = as_place(pattern, "data.files")
     if isinstance(expanded, Address):
         return _match_objects(expanded, pattern)
-    base = _fixed_folder(expanded)
+    # In front of the first wildcard, or of the name of a plain path.
+    base = next(
+        (p for p in reversed(expanded.parents) if glob.has_magic(expanded.parts[len(p.parts)])),
+        expanded.parent,
+    )
     if base == Path("/") and "**" in expanded.parts:
         raise ConfigError(
             f"data.files: {pattern!r} would look through the whole machine: name a folder, as in "
@@ -347,12 +351,3 @@ def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:
             f"{memory / 1e9:.4g} GB: give fewer, or tokens in files, data.kind=tokens, which stay "
             "on the disk."
         )
-
-
-def _fixed_folder(pattern: Path) -> Path:
-    """The folder in front of the first wildcard, or the folder of a plain path."""
-    for parent in reversed(pattern.parents):
-        child = pattern.parts[len(parent.parts)]
-        if glob.has_magic(child):
-            return parent
-    return pattern.parent

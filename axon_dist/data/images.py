@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -271,22 +271,11 @@ def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.
     rewording = reworded(what, advice, of=Exception)
     # Opened here: of an archive that is none, numpy leaves the file open.
     with rewording, path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        _check_unpacked(arrays)
+        # A few packed bytes can stand for more than any memory holds.
+        size, memory = sum(item.file_size for item in arrays.zip.infolist()), host_memory()
+        if size > memory:
+            raise ValueError(f"it unpacks to {size} bytes, and this host has {memory}")
         images, labels = arrays["images"], arrays["labels"]
-    _check_arrays(path, images, labels, shape)
-    return images, labels
-
-
-def _check_unpacked(arrays: Any) -> None:
-    """A few packed bytes can stand for more than any memory holds."""
-    size, memory = sum(item.file_size for item in arrays.zip.infolist()), host_memory()
-    if size > memory:
-        raise ValueError(f"it unpacks to {size} bytes, and this host has {memory}")
-
-
-def _check_arrays(
-    path: Path, images: np.ndarray, labels: np.ndarray, shape: tuple[int, int, int]
-) -> None:
     if images.dtype != np.uint8 or images.shape[1:] != shape:
         raise ConfigError(
             f"{path} has images of {images.dtype} {images.shape}, which must be uint8 (N, "
@@ -298,6 +287,7 @@ def _check_arrays(
             f"{path} has labels of {labels.dtype} {labels.shape}, which must be integers "
             f"({len(images)},), one for each image."
         )
+    return images, labels
 
 
 def _check_size(image_size: int) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar
 
 import cloudpickle
-import grain
 import numpy as np
 
 from axon_dist.core.checks import is_whole
@@ -49,6 +48,9 @@ class Loader:
             leaves that to the thread.
         vocab_size: what every token of a batch must be below, checked in each; None checks none.
 
+    Attributes:
+        description: what is read, in one sentence for people.
+
     Raises:
         ConfigError: a value is out of range.
         DivisibilityError: the batch does not divide by the microbatches and the processes.
@@ -71,6 +73,7 @@ class Loader:
             if value < 0:
                 raise ConfigError(f"{name}={value} must be at least 0; change it.")
         self.samples = samples
+        self.description: str = samples.description
         self.global_batch = global_batch
         self.seed = seed
         self.num_samples: int = samples.identity["num_samples"]
@@ -83,11 +86,6 @@ class Loader:
         self._num_ahead, self._num_workers = num_ahead, num_workers
         self._samples_seen = 0
         self._batches = self._start()
-
-    @property
-    def description(self) -> str:
-        """What is read, in one sentence for people."""
-        return self.samples.description
 
     def __iter__(self) -> Loader:
         return self
@@ -171,24 +169,17 @@ class Loader:
 
     def _start(self) -> Generator[LocalBatch]:
         """The batches from here on, made ahead by a thread or by workers."""
-        load = functools.partial(_load, self.samples, self._order, self._places, self._vocab_size)
+        samples, order, rows, vocab_size = self.samples, self._order, self._places, self._vocab_size
+
+        def load(start: int) -> LocalBatch:  # what workers are sent: without the loader
+            numbers = np.array([order[sample] for sample in (start + rows).tolist()])
+            return _known(samples.train(numbers), vocab_size)
+
         starts = itertools.count(self._samples_seen, self.global_batch)
         batches = (
             by_workers(load, starts, self._num_workers) if self._num_workers else map(load, starts)
         )
         return ahead(batches, self._num_ahead) if self._num_ahead else (batch for batch in batches)
-
-
-def _load(
-    samples: Samples,
-    order: grain.MapDataset[int],
-    rows: np.ndarray,
-    vocab_size: int | None,
-    start: int,
-) -> LocalBatch:
-    """The rows of a batch whose first sample is the `start`th of a run."""
-    numbers = np.array([order[sample] for sample in (start + rows).tolist()])
-    return _known(samples.train(numbers), vocab_size)
 
 
 class TextLoader(Loader):

@@ -352,8 +352,8 @@ def _written(row: Mapping[str, np.ndarray]) -> str:
     return ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in row.items())
 
 
-_FILL = {"segments": 1, "mask": 1}
-"""What an array is where a source has none: one document, every token of which is a target."""
+_OF_ONES = {"segments": np.int32, "mask": np.int8}
+"""What is ones where a source has none: one document, every token of which is a target."""
 
 
 class Mixture:
@@ -457,7 +457,4 @@ class Mixture:
 
 
 def _filled(row: LocalBatch, name: str) -> np.ndarray:
-    if name in row:
-        return row[name]
-    dtype = np.int8 if name == "mask" else np.int32
-    return np.full(row["tokens"].shape, _FILL[name], dtype)
+    return row[name] if name in row else np.ones(row["tokens"].shape, _OF_ONES[name])

@@ -82,10 +82,8 @@ class TextSource:
                 "the training files as well."
             )
 
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """The names of the arrays of a batch."""
-        return ("tokens",)
+    arrays = ("tokens",)
+    """The names of the arrays of a batch."""
 
     @property
     def unit(self) -> str:

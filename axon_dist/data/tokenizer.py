@@ -96,7 +96,12 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
     vocab_size = max(vocabulary.values()) + 1
     encoded_by = functools.partial(_encoded, path, model)
     known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
-    added = _end(model.token_to_id, end_token, path)
+    added = () if end_token is None else (model.token_to_id(end_token),)
+    if None in added:
+        raise ConfigError(
+            f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
+            "is, or leave it out."
+        )
     last = encoded_by(known)
     behind = [*last.ids[len(last.ids) - _num_behind(last) :], *added]
 
@@ -230,17 +235,3 @@ _MOST_BYTES = 2**28
 def _num_behind(encoded: Any) -> int:
     """How many special tokens are at the end of an encoded text."""
     return len([*itertools.takewhile(bool, reversed(encoded.special_tokens_mask))])
-
-
-def _end(
-    token_to_id: Callable[[str], int | None], end_token: str | None, path: str
-) -> tuple[int, ...]:
-    if end_token is None:
-        return ()
-    token_id = token_to_id(end_token)
-    if token_id is None:
-        raise ConfigError(
-            f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
-            "is, or leave it out."
-        )
-    return (token_id,)

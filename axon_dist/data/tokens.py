@@ -54,6 +54,11 @@ class Windows:
         text: training and validation tokens, one dim each.
         length: tokens a model sees, T; windows hold T + 1.
 
+    Attributes:
+        num_validation: consecutive windows of the validation text; a rest shorter than a window is
+            left out.
+        validation_bytes: how many bytes the validation text has, where that is known.
+
     Raises:
         ConfigError: the length is out of range, or either side is shorter than a window.
     """
@@ -74,6 +79,8 @@ class Windows:
         self.length: int = length
         self.description: str = text.description
         self.vocab_size, self.show = text.vocab_size, text.show
+        self.num_validation: int = num_windows(len(text.validation), length)
+        self.validation_bytes: int | None = text.validation_bytes
 
     @property
     def identity(self) -> dict[str, int]:
@@ -93,16 +100,6 @@ class Windows:
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Cuts consecutive windows."""
         return self._cut(self.text.train, numbers * self.length)
-
-    @property
-    def num_validation(self) -> int:
-        """Consecutive windows of the validation text; a rest shorter than a window is left out."""
-        return num_windows(len(self.text.validation), self.length)
-
-    @property
-    def validation_bytes(self) -> int | None:
-        """How many bytes the validation text has, where that is known."""
-        return self.text.validation_bytes
 
     def spread(self, count: int) -> np.ndarray:
         """First positions of windows spread over the validation text."""

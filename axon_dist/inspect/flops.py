@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -176,16 +176,17 @@ class CostModel:
         """The cost of one execution of a computation, with all that it calls."""
         if computation.name not in self._known:
             costs = (self.instruction(computation, i) for i in computation.instructions)
-            self._known[computation.name] = _total(costs)
+            self._known[computation.name] = sum(costs, Cost())
         return self._known[computation.name]
 
     def instruction(self, computation: Computation, instruction: Instruction) -> Cost:
         """The cost of one instruction of a computation, with all that it calls."""
         opcode = instruction.opcode
         called = [self.computation(callee) for callee in usually_called(self._module, instruction)]
+        inner = sum(called, Cost())
         if opcode == "while":
             trips = trip_count(self._module, computation, instruction)
-            return _total(called).times(1 if trips is None else trips)
+            return inner.times(1 if trips is None else trips)
         if opcode == "conditional":
             return Cost(
                 low=min(cost.low for cost in called),
@@ -193,9 +194,8 @@ class CostModel:
                 traffic=min(cost.traffic for cost in called),
             )
         if opcode == "call":
-            return _total(called)
+            return inner
         flops = matmul_flops(computation, instruction)
-        inner = _total(called)
         traffic = self._traffic(computation, instruction)
         return Cost(flops + inner.low, flops + inner.high, traffic)
 
@@ -209,10 +209,6 @@ class CostModel:
             return _written(computation, instruction)
         operands = (computation.by_name.get(name) for name in instruction.operands)
         return instruction.bytes + sum(operand.bytes for operand in operands if operand)
-
-
-def _total(costs: Iterable[Cost]) -> Cost:
-    return sum(costs, Cost())
 
 
 def _read(fused: Computation) -> int:

@@ -119,9 +119,9 @@ def _read_tables(lines: list[str]) -> dict[str, dict[int, str]]:
     return tables
 
 
-def _field(row: str, key: str) -> int:
+def _field(row: str, key: str, default: int = 0) -> int:
     match = re.search(rf"\b{key}=(\d+)", row)
-    return int(match.group(1)) if match else 0
+    return int(match.group(1)) if match else default
 
 
 def origin(attributes: str, sources: dict[int, str]) -> tuple[str, str]:
@@ -135,8 +135,7 @@ def origin(attributes: str, sources: dict[int, str]) -> tuple[str, str]:
         `(op_name, source)`, each empty where the compiler left nothing.
     """
     op_name = re.search(r'\bop_name="([^"]*)"', attributes)
-    frame = re.search(r"\bstack_frame_id=(\d+)", attributes)
-    source = sources.get(int(frame.group(1)), "") if frame else ""
+    source = sources.get(_field(attributes, "stack_frame_id", -1), "")
     inline = re.search(r'\bsource_file="([^"]*)" source_line=(\d+)', attributes)
     if inline:
         source = f"{os.path.basename(inline.group(1))}:{inline.group(2)}"
@@ -284,8 +283,7 @@ def parse(text: str) -> Module:
     return Module(
         computations=computations,
         entry=computations[entry or next(reversed(computations))],
-        num_devices=_header_number(lines[0], "num_partitions")
-        * _header_number(lines[0], "replica_count"),
+        num_devices=_field(lines[0], "num_partitions", 1) * _field(lines[0], "replica_count", 1),
         sources=source_lines(lines),
     )
 
@@ -308,11 +306,6 @@ def joined_lines(lines: Iterable[str]) -> Iterator[str]:
         if depth <= 0:
             yield pending
             pending, depth = "", 0
-
-
-def _header_number(header: str, key: str) -> int:
-    match = re.search(rf"\b{key}=(\d+)", header)
-    return int(match.group(1)) if match else 1
 
 
 def _blocks(lines: list[str]) -> Iterator[tuple[bool, str, list[str]]]:

@@ -226,9 +226,8 @@ class WireModel:
         each = [self.timed(called) for called in usually_called(self.module, instruction)]
         if instruction.opcode == "conditional":
             return max(one.wire for one in each), max(one.step for one in each)
-        trips = None
-        if instruction.opcode == "while":
-            trips = trip_count(self.module, computation, instruction)
+        is_loop = instruction.opcode == "while"
+        trips = trip_count(self.module, computation, instruction) if is_loop else 1
         count = 1 if trips is None else trips
         return sum(one.wire for one in each) * count, sum(one.step for one in each) * count
 
@@ -358,21 +357,16 @@ def transfers(module: Module, computation: Computation) -> list[ScheduledCollect
     Returns:
         The collectives in the order of the schedule, a chain of fusions as one.
     """
-    collectives: list[ScheduledCollective] = []
-    chains: dict[tuple[str, str], int] = {}
+    collectives: dict[object, ScheduledCollective] = {}
     for index, instruction in enumerate(computation.instructions):
         for owner, inner in _launched(module, computation, instruction):
             done = _done(computation, index) if _is_start(instruction) else index
             transfer = ScheduledCollective(module, inner, owner, index, done)
-            chain = _chain(inner)
-            if chain in chains:
-                first = collectives[chains[chain]]
-                collectives[chains[chain]] = dataclasses.replace(first, done=index)
-                continue
-            if chain:
-                chains[chain] = len(collectives)
-            collectives.append(transfer)
-    return collectives
+            chain = _chain(inner) or len(collectives)
+            if chain in collectives:
+                transfer = dataclasses.replace(collectives[chain], done=index)
+            collectives[chain] = transfer
+    return list(collectives.values())
 
 
 def _launched(

@@ -182,16 +182,13 @@ def _axis_items(axes: AxesLike) -> tuple[tuple[str, int], ...]:
 
 
 def _parse_axis(part: str, text: str) -> tuple[str, int]:
-    name, equals, size = part.partition("=")
-    try:
-        if not equals or re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", size) is None:
-            raise ValueError
-        return name.strip(), int(size)
-    except ValueError:
+    name, _, size = part.partition("=")
+    if re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", size) is None:
         raise MeshError(
             f"cannot read {part.strip()!r:.80} in mesh {text!r:.80}; write axes as name=size, "
             "separated by commas: 'dp=4,tp=2'"
-        ) from None
+        )
+    return name.strip(), int(size)
 
 
 def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:

@@ -244,23 +244,18 @@ def prepare_environment(target: Target | str) -> None:
     """
     target = as_target(target)
     platform = target.platform
-    missing = missing_compiler(target)
-    if missing:
+    if missing := missing_compiler(target):
         raise UnsupportedError(missing)
     unset = {k: v for k, v in _VARIABLES[platform].items() if k not in os.environ}
-    if (
-        platform == "cuda"
-        and unset
-        and backend_started()
-        and jax.config.values["jax_platforms"] != "cpu"
-    ):
+    chosen = jax.config.values["jax_platforms"]
+    if platform == "cuda" and unset and backend_started() and chosen != "cpu":
         raise BackendStartedError(
             "JAX has started its backend and left the CUDA compiler out; set "
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 and JAX_PLATFORMS=cpu before the process starts, "
             "or call prepare_environment('h100:8') before the first array is made"
         )
     os.environ.update(unset)
-    if not backend_started() and not jax.config.values["jax_platforms"]:
+    if not backend_started() and not chosen:
         jax.config.update("jax_platforms", "cpu")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ..core.checks import ArgumentKind, is_whole
+from ..core.checks import instance_of, is_whole
 from ..core.errors import BackendStartedError, GroupError, MeshError, NamedChoice, UnsupportedError
 from ..core.typing import JsonDict
 from ..launch.distributed import (
@@ -451,9 +451,5 @@ def abstract_world(
     return World(mesh, _backend_of(devices))
 
 
-GROUP = ArgumentKind(
-    'a ProcessGroup, such as world.group("dp")', lambda x: isinstance(x, ProcessGroup), GroupError
-)
-WORLD = ArgumentKind(
-    "a World, made by World.init(...) or World.emulate(8)", lambda x: isinstance(x, World)
-)
+GROUP = instance_of(ProcessGroup, 'a ProcessGroup, such as world.group("dp")', GroupError)
+WORLD = instance_of(World, "a World, made by World.init(...) or World.emulate(8)")

@@ -223,12 +223,7 @@ def describe_attention(
     if kernel is None:
         return f"{plain}: there is no fused kernel for {platform.upper()}s"
     heads_of = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
-    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
-    why = (
-        no_blocks(length)
-        if kernel == "flash"
-        else cudnn_obstacle(heads_of, heads_of, heads_of, ids)
-    )
+    why = no_blocks(length) if kernel == "flash" else fused_obstacle(heads_of, segments)
     if why is not None:
         reason = " ".join(why.split()).rstrip(".")
         return f"{plain}, for {kernel} cannot run: {reason}; {_CURES[kernel]}"

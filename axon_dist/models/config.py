@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 from flax import nnx
 
-from axon_dist.core.checks import REAL, WHOLE, ArgumentKind, is_dtype
+from axon_dist.core.checks import REAL, WHOLE, instance_of, is_dtype
 from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
 from axon_dist.core.tree import has_64_bits
 from axon_dist.core.typing import Array
@@ -114,7 +114,7 @@ def check_flags(config: Any) -> None:
             _FLAG.check(type(config).__name__, field.name, getattr(config, field.name))
 
 
-_FLAG = ArgumentKind("True or False", lambda x: isinstance(x, bool))
+_FLAG = instance_of(bool, "True or False")
 
 
 def check_rate(config: object, field: str) -> None:

@@ -394,11 +394,8 @@ class Family:
     def _window_keys(self, config: TransformerConfig) -> dict[str, Any]:
         each = config.layer_windows
         sizes = {size for size in each if size}
-        if (
-            len(sizes) > 1
-            or (sizes and not self.windows)
-            or (self.windows == "all" and 0 in each and sizes)
-        ):
+        misses_some = self.windows == "all" and 0 in each
+        if len(sizes) > 1 or (sizes and (misses_some or not self.windows)):
             raise UnsupportedError(
                 f"a Transformer with windows={config.windows} is no {self.name}, which has "
                 f"{_WINDOWS[self.windows]}; use another format, or 'native'"
@@ -431,10 +428,10 @@ class Family:
 
     def _expert_keys(self, config: TransformerConfig) -> dict[str, Any]:
         keys, experts = self.experts, config.experts
-        if keys is None or experts is None:
-            require(config, self.name, {"experts": None} if keys is None else {})
-            if keys is None:
-                return {}
+        if keys is None:
+            require(config, self.name, {"experts": None})
+            return {}
+        if experts is None:
             raise UnsupportedError(
                 f"a Transformer without experts is no {self.name}; use another format, or 'native'"
             )

@@ -224,7 +224,9 @@ def generate(
         "replicated": _replicated(leaves),
     }
     run = functools.partial(_compiled, **options)
-    if not _is_hashable(graphdef):
+    try:
+        hash(graphdef)
+    except TypeError:
         # Compiled at every call: without a hash it cannot be a key of the cache.
         run = jax.jit(functools.partial(_generate, **options))
     added = np.asarray(run(leaves, tokens, padding, jax.random.key(seed)))
@@ -398,11 +400,3 @@ def _replicated(leaves: PyTree) -> NamedSharding | None:
         if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, PartitionSpec())
     return None
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -246,11 +246,8 @@ class SelfAttention(nnx.Module):
     def _normed_heads(self, x: Array, norm: RMSNorm | None) -> Array:
         if norm is not None and self.norm_by == "all":
             x = norm(x)
-        x = self._heads(x)
+        x = x.reshape(*x.shape[:2], -1, self.head_dim)
         return norm(x) if norm is not None and self.norm_by == "head" else x
-
-    def _heads(self, x: Array) -> Array:
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
 
 
 class PlainMLP(nnx.Module):
@@ -315,7 +312,15 @@ class MLP(nnx.Module):
         dropout: float = 0.0,
         rngs: nnx.Rngs,
     ):
-        _check(sizes, activation, dropout)
+        is_list = isinstance(sizes, Sequence) and all(map(is_whole, sizes))
+        if not is_list or len(sizes) < 2 or min(sizes) < 1:
+            raise ConfigError(
+                f"sizes={sizes!r:.80} must name at least an input and an output width, each 1 or "
+                "more, for example (784, 256, 10)."
+            )
+        check_choice("activation", activation, ACTIVATIONS, "an activation")
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigError(f"dropout={dropout} must lie in [0, 1); 0 turns it off.")
         RNGS.check("MLP", "rngs", rngs)
         self.layers = nnx.List(
             nnx.Linear(num_inputs, num_outputs, rngs=rngs)
@@ -330,18 +335,6 @@ class MLP(nnx.Module):
         for layer in hidden:
             x = self.dropout(ACTIVATIONS[self.activation](layer(x)))
         return last(x)
-
-
-def _check(sizes: Sequence[int], activation: str, dropout: float) -> None:
-    is_list = isinstance(sizes, Sequence) and all(map(is_whole, sizes))
-    if not is_list or len(sizes) < 2 or min(sizes) < 1:
-        raise ConfigError(
-            f"sizes={sizes!r:.80} must name at least an input and an output width, each 1 or "
-            "more, for example (784, 256, 10)."
-        )
-    check_choice("activation", activation, ACTIVATIONS, "an activation")
-    if not 0.0 <= dropout < 1.0:
-        raise ConfigError(f"dropout={dropout} must lie in [0, 1); 0 turns it off.")
 
 
 def linear(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.checks import RNGS, ArgumentKind, checked
+from ..core.checks import RNGS, checked, instance_of
 from ..core.errors import ConfigError
 from ..core.typing import Array
 from .config import (
@@ -109,9 +109,7 @@ class ResNetConfig(Presets):
         check_floats(self)
 
 
-_CONFIG = ArgumentKind(
-    "a ResNetConfig, such as ResNetConfig.preset('tiny')", lambda x: isinstance(x, ResNetConfig)
-)
+_CONFIG = instance_of(ResNetConfig, "a ResNetConfig, such as ResNetConfig.preset('tiny')")
 
 
 class ResNet(nnx.Module):

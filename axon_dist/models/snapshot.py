@@ -26,7 +26,7 @@ from ..core.errors import (
 )
 from ..core.files import Address, Place, as_path, as_place, read_text, snapshot
 from .config import check_fields
-from .family import RESOLVED, TOKEN_IDS, Family
+from .family import RESOLVED, TOKEN_IDS
 from .formats import FORMATS
 from .transformer import Transformer
 from .transformer_config import TransformerConfig
@@ -123,7 +123,11 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
     """
     name, data, file = _read_config(path)
     check_fields(TransformerConfig, changes)
-    config = dataclasses.replace(_from_hub(FORMATS[name], data, file), **changes)
+    what = f"{str(file)!r} is no config of the family {FORMATS[name].model_type!r}"
+    advice = "take that of the snapshot as it was published"
+    with reworded(what, advice, CheckpointError, MALFORMED):
+        config = FORMATS[name].from_hub(data)
+    config = dataclasses.replace(config, **changes)
     config.validate()
     return config
 
@@ -158,13 +162,6 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
         f"{str(file)!r} is of the family {kind!r:.80}; those known here are {known}. Make the "
         "model yourself, and give load_weights rules of your own"
     )
-
-
-def _from_hub(row: Family, data: Mapping[str, Any], file: Path) -> TransformerConfig:
-    what = f"{str(file)!r} is no config of the family {row.model_type!r}"
-    advice = "take that of the snapshot as it was published"
-    with reworded(what, advice, CheckpointError, MALFORMED):
-        return row.from_hub(data)
 
 
 FREE = frozenset(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axon_dist.core.checks import RNGS, ArgumentKind, checked
+from axon_dist.core.checks import RNGS, checked, instance_of
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array, PyTree
 
@@ -79,9 +79,8 @@ class Block(nnx.Module):
         return getattr(self, name)(x) if hasattr(self, name) else x
 
 
-_CONFIG = ArgumentKind(
-    "a TransformerConfig, such as TransformerConfig.preset('tiny')",
-    lambda x: isinstance(x, TransformerConfig),
+_CONFIG = instance_of(
+    TransformerConfig, "a TransformerConfig, such as TransformerConfig.preset('tiny')"
 )
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.checks import RNGS, ArgumentKind, checked
+from ..core.checks import RNGS, checked, instance_of
 from ..core.errors import ConfigError
 from ..core.typing import Array
 from .attention import ATTENTION_FORMS
@@ -126,9 +126,7 @@ class ViTConfig(Presets):
         check_choice("attention", self.attention, ATTENTION_FORMS, "a form of attention")
 
 
-_CONFIG = ArgumentKind(
-    "a ViTConfig, such as ViTConfig.preset('tiny')", lambda x: isinstance(x, ViTConfig)
-)
+_CONFIG = instance_of(ViTConfig, "a ViTConfig, such as ViTConfig.preset('tiny')")
 
 
 class ViT(nnx.Module):

@@ -14,6 +14,7 @@ from ..core.typing import Path, Shape
 from ..core.words import first_few, ranges
 
 _TOKEN = re.compile(r"\(|\)|[a-z]\w*")
+_DIM = re.compile(r"\(([^()]+)\)|([a-z]\w*)")
 
 Side = tuple[tuple[str, ...], ...]
 """The named dims of one side, grouped as they are merged into the dims of an array."""
@@ -43,8 +44,16 @@ class Form:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.text:
-            self._check()
+        if not self.text:
+            return
+        if self.text.count("->") != 1:
+            raise ConfigError(f"the form {self.text!r} needs two sides, as in 'out in -> in out'")
+        left, right = ([name for group in side for name in group] for side in self._sides)
+        if sorted(left) != sorted(right) or len(set(left)) < len(left) or not left:
+            raise ConfigError(
+                f"the form {self.text!r} must name every dim once on either side, as in "
+                "'out in -> in out'"
+            )
 
     @property
     def inverse(self) -> Form:
@@ -109,16 +118,6 @@ class Form:
         left, right = self.text.split("->")
         return _groups(left), _groups(right)
 
-    def _check(self) -> None:
-        if self.text.count("->") != 1:
-            raise ConfigError(f"the form {self.text!r} needs two sides, as in 'out in -> in out'")
-        left, right = ([name for group in side for name in group] for side in self._sides)
-        if sorted(left) != sorted(right) or len(set(left)) < len(left) or not left:
-            raise ConfigError(
-                f"the form {self.text!r} must name every dim once on either side, as in "
-                "'out in -> in out'"
-            )
-
     def _spread(self, array: np.ndarray) -> np.ndarray:
         """The array with every named dim for itself, in the order of the result: a view."""
         if not self.text:
@@ -148,26 +147,12 @@ class Form:
 
 def _groups(side: str) -> Side:
     """Reads one side, such as `"(head size) d"`."""
-    groups: list[tuple[str, ...]] = []
-    group: list[str] | None = None
     if _TOKEN.sub("", side).strip():
         raise ConfigError(f"cannot read {side.strip()!r} in a form; write 'name (name name)'")
-    for token in _TOKEN.findall(side):
-        if token == "(" and group is None:
-            group = []
-        elif token == ")" and group:
-            groups.append(tuple(group))
-            group = None
-        elif token in "()":
-            break
-        elif group is None:
-            groups.append((token,))
-        else:
-            group.append(token)
-    else:
-        if group is None:
-            return tuple(groups)
-    raise ConfigError(f"the parentheses in {side.strip()!r} do not pair up around names")
+    groups = tuple(tuple((inside or name).split()) for inside, name in _DIM.findall(side))
+    if _DIM.sub("", side).strip() or () in groups:
+        raise ConfigError(f"the parentheses in {side.strip()!r} do not pair up around names")
+    return groups
 
 
 _GROUP = re.compile(r"\(\?P<(\w+)>([^()]*)\)")

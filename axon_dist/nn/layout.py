@@ -96,22 +96,15 @@ class Layout:
             return function
         mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
 
-        def fixed(spec):
-            return PartitionSpec(*(None if e is FREE else e for e in spec))
-
-        def left(tree):
-            return jax.tree.map(
-                lambda spec: without(fixed(spec), manual),
-                tree,
-                is_leaf=lambda x: isinstance(x, PartitionSpec),
-            )
+        def left(spec):
+            return without(PartitionSpec(*(None if e is FREE else e for e in spec)), manual)
 
         return jax.shard_map(
             function,
             mesh=mesh,
             axis_names=frozenset(mesh.axis_names) - frozenset(manual),
-            in_specs=left(in_specs),
-            out_specs=left(out_specs),
+            in_specs=jax.tree.map(left, in_specs),
+            out_specs=jax.tree.map(left, out_specs),
             check_vma=check_vma and not manual,
         )
 
@@ -154,8 +147,7 @@ def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
 
 def manual_axes() -> Axes:
     """The mesh axes that a `shard_map` around the caller has made manual."""
-    current = jax.sharding.get_abstract_mesh()
-    return () if current.empty else tuple(current.manual_axes)
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def without(spec: PartitionSpec, axes: Axes) -> PartitionSpec:

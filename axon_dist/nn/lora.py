@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import COUNT, FLOATS, MODULE, RNGS, checked
 from ..core.errors import ConfigError
+from ..core.tree import wide
 from ..core.typing import Array, Path
 from ..core.words import pattern_error
 from ..ops.fp8 import size_of
@@ -151,10 +152,7 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         if not isinstance(layer, nnx.LoRALinear | LoRALinearGeneral) or type(layer) not in known:
             continue
         adapter, kernel = layer.lora, layer.kernel
-        a, b = (
-            x[...].astype(jnp.promote_types(x.dtype, jnp.float32))
-            for x in (adapter.lora_a, adapter.lora_b)
-        )
+        a, b = wide(adapter.lora_a[...]), wide(adapter.lora_b[...])
         product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
         kernel.set_value((kernel[...] + product.reshape(kernel.shape)).astype(kernel.dtype))
         merged.add(id(adapter))

@@ -196,7 +196,8 @@ def rounded(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Rounded:
 
 def _scale(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Array:
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    manual = _manual(axes)
+    current = jax.sharding.get_abstract_mesh().manual_axes
+    manual = tuple(axis for axis in axes if axis in current)
     largest = jax.lax.pmax(largest, manual) if manual else largest
     limit = jnp.finfo(dtype).max.astype(jnp.float32)
     mantissa, exponent = jnp.frexp(largest / limit)
@@ -247,12 +248,6 @@ def _dot(
         a.values, b.values, (contracting, ((), ())), preferred_element_type=wide
     )
     return (y * (a.scale * b.scale)).astype(dtype)
-
-
-def _manual(axes: Sequence[str]) -> tuple[str, ...]:
-    current = jax.sharding.get_abstract_mesh()
-    manual = () if current.empty else current.manual_axes
-    return tuple(axis for axis in axes if axis in manual)
 
 
 GatherOf: TypeAlias = Callable[[nnx.Variable], WeightGather | None]
@@ -333,12 +328,8 @@ def is_dense(module: object) -> TypeGuard[DenseLayer]:
 def fp8_reasons(model: nnx.Module, skip: Sequence[str] = ()) -> dict[Path, str]:
     """Why each dense layer of a model does not compute in fp8; "" for those that do."""
     stacks = tuple(stacks_of(model))
-    reasons: dict[Path, str] = {}
-    for keys, module in nnx.iter_modules(model):
-        if is_dense(module):
-            path = "/".join(map(str, keys))
-            reasons[path] = _reason(path, module, stacks, skip)
-    return reasons
+    layers = {"/".join(map(str, keys)): m for keys, m in nnx.iter_modules(model) if is_dense(m)}
+    return {path: _reason(path, layer, stacks, skip) for path, layer in layers.items()}
 
 
 def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from ..core.compat import Primitive, new_operation
 from ..core.errors import ConfigError, DTypeError
 from ..core.reduction import all_max, all_min, all_sum
+from ..core.tree import wide
 from ..core.typing import Array, PyTree
 from ..core.weighted import Weighted
 
@@ -230,21 +231,16 @@ def _bound(
     how.validate()
     weights = jnp.ones(jnp.shape(labels), jnp.float32) if weights is None else weights
     weights = jnp.asarray(weights, jnp.float32)
-    _check(hidden, kernel, labels, weights, bias)
-    more = () if bias is None else (bias,)
-    total, hits = _operation().bind(hidden, kernel, labels, weights, *more, how=how)
+    operands = {"hidden": hidden, "kernel": kernel, "labels": labels, "weights": weights}
+    operands |= {} if bias is None else {"bias": bias}
+    _check(operands)
+    total, hits = _operation().bind(*operands.values(), how=how)
     weight = jnp.sum(weights)
     return Weighted(total, weight), Weighted(hits, weight)
 
 
-def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Array | None) -> None:
-    shapes = {
-        "hidden": jnp.shape(hidden),
-        "kernel": jnp.shape(kernel),
-        "labels": jnp.shape(labels),
-        "weights": jnp.shape(weights),
-        **({} if bias is None else {"bias": jnp.shape(bias)}),
-    }
+def _check(operands: dict[str, Array]) -> None:
+    shapes = {name: jnp.shape(x) for name, x in operands.items()}
     lead, width = shapes["hidden"][:-1], shapes["hidden"][-1:]
     fits = len(shapes["kernel"]) == 2 and shapes["kernel"][:1] == width
     fits = fits and shapes["labels"] == shapes["weights"] == lead
@@ -254,10 +250,10 @@ def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Ar
             f"linear_cross_entropy got {got}; it takes hidden [..., D], kernel [D, V], labels "
             "and weights [...], one for each position of hidden, and a bias [V]"
         )
-    if not jnp.issubdtype(jnp.asarray(labels).dtype, jnp.integer):
+    dtype = jnp.asarray(operands["labels"]).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
         raise ConfigError(
-            f"linear_cross_entropy got labels of {jnp.asarray(labels).dtype}; they must be the "
-            "integer ids of tokens"
+            f"linear_cross_entropy got labels of {dtype}; they must be the integer ids of tokens"
         )
 
 
@@ -417,9 +413,6 @@ def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
     """
     moves = tangents.hidden, tangents.kernel, tangents.bias
     values = run(operands, tuple(x is not None for x in moves))  # type: ignore[arg-type]
-
-    def wide(x):
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     of_total = jnp.zeros((), values.total.dtype)
     for grad, move in zip(values.grads, moves, strict=True):

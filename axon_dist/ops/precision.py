@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..core.checks import MODULE, NUMBER, ArgumentKind, check_fields, checked
+from ..core.checks import MODULE, NUMBER, check_fields, checked, instance_of
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import floating_dtype, wide
@@ -177,9 +177,7 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     return jax.tree.map(lambda x: _cast(x, dtype), tree)
 
 
-_POLICY = ArgumentKind(
-    "a MixedPrecision, such as MixedPrecision.bf16()", lambda x: isinstance(x, MixedPrecision)
-)
+_POLICY = instance_of(MixedPrecision, "a MixedPrecision, such as MixedPrecision.bf16()")
 
 
 @checked(model=MODULE, policy=_POLICY)

@@ -214,12 +214,11 @@ class Ring:
         if number is None:
             return tree
 
-        def rows(x):
-            return x.shape[1] // 2
+        def half(x):
+            rows = x.shape[1] // 2
+            return jax.lax.dynamic_slice_in_dim(x, number * rows, rows, 1)
 
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, number * rows(x), rows(x), 1), tree
-        )
+        return jax.tree.map(half, tree)
 
     def with_piece(
         self, tree: Tree, number: Array | int | None, change: Callable[[Tree], Tree]
@@ -326,7 +325,15 @@ def _backward(
     queries = Queries(query, segments, cotangent, log_weight, delta, out)
     keys = Keys(key, value, segments)
     of_query, of_key, of_value = kernel.backward(queries, keys, ring.causal)
-    add = functools.partial(_pair_gradients, ring, kernel)
+
+    # Adds the gradients of each pair of pieces of queries and keys to those of both.
+    def add(precedes, queries, keys, of_query, of_keys):
+        for mine, theirs in ring.pairs(precedes):
+            gradients = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
+            of_query = ring.with_piece(of_query, mine, functools.partial(_added, gradients[0]))
+            of_keys = ring.with_piece(of_keys, theirs, functools.partial(_added, gradients[1:]))
+        return of_query, of_keys
+
     if ring.size > 1 and _queries_are_lighter(query, key):
         # Adds to the gradients of this rank's keys, and returns those of the queries that came.
         def host_queries(of_keys, queries, back):
@@ -367,23 +374,6 @@ def _queries_are_lighter(query: Array, key: Array) -> bool:
 
 def _zeros(x: Array) -> Array:
     return x.astype(jnp.float32) * 0
-
-
-def _pair_gradients(
-    ring: Ring,
-    kernel: BlockAttention,
-    precedes: Array,
-    queries: Queries,
-    keys: Keys,
-    of_query: Array,
-    of_keys: tuple[Array, Array],
-) -> tuple[Array, tuple[Array, Array]]:
-    """Adds the gradients of each pair of pieces of queries and keys to those of both."""
-    for mine, theirs in ring.pairs(precedes):
-        gradients = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
-        of_query = ring.with_piece(of_query, mine, functools.partial(_added, gradients[0]))
-        of_keys = ring.with_piece(of_keys, theirs, functools.partial(_added, gradients[1:]))
-    return of_query, of_keys
 
 
 def _added(addend: Tree, so_far: Tree) -> Tree:

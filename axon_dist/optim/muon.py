@@ -341,11 +341,8 @@ class _Orthogonal:
         pairs = zip(leaves, self._dims_of(ahead), strict=True)
         orthogonal = [self._orthogonalised(x, dims, state.ns_coeffs) for x, dims in pairs]
         if self.adaptive:
-
-            def dual(x, y):
-                return jnp.sum(x.conj() * y) * y
-
-            orthogonal = [dual(x, y) for x, y in zip(leaves, orthogonal, strict=True)]
+            duals = zip(leaves, orthogonal, strict=True)
+            orthogonal = [jnp.sum(x.conj() * y) * y for x, y in duals]
         mu = optax.tree.cast(mu, self.mu_dtype)
         return structure.unflatten(orthogonal), MuonState(count, mu, state.ns_coeffs)
 
@@ -365,14 +362,9 @@ class _Orthogonal:
 
     def _orthogonalised(self, x: Array, dims: Dims | None, coefficients: Array) -> Array:
         rows, columns = _axes(x, dims)
-        lead = 0
-        while lead not in (*rows, *columns):
-            lead += 1
+        lead = min((*rows, *columns))
 
-        def within(some):
-            return tuple(d - lead for d in some)
-
-        rows, columns = within(rows), within(columns)
+        rows, columns = (tuple(d - lead for d in some) for some in (rows, columns))
         is_matrix = (rows, columns) == ((0,), (1,)) and x.ndim == lead + 2
         if not is_matrix:
             ns = dataclasses.replace(self.newton_schulz, rows=rows, columns=columns)

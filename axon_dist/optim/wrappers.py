@@ -57,13 +57,10 @@ def by_path(
         (-1.0, -0.1)
     """
 
-    def labels(params: PyTree) -> PyTree:
-        def first_found(path: str, _: object) -> str:
-            return next((one for one in groups if re.search(one, path)), _OTHERWISE)
+    def label(path: str, _: object) -> str:
+        return next((one for one in groups if re.search(one, path)), _OTHERWISE)
 
-        return map_with_path(first_found, params)
-
-    return optax.partition({**groups, _OTHERWISE: otherwise}, labels)
+    return optax.partition({**groups, _OTHERWISE: otherwise}, lambda p: map_with_path(label, p))
 
 
 SPIKE = "spike"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -114,8 +113,17 @@ def workload_of(
     """
     abstract = nnx.eval_shape(lambda: made_by(model, "workload_of"))
     graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
-    run = functools.partial(_loss, graphdef, loss_fn, MixedPrecision.of(precision))
-    closed = jax.make_jaxpr(jax.value_and_grad(run))(params, rest, batch)
+    policy = MixedPrecision.of(precision)
+
+    def mean_loss(params: PyTree, rest: PyTree, batch: Batch) -> Any:
+        module = nnx.merge(graphdef, cast_floating(params, policy.compute), rest, copy=True)
+        if policy.is_mixed:
+            autocast(module, policy)
+        output = loss_fn(module, batch)
+        loss = output[0] if isinstance(output, tuple) else output
+        return loss.mean if isinstance(loss, Weighted) else loss
+
+    closed = jax.make_jaxpr(jax.value_and_grad(mean_loss))(params, rest, batch)
     splits = [unsplit(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
     return Workload(
         num_params=num_params(params),
@@ -140,22 +148,6 @@ def _experts(model: nnx.Module | Callable[[], nnx.Module], params: PyTree) -> in
     policy = ByExperts(tuple((p, dim) for p, dim in patterns if dim is not None), "ep")
     dims = {path: policy.dim_of(path, shape) for path, shape in flat.items()}
     return math.gcd(*(flat[path][dim] for path, dim in dims.items() if dim is not None)) or 1
-
-
-def _loss(
-    graphdef: nnx.GraphDef,
-    loss_fn: LossFn,
-    policy: MixedPrecision,
-    params: PyTree,
-    rest: PyTree,
-    batch: Batch,
-) -> Any:
-    module = nnx.merge(graphdef, cast_floating(params, policy.compute), rest, copy=True)
-    if policy.is_mixed:
-        autocast(module, policy)
-    output = loss_fn(module, batch)
-    loss = output[0] if isinstance(output, tuple) else output
-    return loss.mean if isinstance(loss, Weighted) else loss
 
 
 DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(

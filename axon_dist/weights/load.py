@@ -15,7 +15,7 @@ from ..core.checks import TEXTS, checked
 from ..core.errors import AxonDistError
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path
-from ..mesh import World, agree
+from ..mesh import agree
 from ..models.formats import rules_for
 from ..models.snapshot import Files, check_snapshot
 from ..models.weight_rules import WeightRules
@@ -139,10 +139,7 @@ def load_weights(
     sources = wanted.find(parts.abstract, shapes)
     here = jnp.zeros(()).sharding
 
-    def on(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
-
-    arrays = {path: place(x, on(shapes[path])) for path, x in sources.items()}
+    arrays = {path: place(x, shapes[path].update(sharding=here)) for path, x in sources.items()}
 
     def replaced(tree):
         return map_with_path(lambda path, leaf: arrays.get(path, leaf), tree)
@@ -153,8 +150,7 @@ def load_weights(
         absent = {path for path, _ in both} - set(arrays)
         make = source.make
         # XLA does not compute the arrays that are left out.
-        drawn = jax.jit(lambda: _only(make(), absent))() if absent else {}
-        arrays |= drawn
+        arrays |= jax.jit(lambda: _only(make(), absent))() if absent else {}
         first = parts.weights, parts.buffers
     return parts.merge(*map(replaced, first))
 
@@ -195,9 +191,22 @@ class _Wanted:
     differ: str | Iterable[str]
 
     def of_step(self, step: TrainStep) -> dict[Path, ParameterSource]:
-        """The sources of the arrays of a step; all processes must have the same."""
-        targets, model = step.weight_targets, step.parts.abstract
-        return _agreed(step.world, lambda: self.find(model, targets))
+        """The sources that every process has for a step, or the error of one that has none."""
+        try:
+            sources, error = self.find(step.parts.abstract, step.weight_targets), None
+        except AxonDistError as caught:
+            sources, error = {}, caught
+        if step.world.num_processes > 1:
+            text = "" if error is None else str(error)
+            kinds = [
+                f"{path} {x.shape} {[str(p.entry.dtype) for p in x.pieces]}"
+                for path, x in sources.items()
+            ]
+            files = zlib.crc32("\n".join([text, *kinds]).encode())
+            agree(step.world, "weights", {"files": files, "error": text})
+        if error is not None:
+            raise error
+        return sources
 
     def find(self, model: nnx.Module, targets: Mapping[Path, Any]) -> dict[Path, ParameterSource]:
         """The sources of some arrays of a model."""
@@ -214,22 +223,3 @@ class _Wanted:
 def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
     pairs = [pair for tree in trees for pair in leaves_with_paths(tree)]
     return {path: leaf for path, leaf in pairs if path in paths}
-
-
-def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:
-    """The sources that every process has read, or the error of one that could not."""
-    try:
-        sources, error = read(), None
-    except AxonDistError as caught:
-        sources, error = {}, caught
-    if world.num_processes > 1:
-        text = "" if error is None else str(error)
-        kinds = [
-            f"{path} {x.shape} {[str(p.entry.dtype) for p in x.pieces]}"
-            for path, x in sources.items()
-        ]
-        files = zlib.crc32("\n".join([text, *kinds]).encode())
-        agree(world, "weights", {"files": files, "error": text})
-    if error is not None:
-        raise error
-    return sources

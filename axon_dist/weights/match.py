@@ -118,10 +118,22 @@ class ParameterSource:
         return out
 
 
-@dataclasses.dataclass
-class _Problems:
-    """What does not fit, to be said in one sentence."""
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A parameter, or several that one tensor is split over, and the tensors that fit a rule."""
 
+    rule: WeightRule
+    paths: tuple[Path, ...]
+    tensors: dict[tuple[int, tuple[int, ...]], str]
+    groups: Mapping[str, str]
+
+
+@dataclasses.dataclass
+class _Matching:
+    """Tensors, the rules for them, and what does not fit, to be said in one sentence."""
+
+    entries: Mapping[str, TensorEntry]
+    rules: WeightRules
     missing: list[str] = dataclasses.field(default_factory=list)
     left_over: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
@@ -141,15 +153,91 @@ class _Problems:
                 "values"
             )
 
+    def check_copies(self) -> None:
+        for pattern, original in self.rules.copies.items():
+            for name in filter(re.compile(pattern).fullmatch, self.entries):
+                same = next(filter(re.compile(original).fullmatch, self.entries), None)
+                if same is None or not _is_same(self.entries[name], self.entries[same]):
+                    self.others.append(
+                        f"{name} must repeat {same or original} bit for bit, and does not: the "
+                        "model holds one array in place of both"
+                    )
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """A parameter, or several that one tensor is split over, and the tensors that fit a rule."""
+    def targets(self) -> list[_Target]:
+        """Puts together the names that go to the same parameters."""
+        targets: dict[tuple[tuple[str, ...], tuple[Path, ...]], _Target] = {}
+        unused = [*self.rules.ignored, *self.rules.copies]
+        for name in self.entries:
+            for rule in self.rules.rules:
+                if hit := rule.match(name):
+                    break
+            else:
+                if not any(re.fullmatch(pattern, name) for pattern in unused):
+                    self.left_over.append(name)
+                continue
+            number, groups = hit
+            row = tuple(int(groups.pop(group)) for group in rule.stacked)
+            paths = rule.paths_of(groups)
+            new = _Target(rule, paths, {}, groups)
+            target = targets.setdefault((tuple(rule.names), paths), new)
+            if other := target.tensors.get((number, row)):
+                self.others.append(f"both {other} and {name} are for {' + '.join(paths)}")
+            target.tensors[number, row] = name
+        return list(targets.values())
 
-    rule: WeightRule
-    paths: tuple[Path, ...]
-    tensors: dict[tuple[int, tuple[int, ...]], str]
-    groups: Mapping[str, str]
+    def pieces(self, target: _Target, shapes: Mapping[Path, Shape]) -> dict[Path, list[TensorPart]]:
+        """The parts of the parameters of a target; missing tensors are noted as problems."""
+        rule, form = target.rule, target.rule.as_form
+        lead = len(rule.stacked)
+        counts = [
+            min(shape[dim : dim + 1] or (0,) for shape in shapes.values()) for dim in range(lead)
+        ]
+        rows = list(itertools.product(*(range(count) for (count,) in counts)))
+        wanted = [(number, row) for row in rows for number in range(len(rule.names))]
+        self.left_over += [n for key, n in target.tensors.items() if key not in wanted]
+        self.missing += [_name(target, *key) for key in wanted if key not in target.tensors]
+        parts: dict[Path, list[TensorPart]] = {path: [] for path in target.paths}
+        inner = [shape[lead:] for shape in shapes.values()]
+        for row in rows:
+            names = [target.tensors.get((number, row)) for number in range(len(rule.names))]
+            if None in names:
+                continue
+            formed = [self._formed(name, form) for name in names if name]
+            if None in formed:
+                continue
+            if not _add_up([shape for shape in formed if shape is not None], inner, rule.dim):
+                self.others.append(self._shape_text(target, [n for n in names if n], shapes))
+                continue
+            cuts = _cuts(formed, inner, rule.dim)
+            for (path, tensor), (start, at, size, dim) in cuts.items():
+                entry = self.entries[str(names[tensor])]
+                parts[target.paths[path]].append(TensorPart(entry, form, row, dim, start, at, size))
+        return parts
+
+    def _formed(self, name: str, form: Form) -> Shape | None:
+        """The shape of a tensor in the form of the parameter."""
+        shape = self.entries[name].shape
+        if fault := form.fault(shape):
+            self.others.append(f"{name} is {list(shape)}: {fault}")
+            return None
+        return form.shape_of(shape)
+
+    def _shape_text(self, target: _Target, names: list[str], shapes: Mapping[Path, Shape]) -> str:
+        theirs = " + ".join(f"{name} {list(self.entries[name].shape)}" for name in names)
+        form = f" as {target.rule.form!r}" if target.rule.form else ""
+        ours = " + ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
+        return f"{theirs} of the files{form} cannot be {ours} of the model"
+
+    def check_dtypes(
+        self, path: Path, source: ParameterSource, target: _Target, cast: bool
+    ) -> None:
+        for dtype in {piece.entry.dtype for piece in source.pieces} - {source.dtype}:
+            is_float = all(is_dtype(kind, jnp.floating) for kind in (dtype, source.dtype))
+            if cast and is_float:
+                continue
+            name = next(iter(target.tensors.values()))
+            advice = "cast=True converts" if is_float else "only floats can be converted"
+            self.others.append(f"{name} is {dtype} and {path} is {source.dtype} ({advice})")
 
 
 def match_weights(
@@ -177,92 +265,26 @@ def match_weights(
     Raises:
         CheckpointError: naming what is missing, left over, of another shape or dtype.
     """
-    problems = _Problems()
-    _check_copies(entries, rules, problems)
+    matching = _Matching(entries, rules)
+    matching.check_copies()
     sources: dict[Path, ParameterSource] = {}
-    for target in _targets(entries, rules, problems):
+    for target in matching.targets():
         if any(path not in targets for path in target.paths):
-            problems.left_over += target.tensors.values()
+            matching.left_over += target.tensors.values()
             continue
         shapes = {path: tuple(targets[path].shape) for path in target.paths}
-        for path, parts in _pieces(target, entries, shapes, problems).items():
+        for path, parts in matching.pieces(target, shapes).items():
             if path in sources:
-                problems.others.append(f"two rules give {path}")
+                matching.others.append(f"two rules give {path}")
             sources[path] = ParameterSource(
                 shapes[path], np.dtype(targets[path].dtype), tuple(parts)
             )
-            _check_dtypes(path, sources[path], target, entries, cast, problems)
+            matching.check_dtypes(path, sources[path], target, cast)
     for path in targets:
         if path not in sources and not any(re.fullmatch(pattern, path) for pattern in keep):
-            problems.missing.append(path)
-    problems.check(files)
+            matching.missing.append(path)
+    matching.check(files)
     return {path: sources[path] for path in targets if path in sources}
-
-
-def _targets(
-    entries: Mapping[str, TensorEntry], rules: WeightRules, problems: _Problems
-) -> list[_Target]:
-    """Puts together the names that go to the same parameters."""
-    targets: dict[tuple[tuple[str, ...], tuple[Path, ...]], _Target] = {}
-    unused = [*rules.ignored, *rules.copies]
-    for name in entries:
-        for rule in rules.rules:
-            if hit := rule.match(name):
-                break
-        else:
-            if not any(re.fullmatch(pattern, name) for pattern in unused):
-                problems.left_over.append(name)
-            continue
-        number, groups = hit
-        row = tuple(int(groups.pop(group)) for group in rule.stacked)
-        paths = rule.paths_of(groups)
-        target = targets.setdefault((tuple(rule.names), paths), _Target(rule, paths, {}, groups))
-        if other := target.tensors.get((number, row)):
-            problems.others.append(f"both {other} and {name} are for {' + '.join(paths)}")
-        target.tensors[number, row] = name
-    return list(targets.values())
-
-
-def _pieces(
-    target: _Target,
-    entries: Mapping[str, TensorEntry],
-    shapes: Mapping[Path, Shape],
-    problems: _Problems,
-) -> dict[Path, list[TensorPart]]:
-    """The parts of the parameters of a target; missing tensors are noted as problems."""
-    rule, form = target.rule, target.rule.as_form
-    lead = len(rule.stacked)
-    counts = [min(shape[dim : dim + 1] or (0,) for shape in shapes.values()) for dim in range(lead)]
-    rows = list(itertools.product(*(range(count) for (count,) in counts)))
-    wanted = [(number, row) for row in rows for number in range(len(rule.names))]
-    problems.left_over += [n for key, n in target.tensors.items() if key not in wanted]
-    if absent := [key for key in wanted if key not in target.tensors]:
-        problems.missing += [_name(target, number, row) for number, row in absent]
-    parts: dict[Path, list[TensorPart]] = {path: [] for path in target.paths}
-    inner = [shape[lead:] for shape in shapes.values()]
-    for row in rows:
-        names = [target.tensors.get((number, row)) for number in range(len(rule.names))]
-        if None in names:
-            continue
-        formed = [_formed(name, entries[name], form, problems) for name in names if name]
-        if None in formed:
-            continue
-        if not _add_up([shape for shape in formed if shape is not None], inner, rule.dim):
-            problems.others.append(_shape_text(target, [n for n in names if n], entries, shapes))
-            continue
-        cuts = _cuts(formed, inner, rule.dim)
-        for (path, tensor), (start, at, size, dim) in cuts.items():
-            entry = entries[str(names[tensor])]
-            parts[target.paths[path]].append(TensorPart(entry, form, row, dim, start, at, size))
-    return parts
-
-
-def _formed(name: str, entry: TensorEntry, form: Form, problems: _Problems) -> Shape | None:
-    """The shape of a tensor in the form of the parameter."""
-    if fault := form.fault(entry.shape):
-        problems.others.append(f"{name} is {list(entry.shape)}: {fault}")
-        return None
-    return form.shape_of(entry.shape)
 
 
 def _add_up(tensors: list[Shape], params: list[Shape], dim: int) -> bool:
@@ -289,56 +311,11 @@ def _cuts(
     return {(0, number): (0, at, size, dim) for number, (at, size) in places}
 
 
-def _shape_text(
-    target: _Target,
-    names: list[str],
-    entries: Mapping[str, TensorEntry],
-    shapes: Mapping[Path, Shape],
-) -> str:
-    theirs = " + ".join(f"{name} {list(entries[name].shape)}" for name in names)
-    form = f" as {target.rule.form!r}" if target.rule.form else ""
-    ours = " + ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
-    return f"{theirs} of the files{form} cannot be {ours} of the model"
-
-
-def _check_dtypes(
-    path: Path,
-    source: ParameterSource,
-    target: _Target,
-    entries: Mapping[str, TensorEntry],
-    cast: bool,
-    problems: _Problems,
-) -> None:
-    others = {piece.entry.dtype for piece in source.pieces} - {source.dtype}
-    for dtype in others:
-        is_float = all(is_dtype(kind, jnp.floating) for kind in (dtype, source.dtype))
-        if cast and is_float:
-            continue
-        name = next(iter(target.tensors.values()))
-        advice = "cast=True converts" if is_float else "only floats can be converted"
-        problems.others.append(f"{name} is {dtype} and {path} is {source.dtype} ({advice})")
-
-
 def _name(target: _Target, number: int, row: tuple[int, ...]) -> str:
     """The name of a missing tensor."""
     rule = target.rule
     groups = {**target.groups, **dict(zip(rule.stacked, map(str, row), strict=True))}
     return rule.name_of(number, groups)
-
-
-def _check_copies(
-    entries: Mapping[str, TensorEntry], rules: WeightRules, problems: _Problems
-) -> None:
-    for pattern, original in rules.copies.items():
-        for name in entries:
-            if not re.fullmatch(pattern, name):
-                continue
-            same = next((other for other in entries if re.fullmatch(original, other)), None)
-            if same is None or not _is_same(entries[name], entries[same]):
-                problems.others.append(
-                    f"{name} must repeat {same or original} bit for bit, and does not: the model "
-                    "holds one array in place of both"
-                )
 
 
 def _is_same(one: TensorEntry, other: TensorEntry) -> bool:
@@ -347,8 +324,6 @@ def _is_same(one: TensorEntry, other: TensorEntry) -> bool:
     rows = range(0, max(one.shape[:1], default=0) or 1, 4096)
 
     def bits(entry, row):
-        return np.ascontiguousarray(entry.open()[row : row + 4096]).tobytes()
+        return np.ascontiguousarray(np.atleast_1d(entry.open())[row : row + 4096]).tobytes()
 
-    if not one.shape:
-        return one.open().tobytes() == other.open().tobytes()
     return all(bits(one, row) == bits(other, row) for row in rows)

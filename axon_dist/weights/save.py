@@ -96,7 +96,7 @@ def outgoing(
             raise ConfigError(f"{rule} needs {shorten(absent)}, which the model lacks")
         done.update(paths)
         for tensor in _tensors(rule, groups, {p: weights[p] for p in paths}, dtype):
-            _check_read_back(tensor, rules, groups)
+            _check_read_back(tensor, rules)
             if tensor.name in tensors:
                 raise ConfigError(f"{rule} gives the name {tensor.name!r} a second time")
             tensors[tensor.name] = tensor
@@ -143,11 +143,10 @@ def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
         raise ConfigError(
             f"{rule}: parts {list(parts)} are not the length {length} of dim {rule.dim}"
         )
-    ends = [sum(parts[: i + 1]) for i in range(count)]
-    return [(end - size, end) for end, size in zip(ends, parts, strict=True)]
+    return [*itertools.pairwise(itertools.accumulate(parts, initial=0))]
 
 
-def _check_read_back(tensor: Outgoing, rules: WeightRules, groups: Mapping[str, str]) -> None:
+def _check_read_back(tensor: Outgoing, rules: WeightRules) -> None:
     """Raises unless the first rule that fits the name is the one that wrote it."""
     reader, hit = next(
         ((r, hit) for r in rules.rules if (hit := r.match(tensor.name))), (None, None)
