@@ -326,7 +326,8 @@ class GradientBucket:
     @property
     def data(self) -> Array:
         """All elements in one array of the bucket's dtype, shape `(size,)`."""
-        flat = [gradient.ravel().astype(self.dtype) for gradient in self._gradients]
+        # XLA ends the process at a slice of what was joined with nothing.
+        flat = [x.ravel().astype(self.dtype) for x in self._gradients if x.size]
         return jnp.concatenate(flat) if flat else jnp.zeros(0, self.dtype)
 
     def extract(self, data: Array | None = None) -> list[Array]:

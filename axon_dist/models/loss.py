@@ -166,7 +166,7 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
             f"there must be a label for each vector of logits: {list(logits.shape[:-1])}"
         )
     logits = logits.astype(jnp.float32)
-    classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    classes = jax.lax.broadcasted_iota(jnp.asarray(labels).dtype, logits.shape, logits.ndim - 1)
     label_logits = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - label_logits
 

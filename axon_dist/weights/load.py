@@ -59,7 +59,7 @@ def load_weights(
     rules: WeightRules | str | None = None,
     *,
     cast: bool = False,
-    keep: Iterable[str] = (),
+    keep: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
 ) -> TrainState: ...
 @overload
@@ -69,7 +69,7 @@ def load_weights(
     rules: WeightRules | str | None = None,
     *,
     cast: bool = False,
-    keep: Iterable[str] = (),
+    keep: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
 ) -> nnx.Module: ...
 @checked()
@@ -79,7 +79,7 @@ def load_weights(
     rules: WeightRules | str | None = None,
     *,
     cast: bool = False,
-    keep: Iterable[str] = (),
+    keep: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
 ) -> TrainState | nnx.Module:
     r"""Fills the first state of a training step, or a plain model, from safetensors files.
@@ -161,7 +161,7 @@ def check_weights(
     rules: WeightRules | str | None = None,
     *,
     cast: bool = False,
-    keep: Iterable[str] = (),
+    keep: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
 ) -> None:
     """Compares names, shapes and dtypes of files with a step, as `load_weights` does first.
@@ -177,7 +177,8 @@ def check_weights(
     Raises:
         AxonDistError: whatever `load_weights` would raise before it reads an array.
     """
-    _Wanted(files, rules, cast, tuple(keep), differ).of_step(step)
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    _Wanted(files, rules, cast, keep, differ).of_step(step)
 
 
 @dataclasses.dataclass(frozen=True)

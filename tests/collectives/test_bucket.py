@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from axon_dist.collectives import GradientBucket
@@ -52,6 +52,7 @@ def test_extract_and_clear():
         max_size=4,
     )
 )
+@example([([3], "float32"), ([0], "float32")])
 def test_round_trip_keeps_values_shapes_and_dtypes(specs):
     random = np.random.default_rng(0)
     gradients = [random.normal(size=shape).astype(jnp.dtype(dtype)) for shape, dtype in specs]

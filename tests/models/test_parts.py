@@ -48,9 +48,7 @@ ROWS = {
         "norm": "rms_plus_one", "norms": "both", "qk_norm": "head", "windows": (4, 4, 0),
         "local_rope_theta": 50.0, "rope_scaling": RopeScaling("linear", 3.0),
     },
-    # With a small eps a norm of small outputs multiplies rounding: the loss of one device itself
-    # moves by 5e-5 between optimisation levels of XLA.
-    "olmo 2": {"norms": "after", "qk_norm": "all", "norm_eps": 0.1},
+    "olmo 2": {"norms": "after", "qk_norm": "all"},
     "mistral": {"windows": (5,), "qkv_bias": True, "rotary_fraction": 0.5},
     "llama 3": {"rope_scaling": RopeScaling("llama3", 8.0, 16)},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 16, 1.0, 32.0)},
@@ -214,9 +212,14 @@ MESHES = {
 }
 
 
+# With a small eps a norm of small outputs multiplies rounding: with weights that differ by 1e-7 the
+# third loss of one device itself is another by 4e-4.
+STEADY = {"norm_eps": 0.1}
+
+
 @functools.cache
 def on_one_device(row, scan_layers):
-    _, make = made(ROWS[row], scan_layers=scan_layers)
+    _, make = made(ROWS[row], scan_layers=scan_layers, **STEADY)
     mean = lambda model, batch: next_token_loss(model, batch).mean
     return trained(make(), optax.sgd(0.1), mean, [{"tokens": TOKENS}] * 3)
 
@@ -226,7 +229,7 @@ def on_one_device(row, scan_layers):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])
 def test_every_strategy_is_one_device(row, mesh, scan_layers, make_world):
-    _, make = made(ROWS[row], scan_layers=scan_layers)
+    _, make = made(ROWS[row], scan_layers=scan_layers, **STEADY)
     axes, strategy = MESHES[mesh]
     world = make_world(axes)
     model = make()
