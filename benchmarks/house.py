@@ -15,6 +15,7 @@ import ast
 import collections
 import dataclasses
 import functools
+import gc
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -448,6 +450,10 @@ def static_figures() -> dict[str, float]:
 def run_figures() -> dict[str, float]:
     """The figures of one step each of three strategies."""
     World.emulate(8)
+    # How long a compilation takes decides what a cache of programs stores, and so what is entered.
+    jax.config.update("jax_enable_compilation_cache", False)
+    # A finalizer of something older may run within a step, or behind it.
+    gc.disable()
     figures: dict[str, float] = {}
     for name in STEPS:
         loss = CountedLoss()
