@@ -164,9 +164,8 @@ def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
     """
     targets: Any = step.weight_targets
     shardings = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
-    replicated = NamedSharding(step.world.mesh, PartitionSpec())
-    weights, buffers = load_arrays(checkpoint, step.parts, shardings, replicated)
-    return PortableForm(step).with_weights(weights, buffers)
+    whole = NamedSharding(step.world.mesh, PartitionSpec())
+    return PortableForm(step).with_weights(*load_arrays(checkpoint, step.parts, shardings, whole))
 
 
 def _batches(

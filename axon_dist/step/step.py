@@ -186,8 +186,7 @@ class TrainStep:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
                 of this one; or what `place` returned.
-            was_nonfinite: the metric `nonfinite` of the step before. Under "stop" and "rollback"
-                the device then keeps the state before the first such step; ignored elsewhere.
+            was_nonfinite: the last metric `nonfinite`; "stop" and "rollback" then keep the state.
             held: its older, deprecated name.
 
         Returns:
@@ -477,11 +476,12 @@ class PortableForm:
             weights: in the form of the model, trained and frozen, where the step keeps them.
             buffers: the model's, on every device.
         """
-        step, opt_state = self._step, self.target.opt_state
-        trained, frozen = parted(weights, step.parts.frozen_paths)
-        state = step.form.around((trained, frozen), buffers, opt_state)
-        placed = jax.device_put(state.buffers, step.state_shardings.buffers)
-        return self.take_up(dataclasses.replace(state, buffers=placed))
+        step, same, places = self._step, self._is_same, self._step.state_shardings
+        stored = step.storage.store(weights) if same else parted(weights, step.parts.frozen_paths)
+        state = step.form.around(stored, buffers, self.target.opt_state)
+        names = ("frozen", "buffers") if same else ("buffers",)
+        placed = {n: jax.device_put(getattr(state, n), getattr(places, n)) for n in names}
+        return self.take_up(dataclasses.replace(state, **placed))
 
     def take_up(self, portable: TrainState) -> TrainState:
         """The state of the step; the inverse of `of`, exactly."""

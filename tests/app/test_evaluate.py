@@ -122,7 +122,7 @@ def test_the_command_prints_and_writes_the_same(run, tmp_path, capsys):
         assert name.replace("_", " ") in printed
         assert f"{value:.4f}" in printed
     assert main([*arguments, "--data", str(tmp_path / "other.txt")]) == 0
-    assert "1 files of 0.00 MB for validation" in capsys.readouterr().out
+    assert "1 file of 0.00 MB for validation" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -249,10 +249,10 @@ def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkey
 
     begin = store.OrbaxStore.begin
 
-    def full_disk(self, folder, leaves):
+    def full_disk(self, folder, *others):
         if folder.name != "step_00000002.tmp":
             raise OSError(28, "No space left on device")
-        return begin(self, folder, leaves)
+        return begin(self, folder, *others)
 
     monkeypatch.setattr(store.OrbaxStore, "begin", full_disk)
     console = Console(file=io.StringIO(), width=400)

@@ -150,7 +150,7 @@ def test_a_long_picture_is_not_what_a_search_is_for(capsys):
     sizes = ["--stages", "8", "--microbatches", "64", "--memory", "8"]
     assert main(["schedule", "--search", *sizes]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "zero_bubble_v: the picture has 362 lines; --svg FILE draws it"
+    assert first == "zero_bubble_v: the picture has 363 lines; --svg FILE draws it"
     assert second.startswith("bubble 1.8%")
 
 
