@@ -1,4 +1,4 @@
-"""The rooms and who may import whom; sizes of files and functions; nothing at import time."""
+"""Which subpackage may import which, functions of a size to read, nothing at import time."""
 
 import ast
 import pathlib
@@ -6,10 +6,10 @@ import re
 import subprocess
 import sys
 
-from benchmarks import house
+from tests.repo import source_tree
 
-# A room may import the rooms of the lines below its own; siblings on one line do not meet: the
-# picture in README.
+# A subpackage imports those on lower lines of README's picture; those on one line do not
+# import each other.
 PICTURE = (
     (pathlib.Path(__file__).parents[2] / "README.md")
     .read_text()
@@ -19,9 +19,9 @@ PICTURE = (
 LINES = [
     set(re.split(r"\s{3,}", line)[0].split()) for line in reversed(PICTURE.strip().splitlines()[1:])
 ]
-LEVEL = {room: level for level, line in enumerate(LINES) for room in line}
-# Tighter than the lines: the schedule is plain Python, models are written for one device, and the
-# witness does not know what it is a witness of.
+LEVEL = {name: level for level, line in enumerate(LINES) for name in line}
+# Stricter than the lines: a schedule is plain Python, models are written for one device, and what
+# reads compiled programs knows nothing of the library that made them.
 ONLY = {
     "schedule": {"core"},
     "models": {"core", "ops"},
@@ -31,37 +31,36 @@ ONLY = {
     "data": {"core", "mesh", "sharding"},
     "checkpoint": {"core", "mesh", "sharding"},
 }
-# Old names of a room that a room above it defines now, found there when they are asked for.
-FACES = {("config/__init__.py", "app"), ("parallel/__init__.py", "step")}
-MAX_FILE = 500
+# Old names that a subpackage above defines now, found there when they are asked for.
+OLD_NAMES = {("config/__init__.py", "app"), ("parallel/__init__.py", "step")}
 MAX_FUNCTION = 60
 
 
 def test_imports_point_down():
     """Also those under `TYPE_CHECKING`, inside functions, and by `import_module`."""
     wrong = []
-    for module in house.modules().values():
-        if not module.room:
-            continue  # a face at the top, which no room imports
-        assert module.room in LEVEL, f"{module.room} is a room that the picture does not show"
-        for use in module.uses:
-            target = house.modules()[use].room
-            if target in ("", module.room) or (str(module.path), target) in FACES:
+    for module in source_tree.modules().values():
+        if not module.subpackage:
+            continue
+        assert module.subpackage in LEVEL, f"README's picture does not show {module.subpackage}"
+        for name in module.imports:
+            target = source_tree.modules()[name].subpackage
+            if target in ("", module.subpackage) or (str(module.path), target) in OLD_NAMES:
                 continue
-            allowed = ONLY.get(module.room)
-            is_below = LEVEL[target] < LEVEL[module.room]
+            allowed = ONLY.get(module.subpackage)
+            is_below = LEVEL[target] < LEVEL[module.subpackage]
             if not is_below or (allowed is not None and target not in allowed):
-                wrong.append(f"{module.path} imports {use}")
+                wrong.append(f"{module.path} imports {name}")
     assert not wrong, wrong
 
 
-def test_no_room_imports_itself_by_way_of_others():
-    assert house.floors()[1] == 0
+def test_no_file_imports_itself_through_others():
+    assert source_tree.circles() == []
 
 
 def test_schedule_is_plain_python():
-    for module in house.modules().values():
-        if module.room != "schedule":
+    for module in source_tree.modules().values():
+        if module.subpackage != "schedule":
             continue
         for node in module.nodes:
             if isinstance(node, ast.Import):
@@ -71,9 +70,9 @@ def test_schedule_is_plain_python():
                 assert node.module.split(".")[0] in {*sys.stdlib_module_names, "axon_dist"}
 
 
-def test_files_and_functions_stay_small():
-    for module in house.modules().values():
-        assert module.lines <= MAX_FILE, f"{module.path} has {module.lines} lines"
+def test_functions_can_be_read_at_once():
+    """Lines of code of a function, without its docstring."""
+    for module in source_tree.modules().values():
         for node in module.nodes:
             if isinstance(node, ast.FunctionDef):
                 docstring = ast.get_docstring(node, clean=False)
@@ -83,16 +82,12 @@ def test_files_and_functions_stay_small():
 
 
 def test_no_globals_and_no_stubs():
-    for module in house.modules().values():
+    for module in source_tree.modules().values():
         for node in module.nodes:
             assert not isinstance(node, ast.Global), f"{module.path}:{node.lineno} uses global"
             raised = getattr(node, "exc", None) if isinstance(node, ast.Raise) else None
             name = getattr(getattr(raised, "func", raised), "id", None)
             assert name != "NotImplementedError", f"{module.path}:{node.lineno} is a stub"
-
-
-def test_jaxprs_are_read_in_two_rooms_alone():
-    assert house.jaxpr_readers() == ["jaxpr", "pipeline"]
 
 
 def test_importing_starts_no_backend_and_sets_no_variable():
