@@ -21,6 +21,14 @@ _ROWS = 2**14
 """Read at a time."""
 
 
+def columns_of(source: DocumentSource, path: Path, names: Sequence[str]) -> Sequence[str]:
+    """The columns that a source reads of a table; raises `ConfigError` where one is missing."""
+    present = [name for name in source.optional_columns if name in names]
+    wanted = list(dict.fromkeys([*source.columns, *present]))
+    check_columns(path, wanted, names)
+    return wanted
+
+
 def check_columns(path: Path, wanted: Sequence[str], names: Sequence[str]) -> None:
     """Raises `ConfigError` unless a table has the columns that are read."""
     twice = next((name for name in wanted if names.count(name) > 1), None)
@@ -83,10 +91,10 @@ class ParquetSource(DocumentSource):
         """Reads the columns that are asked for of a group of rows."""
         group, _, _, first = span
         with self._reading(path) as file:
-            check_columns(path, self.columns, file.schema_arrow.names)
+            columns = columns_of(self, path, file.schema_arrow.names)
             # A group of any size, of which a few rows at a time are in memory.
-            for batch in file.iter_batches(_ROWS, [group], list(self.columns)):
-                yield from rows_of(batch, self.columns, batch.num_rows, first, path)
+            for batch in file.iter_batches(_ROWS, [group], list(columns)):
+                yield from rows_of(batch, columns, batch.num_rows, first, path)
                 first += batch.num_rows
 
     @contextlib.contextmanager
@@ -138,8 +146,8 @@ class DatasetsSource(DocumentSource):
         for batch, place in _batches(path, start):
             if place > stop:
                 return
-            check_columns(path, self.columns, batch.schema.names)
-            yield from rows_of(batch, self.columns, batch.num_rows, first, path)
+            columns = columns_of(self, path, batch.schema.names)
+            yield from rows_of(batch, columns, batch.num_rows, first, path)
             first += batch.num_rows
 
 

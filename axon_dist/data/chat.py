@@ -1,4 +1,8 @@
-"""How a chat becomes one text: templates by name, and those of hubs, each in a separate process."""
+"""How a chat becomes one text: templates by name, and those of hubs, each in a separate process.
+
+A template of a hub writes what `transformers.apply_chat_template` writes, to the byte. What a
+record says and its template does not write is refused, never dropped.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -26,10 +31,153 @@ LEARNED = "assistant"
 """The role whose turns are learned."""
 
 Message: TypeAlias = Mapping[str, Any]
-"""`role` and `content`, both text."""
+"""`role`, a text; `content`, a text or a list of parts; and what else a template writes."""
 
 Pieces: TypeAlias = Sequence[tuple[str, bool]]
 """A text in pieces, each with whether it is learned."""
+
+
+WRITTEN_FIELDS = (
+    *("tool_calls", "function_call", "tool_responses"),
+    *("reasoning_content", "reasoning", "thinking"),
+)
+"""Fields of a message that say something which a model is to see."""
+
+WEIGHTS = ("weight", "train")
+"""Fields of a message that say whether it is learned; templates do not see them."""
+
+OPTIONAL_FIELDS = ("tools", "documents", "chat_template_kwargs")
+"""Fields of a record, other than its messages, that a template is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """The messages of a record, and what else a template is given.
+
+    Args:
+        messages: in their order.
+        learned: whether each is learned.
+        tools: descriptions of functions that the model may call, as JSON schemas; None for none.
+        documents: texts to answer from; None for none.
+        options: further names that the template is given, such as `enable_thinking`.
+    """
+
+    messages: Sequence[Message]
+    learned: Sequence[bool]
+    tools: Sequence[Any] | None = None
+    documents: Sequence[Any] | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> Conversation:
+        """The messages alone, of which the assistant's are learned."""
+        return cls(messages, [message["role"] == LEARNED for message in messages])
+
+    def validate(self) -> None:
+        """Raises `ValueError` unless a message is learned."""
+        if not any(self.learned):
+            roles = ", ".join(dict.fromkeys(message["role"] for message in self.messages))
+            if any(message["role"] == LEARNED for message in self.messages):
+                raise ValueError(f"messages of {roles}, whose weights leave none to learn")
+            raise ValueError(f"messages of {roles} alone, and none of an {LEARNED} to learn")
+
+    def to_json(self) -> JsonDict:
+        """What the process of a template is sent."""
+        return {
+            "messages": list(self.messages),
+            "tools": self.tools,
+            "documents": self.documents,
+            "options": dict(self.options),
+        }
+
+
+def parse_conversation(record: Mapping[str, Any], field: str) -> Conversation:
+    """Reads the chat of a record.
+
+    Args:
+        record: with messages, and perhaps `tools`, `documents` and `chat_template_kwargs`.
+        field: where the messages are.
+
+    Raises:
+        ValueError: saying in words what the record has instead.
+    """
+    messages = record[field]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{messages!r:.60}, which must be a list of messages")
+    for number, message in enumerate(messages, start=1):
+        _check_message(message, number)
+    learned = [_is_learned(message, number) for number, message in enumerate(messages, start=1)]
+    shown = [{k: x for k, x in message.items() if k not in WEIGHTS} for message in messages]
+    options = record.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{options!r:.60} as chat_template_kwargs, which must be an object")
+    documents = record.get("documents")
+    are_documents = isinstance(documents, list) and all(isinstance(x, dict) for x in documents)
+    conversation = Conversation(
+        shown, learned, _tools(record.get("tools")), documents if are_documents else None, options
+    )
+    conversation.validate()
+    return conversation
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    """A list of schemas, which tables often hold as one text of JSON."""
+    parsed = tools
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(tools) if tools.strip() else None
+    if parsed is None:
+        return None
+    if not isinstance(parsed, list) or not all(isinstance(x, dict) for x in parsed):
+        raise ValueError(f"{tools!r:.60} as tools, which must be a list of JSON schemas")
+    return parsed
+
+
+def _check_message(message: Any, number: int) -> None:
+    fields = message if isinstance(message, dict) else {}
+    content = fields.get("content")
+    if isinstance(content, list) and isinstance(fields.get("role"), str):
+        for part in content:
+            is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+            if not is_text or part.get("type", "text") != "text":
+                raise ValueError(
+                    f"{part!r:.60} as a part of message {number}, which must be a text: "
+                    '{"type": "text", "text": ...}'
+                )
+        return
+    calls = fields.get("role") == LEARNED and bool(fields.get("tool_calls"))
+    has_content = isinstance(content, str) or (content is None and calls)
+    if not has_content or not isinstance(fields.get("role"), str):
+        raise ValueError(
+            f"{message!r:.60} as message {number}, which must have a text as role and content"
+        )
+
+
+def _is_learned(message: Message, number: int) -> bool:
+    """Whether a message is learned, by its role and what it says of its weight."""
+    is_assistant = message["role"] == LEARNED
+    for name in WEIGHTS:
+        weight = message.get(name)
+        if weight is None:
+            continue
+        if weight not in (0, 1):
+            raise ValueError(f"{weight!r:.40} as {name} of message {number}, which must be 0 or 1")
+        if weight and not is_assistant:
+            raise ValueError(
+                f"{weight!r} as {name} of message {number}, of {message['role']!r:.40}; only what "
+                f"an {LEARNED} says can be learned"
+            )
+        if not weight:
+            return False
+    return is_assistant
+
+
+def content_text(message: Message) -> str:
+    """The text of a message, of which parts are put one behind the other."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,72 +206,210 @@ class Turns:
         """Other for templates that write other texts."""
         return f"{self.begin!r} {sorted(self.heads.items())} {self.tail!r}"
 
-    def pieces(self, messages: Sequence[Message]) -> Pieces:
-        """The text of a chat."""
+    def pieces(self, chat: Conversation | Sequence[Message]) -> Pieces:
+        """The text of a chat.
+
+        Args:
+            chat: that of a record, all of which has to be written; or messages alone.
+
+        Raises:
+            ValueError: saying what the chat has that this template does not write.
+        """
+        if isinstance(chat, Conversation):
+            self._check_all_is_written(chat)
+        else:
+            chat = Conversation.of(chat)
         pieces: list[tuple[str, bool]] = []
         prompt = self.begin
-        for message in messages:
-            role, content = message["role"], message["content"] + self.tail
+        for message, is_learned in zip(chat.messages, chat.learned, strict=True):
+            role = message["role"]
             if role not in self.heads:
                 raise ValueError(
                     f"the role {role!r:.80}, which the template {self.name!r} does not have."
                     f"{did_you_mean(role[:80], self.heads)}"
                 )
+            content = content_text(message) + self.tail
             prompt += self.heads[role]
-            if role == LEARNED:
+            if is_learned:
                 pieces += [(prompt, False), (content, True)]
                 prompt = ""
             else:
                 prompt += content
         return [*pieces, (prompt, False)] if prompt else pieces
 
+    def _check_all_is_written(self, chat: Conversation) -> None:
+        for number, message in enumerate(chat.messages, start=1):
+            for field in WRITTEN_FIELDS:
+                if message.get(field):
+                    raise ValueError(_not_written(f"{field} in message {number}", self.name))
+        for field, value in (("tools", chat.tools), ("chat_template_kwargs", chat.options)):
+            if value:
+                raise ValueError(_not_written(field, self.name))
+
+
+def _not_written(what: str, template: str) -> str:
+    return (
+        f"{what}, which the template {template!r} does not write; name one that does as "
+        "data.template, such as that of the model's tokenizer, or remove the field"
+    )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rendered:
     """A template of a hub's tokenizer, in Jinja.
 
-    A turn of an assistant is learned from where the text that asks for an answer ends.
+    Where the template marks what is learned by `{% generation %}`, that is learned. Without such
+    tags a turn of an assistant is learned from where the text that asks for an answer ends.
 
     Args:
         name: what people call it.
         source: the template.
         tokens: texts that it calls by name.
+        tool_source: the template of chats with tools, where the tokenizer has one of its own.
     """
 
     name: str
     source: str
-    tokens: Mapping[str, str]
+    tokens: Mapping[str, Any]
+    tool_source: str | None = None
 
     @property
     def identity(self) -> str:
         """Other for templates that write other texts."""
-        return f"{self.source} {sorted(self.tokens.items())}"
+        parts = (_RENDERING, self.source, self.tool_source or "", sorted(self.tokens.items()))
+        return " ".join(map(str, parts))
 
     @functools.cached_property
     def process(self) -> TemplateProcess:
         """What writes the text."""
         return TemplateProcess(self.source, self.tokens)
 
-    def pieces(self, messages: Sequence[Message]) -> Pieces:
-        """The text of a chat."""
-        turns = [n for n, message in enumerate(messages) if message["role"] == LEARNED]
-        prefixes = [(n + more, not more) for n in turns for more in (0, 1)]
+    @functools.cached_property
+    def _for_tools(self) -> Rendered:
+        if self.tool_source is None:
+            return self
+        return Rendered(self.name, self.tool_source, self.tokens)
+
+    def pieces(self, chat: Conversation | Sequence[Message]) -> Pieces:
+        """The text of a chat.
+
+        Args:
+            chat: that of a record, all of which has to be written; or messages alone, which are
+                written as the template does.
+
+        Raises:
+            ValueError: saying what the template refuses or does not write, or why it is not known
+                what of the text is an answer.
+        """
+        is_record = isinstance(chat, Conversation)
+        if not isinstance(chat, Conversation):
+            chat = Conversation.of(chat)
+        if chat.tools is not None and self.tool_source is not None:
+            return self._for_tools.pieces(chat)
+        variants = self._variants(chat) if is_record else []
+        turns = [n for n, message in enumerate(chat.messages) if message["role"] == LEARNED]
+        # With tags, the places of turns matter only where one of them is not learned.
+        has_tags = _GENERATION.search(self.source) is not None
+        asked = [] if has_tags and all(chat.learned[n] for n in turns) else turns
+        prefixes = [(n + more, not more) for n in asked for more in (0, 1)]
         try:
-            text, *ends = self.process.texts(messages, prefixes)
+            written = self.process.write(chat, prefixes, [variant for _, variant in variants])
         except ValueError as error:
             raise ValueError(f"messages that its template refuses: {error}") from error
-        pieces: list[tuple[str, bool]] = []
+        for (what, _), is_same in zip(variants, written.same, strict=True):
+            if is_same:
+                raise ValueError(_not_written(what, self.name))
+        if is_record:
+            self._check_parts(chat, written.text)
+        answers = self._answers(asked, written)
+        if has_tags:
+            unlearned = [answer for n, answer in answers.items() if not chat.learned[n]]
+            spans = [x for x in written.spans if not any(a <= x[0] < b for a, b in unlearned)]
+        else:
+            spans = [answer for n, answer in answers.items() if chat.learned[n]]
+        return _cut(written.text, spans)
+
+    def _answers(self, turns: Sequence[int], written: Written) -> dict[int, tuple[int, int]]:
+        """Where in the text each of some turns begins and ends."""
+        answers: dict[int, tuple[int, int]] = {}
         end = 0
-        for number, prompt_end, answer_end in zip(turns, ends[::2], ends[1::2], strict=True):
-            if prompt_end is None or answer_end is None or not end <= prompt_end <= answer_end:
+        for number, start, stop in zip(turns, written.ends[::2], written.ends[1::2], strict=True):
+            if start is None or stop is None or not end <= start <= stop:
                 raise ValueError(
                     f"message {number + 1}, which the template {self.name!r} writes otherwise "
                     "where more follows it, so that it is not known what of the text is the "
-                    "answer; choose data.template among " + ", ".join(TEMPLATES)
+                    "answer; mark answers in the template by {% generation %}, or choose "
+                    "data.template among " + ", ".join(TEMPLATES)
                 )
-            pieces += [(text[end:prompt_end], False), (text[prompt_end:answer_end], True)]
-            end = answer_end
-        return [*pieces, (text[end:], False)] if end < len(text) else pieces
+            answers[number] = (start, stop)
+            end = stop
+        return answers
+
+    def _variants(self, chat: Conversation) -> list[tuple[str, Conversation]]:
+        """Chats that differ from this one in something which the template may not write."""
+        variants: list[tuple[str, Conversation]] = []
+        messages = chat.messages
+        for field in WRITTEN_FIELDS:
+            if any(message.get(field) for message in messages) and not self._names(field):
+                without = [{k: x for k, x in m.items() if k != field} for m in messages]
+                variants.append((field, dataclasses.replace(chat, messages=without)))
+        for role in dict.fromkeys(m["role"] for m in messages if content_text(m)):
+            if role not in ("user", LEARNED):
+                other = [_changed(m) if m["role"] == role else m for m in messages]
+                variant = dataclasses.replace(chat, messages=other)
+                variants.append((f"messages of the role {role!r:.40}", variant))
+        if chat.tools and not self._names("tools"):
+            variants.append(("tools", dataclasses.replace(chat, tools=None)))
+        for name in chat.options:
+            if not self._names(name):
+                options = {k: x for k, x in chat.options.items() if k != name}
+                what = f"{name!r:.40} in chat_template_kwargs"
+                variants.append((what, dataclasses.replace(chat, options=options)))
+        return variants
+
+    def _names(self, field: str) -> bool:
+        """Whether the template speaks of a field; then it decides where to write it."""
+        return re.search(rf"\b{re.escape(field)}\b", self.source) is not None
+
+    def _check_parts(self, chat: Conversation, text: str) -> None:
+        """A template for texts alone writes a list of parts, or None, as Python prints it."""
+        for number, message in enumerate(chat.messages, start=1):
+            content = message["content"]
+            if isinstance(content, list) and str(content) in text:
+                raise ValueError(
+                    f"a list of parts as content of message {number}, which the template "
+                    f"{self.name!r} writes as Python prints it; give the content as one text"
+                )
+            if content is None and "None" in text and "None" not in self.source:
+                raise ValueError(
+                    f"no content in message {number}, which the template {self.name!r} writes as "
+                    "None; give an empty text"
+                )
+
+
+def _changed(message: Message) -> Message:
+    """A message that says something else."""
+    content = message["content"]
+    if isinstance(content, list):
+        return {**message, "content": [*content, {"type": "text", "text": " ..."}]}
+    return {**message, "content": f"{content} ..."}
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
+    """A text in pieces, of which those of some spans, in their order, are learned."""
+    pieces: list[tuple[str, bool]] = []
+    end = 0
+    for start, stop in spans:
+        pieces += [(text[end:start], False), (text[start:stop], True)]
+        end = stop
+    return [*pieces, (text[end:], False)] if end < len(text) else pieces
+
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The tag by which a template marks what is learned."""
+
+_RENDERING = "rendered as by transformers 4.57"
+"""Other where templates are given other functions, so that cached tokens are made anew."""
 
 
 ChatTemplate: TypeAlias = Turns | Rendered
@@ -136,6 +422,23 @@ _MEMORY, _SECONDS = 2**30, 5.0
 """Bytes that the process of a template may use, and seconds for one chat."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a template wrote.
+
+    Args:
+        text: of the chat.
+        spans: the parts of the text between tags of generation.
+        ends: for each prefix the length of its text; None where the text does not begin with it.
+        same: whether each variant has the same text.
+    """
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+    ends: Sequence[int | None]
+    same: Sequence[bool]
+
+
 class TemplateProcess:
     """A template in a separate process, because it is a program that is not trusted.
 
@@ -144,27 +447,36 @@ class TemplateProcess:
         tokens: texts that it calls by name.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str]):
-        self._setup = source, tokens
+    def __init__(self, source: str, tokens: Mapping[str, Any]):
+        self._setup = source, dict(tokens)
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
 
-    def texts(self, messages: Sequence[Message], prefixes: Sequence[tuple[int, bool]]) -> list[Any]:
-        """The text of some messages.
+    def write(
+        self,
+        chat: Conversation,
+        prefixes: Sequence[tuple[int, bool]] = (),
+        variants: Sequence[Conversation] = (),
+    ) -> Written:
+        """The text of a chat.
 
         Args:
-            messages: those of a chat.
-            prefixes: how many of the first, and whether an answer to them is asked for.
-
-        Returns:
-            The text, and for each prefix how many of its letters are the text of so many
-            messages; None where that is no beginning of it.
+            chat: the messages and what else the template is given.
+            prefixes: how many of the first messages, and whether an answer to them is asked for.
+            variants: chats whose texts are compared with that of the first.
 
         Raises:
-            ValueError: saying in one line why it refuses them.
+            ValueError: saying in one line why the template refuses the chat.
         """
+        question = {
+            "chat": chat.to_json(),
+            "prefixes": list(prefixes),
+            "variants": [variant.to_json() for variant in variants],
+        }
         with self._lock:
-            return self._answer(self._started(), (messages, prefixes))
+            answer = self._answer(self._started(), question)
+        spans = [(start, end) for start, end in answer["spans"]]
+        return Written(answer["text"], spans, answer["ends"], answer["same"])
 
     def start(self) -> None:
         """Raises `ValueError` unless it can be read."""
@@ -186,7 +498,7 @@ class TemplateProcess:
             self._answer(self._running, self._setup)
         return self._running
 
-    def _answer(self, process: subprocess.Popen[bytes], question: Any) -> list[Any]:
+    def _answer(self, process: subprocess.Popen[bytes], question: Any) -> Any:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -286,31 +598,21 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
     return TEMPLATES["plain"]
 
 
-def check_messages(messages: Any) -> str | None:
-    """What is wrong with the messages of a chat, in words, or None."""
-    if not isinstance(messages, list) or not messages:
-        return f"{messages!r:.60}, which must be a list of messages"
-    for number, message in enumerate(messages, start=1):
-        fields = message if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            return (
-                f"{message!r:.60} as message {number}, which must have a text as role and content"
-            )
-    if all(message["role"] != LEARNED for message in messages):
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        return f"messages of {roles} alone, and none of an {LEARNED} to learn"
-    return None
-
-
 def _template_in(path: Path) -> Rendered | None:
     """The template of a file; None where a tokenizer's config has none."""
     config = _config_in(path) if path.suffix == ".json" else {}
     source = config.get("chat_template")
+    tool_source = None
     if path.suffix != ".json":
         source = read_text(path, f"the chat template {str(path)!r}")
+        more = path.with_name("additional_chat_templates") / "tool_use.jinja"
+        if path.name == "chat_template.jinja" and more.is_file():
+            tool_source = read_text(more, f"the chat template {str(more)!r}")
     if isinstance(source, list):
-        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
-        source = named[-1].get("template") if named else None
+        named = [x for x in source if isinstance(x, dict) and isinstance(x.get("name"), str)]
+        by_name = {one["name"]: one.get("template") for one in named}
+        source = by_name.get("default")
+        tool_source = by_name.get("tool_use")
     if not isinstance(source, str):
         return None
     beside = path.with_name("tokenizer_config.json")
@@ -318,14 +620,15 @@ def _template_in(path: Path) -> Rendered | None:
         config = _config_in(beside)
     other = f", or set data.template to one of {', '.join(TEMPLATES)}"
     require("jinja2", "tokenizers", f"the chat template in {str(path)!r}", other)
-    template = Rendered(path.name, source, _special_tokens(config))
+    tool_source = tool_source if isinstance(tool_source, str) else None
+    template = Rendered(path.name, source, _special_tokens(config), tool_source)
     what = f"the chat template in {str(path)!r} cannot be used"
     with reworded(what, f"correct it{other}", of=ValueError):
         template.process.start()
     return template
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
     """The tokens that templates call by name, such as `bos_token`."""
 
     def text(x):

@@ -3,16 +3,21 @@
 A separate program, started by `chat.py`: it imports nothing of the package, reads a question on
 every line of its input and answers each with a line, all of them JSON. The first question is the
 template; an answer that is a text says what is wrong.
+
+The environment of a template is the one that `transformers` gives to it (its
+`utils/chat_template_utils.py`): an immutable sandbox with loop controls, a `tojson` that keeps the
+order of keys and escapes nothing, `raise_exception`, `strftime_now`, and the tag
+`{% generation %}` around what a model learns.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 
@@ -21,19 +26,21 @@ def main() -> None:
     memory, seconds, letters = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     # Before any limit: a missing library is not an error of the template.
     sandbox = importlib.import_module("jinja2.sandbox")
+    importlib.import_module("jinja2.ext")
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
-    render: Callable[[Any], Any] | None = None
+    renderer: Renderer | None = None
     for line in sys.stdin:
         # The signal ends the process, even within one long multiplication.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            if render is None:
-                render = _renderer(sandbox, json.loads(line), letters)
+            if renderer is None:
+                source, tokens = json.loads(line)
+                renderer = Renderer(_environment(sandbox), source, tokens, letters)
                 answer: Any = []
             else:
-                answer = render(json.loads(line))
+                answer = renderer.answer(json.loads(line))
         except BaseException as error:  # a template may raise anything, as 1 / 0 does
             text = "more than the memory it may have" if isinstance(error, MemoryError) else error
             answer = " ".join(f"{type(error).__name__}: {text}"[:400].split())
@@ -42,31 +49,131 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _renderer(sandbox: Any, setup: Any, letters: int) -> Callable[[Any], list[Any]]:
-    source, tokens = setup
-    # As the library of the hub sets it up.
-    box = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    box.globals["raise_exception"] = _refuse
-    template = box.from_string(source)
+class Renderer:
+    """A template, and what it has written of the text that it is writing.
 
-    def text(messages: Any, asks: bool) -> str:
-        left, parts = letters, []
-        for part in template.generate(**tokens, messages=messages, add_generation_prompt=asks):
-            left -= len(part)
-            if left < 0:
-                raise ValueError(f"it writes more than {letters} letters")
+    Args:
+        environment: of Jinja.
+        source: the template.
+        tokens: texts that it calls by name, such as `bos_token`.
+        letters: the most letters of a text.
+    """
+
+    def __init__(self, environment: Any, source: str, tokens: dict[str, Any], letters: int):
+        self._tokens = tokens
+        self._letters = letters
+        self._length = 0
+        self._generated: list[tuple[int, str]] = []
+        environment.axon_generated = self._add_generated
+        self._template = environment.from_string(source)
+
+    def answer(self, question: Any) -> dict[str, Any]:
+        """The text of a chat, and how it compares with the texts of other chats.
+
+        Args:
+            question: `chat`, which has the messages and what else the template is given;
+                `prefixes`, pairs of how many of the first messages and whether an answer to them
+                is asked for; `variants`, other chats.
+
+        Returns:
+            `text`; `spans`, the parts between tags of generation; `ends`, for each prefix the
+            length of its text, or None where the text of the chat does not begin with it; `same`,
+            whether each variant has the same text.
+        """
+        chat = question["chat"]
+        text = self._text(chat, asks=False)
+        spans = self._spans(text)
+        ends: list[int | None] = []
+        for count, asks in question["prefixes"]:
+            part = self._text({**chat, "messages": chat["messages"][:count]}, asks)
+            ends.append(len(part) if text.startswith(part) else None)
+        same = [self._is_written_as(text, variant) for variant in question["variants"]]
+        return {"text": text, "spans": spans, "ends": ends, "same": same}
+
+    def _is_written_as(self, text: str, chat: Any) -> bool:
+        """Whether a chat has a text; one that the template refuses has another."""
+        try:
+            return self._text(chat, asks=False) == text
+        except Exception:  # a template may raise anything
+            return False
+
+    def _text(self, chat: Any, asks: bool) -> str:
+        self._length = 0
+        self._generated = []
+        parts: list[str] = []
+        names = {key: chat[key] for key in ("messages", "tools", "documents")}
+        given = {**self._tokens, **chat["options"], **names, "add_generation_prompt": asks}
+        for part in self._template.generate(**given):
+            self._length += len(part)
+            if self._length > self._letters:
+                raise ValueError(f"it writes more than {self._letters} letters")
             parts.append(part)
         return "".join(parts)
 
-    def render(question: Any) -> list[Any]:
-        messages, prefixes = question
-        full = text(messages, False)
-        parts = (text(messages[:count], asks) for count, asks in prefixes)
-        return [full, *(len(part) if full.startswith(part) else None for part in parts)]
+    def _add_generated(self, text: str) -> None:
+        """Called with a text between tags of generation, before it is written."""
+        self._generated.append((self._length, text))
 
-    return render
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        spans = [(start, start + len(part)) for start, part in self._generated]
+        for (start, end), (_, part) in zip(spans, self._generated, strict=True):
+            # Within a macro, or a block that is assigned, the place of the text is not known yet.
+            if text[start:end] != part:
+                raise ValueError(
+                    "a tag of generation within a macro, a filter or an assignment, so that it is "
+                    "not known where its text is"
+                )
+        return spans
+
+
+def _environment(sandbox: Any) -> Any:
+    """As the library of the hub makes it."""
+    extensions = ["jinja2.ext.loopcontrols", _generation_tag()]
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _generation_tag() -> Any:
+    """The extension of `{% generation %} ... {% endgeneration %}`."""
+    nodes: Any = importlib.import_module("jinja2.nodes")
+    extension: Any = importlib.import_module("jinja2.ext")
+
+    class Generation(extension.Extension):
+        tags = frozenset({"generation"})
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
+
+        def _write(self, caller):
+            text = caller()
+            self.environment.axon_generated(text)
+            return text
+
+    return Generation
+
+
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter sorts keys and escapes letters for HTML."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
 
 
 def _refuse(message: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..core.errors import MALFORMED, ConfigError, did_you_mean, reworded
-from .chat import ChatTemplate, Pieces, check_messages, find_template
+from .chat import OPTIONAL_FIELDS, ChatTemplate, Pieces, find_template, parse_conversation
 from .files import TextFile, check_disjoint, drawn, find_files, held_out_fraction, says_little
 from .packing import PackedRows, TooLong
 from .samples import checksum
@@ -159,6 +159,7 @@ class DocumentSource:
             tokenizer = load_tokenizer(self.tokenizer, self.end_token)
         template = None if self.messages is None else find_template(self.template, self.tokenizer)
         how = [self.suffix, tokenizer.digest, self.prompt or "", self.learned, self.columns]
+        how += self.optional_columns
         how += [] if template is None else [template.identity]
         document = functools.partial(self._document, tokenizer, template)
         files = self.find(self.files)
@@ -231,6 +232,11 @@ class DocumentSource:
         """The fields that are read."""
         return tuple(name for name in (self.prompt, self.learned) if name is not None)
 
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """The fields that are read where a record has them."""
+        return OPTIONAL_FIELDS if self.messages is not None else ()
+
     def _document(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, located: Record
     ) -> Document:
@@ -250,18 +256,25 @@ class DocumentSource:
                 f"{origin} has no field {self.learned!r}, which must hold a chat; set "
                 f"data.messages.{did_you_mean(self.learned, record)}"
             )
-        if (wrong := check_messages(record[self.learned])) is not None:
+        try:
+            chat = parse_conversation(record, self.learned)
+        except ValueError as error:
             raise ConfigError(
-                f"{origin} has {wrong}; write "
+                f"{origin} has {error}; write "
                 '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}], or '
                 "remove the line"
-            )
+            ) from error
         try:
-            pieces = template.pieces(record[self.learned])
-            utf8("".join(text for text, _ in pieces), origin)
-            return pieces
+            pieces = template.pieces(chat)
         except ValueError as error:
             raise ConfigError(f"{origin} has {error}") from error
+        if not any(is_learned and text for text, is_learned in pieces):
+            raise ConfigError(
+                f"{origin} has messages in which the template {template.name!r} marks nothing to "
+                "learn; correct its {% generation %} tags, or remove the line"
+            )
+        utf8("".join(text for text, _ in pieces), origin)
+        return pieces
 
     def _field(self, record: Mapping[str, Any], name: str, origin: str) -> str:
         text = record.get(name)

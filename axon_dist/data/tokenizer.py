@@ -95,6 +95,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         )
     vocab_size = max(vocabulary.values()) + 1
     encoded_by = functools.partial(_encoded, path, model)
+    exact = _with_exact_offsets(text, model)
     known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
     added = () if end_token is None else (model.token_to_id(end_token),)
     if None in added:
@@ -115,11 +116,13 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
 
     def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
         encoded = encoded_by(prompt + text)
-        # Tokens that the tokenizer adds have no letters; those that it adds at the end are
-        # learned, and a token across the border counts as prompt.
-        before = [i for i, (a, b) in enumerate(encoded.offsets) if a < b and a < len(prompt)]
+        offsets = _encoded(path, exact, prompt + text, add_special_tokens=False).offsets
+        # Tokens that the tokenizer adds at the end are learned, and a token across the border
+        # counts as prompt.
+        in_front = len(encoded.ids) - len(offsets) - _num_behind(encoded)
+        before = [i for i, (a, _) in enumerate(offsets) if a < len(prompt)]
         ids = _ids(path, [*encoded.ids, *added], vocab_size)
-        return ids, before[-1] + 1 if before else 0
+        return ids, in_front + before[-1] + 1 if before else 0
 
     return Tokenizer(
         f"tokens of {Path(path).name}",
@@ -128,9 +131,9 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         prompt=prompt,
         decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
         answer=answer,
-        chat=functools.partial(_tokens_of_chat, path, model, added, vocab_size),
+        chat=functools.partial(_tokens_of_chat, path, exact, added, vocab_size),
         end=behind[0] if behind else None,
-        digest=digest_of(text.encode(), repr(end_token).encode()),
+        digest=digest_of(text.encode(), repr(end_token).encode(), _OFFSETS),
     )
 
 
@@ -199,15 +202,43 @@ def _ids(path: str, ids: list[int], vocab_size: int) -> np.ndarray:
 
 
 def _tokens_of_chat(
-    path: str, model: Any, added: tuple[int, ...], vocab_size: int, pieces: Pieces
+    path: str, exact: Any, added: tuple[int, ...], vocab_size: int, pieces: Pieces
 ) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a chat, and which of them hold letters that are learned and no others."""
     # A template states where it puts each special token.
     text = "".join(text for text, _ in pieces)
-    encoded = _encoded(path, model, text, add_special_tokens=False)
+    encoded = _encoded(path, exact, text, add_special_tokens=False)
     letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
-    is_learned = [bool(letters[a:b].all()) for a, b in encoded.offsets]
+    is_learned = [_holds(letters, start, end) for start, end in encoded.offsets]
     ids = _ids(path, [*encoded.ids, *added], vocab_size)
     return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
+
+
+def _holds(letters: np.ndarray, start: int, end: int) -> bool:
+    """Whether all letters of a token are learned; one without letters belongs to the next letter.
+
+    A normalizer may put a token in front of a text that is in none of its letters.
+    """
+    if start == end:
+        start = min(start, len(letters) - 1)
+        end = start + 1
+    return bool(letters[start:end].all())
+
+
+def _with_exact_offsets(text: str, model: Any) -> Any:
+    """The same tokenizer, whose tokens have all of their letters.
+
+    The post-processor of byte-level tokenizers trims blanks off the offsets of tokens
+    (`trim_offsets`, which is the default): a token that is a blank has no letter then, and cannot
+    be told from others. Without special tokens a post-processor does nothing else.
+    """
+    if '"trim_offsets":true' not in "".join(text.split()):
+        return model
+    exact = type(model).from_str(text)
+    exact.no_truncation()
+    exact.no_padding()
+    exact.post_processor = None
+    return exact
 
 
 def utf8(text: str, origin: str) -> bytes:
@@ -230,6 +261,9 @@ def _bytes_of_chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
 
 _MOST_BYTES = 2**28
 """Bytes of a tokenizer.json."""
+
+_OFFSETS = b"untrimmed"
+"""Other where the tokens of a text are learned by another rule, so that caches are made anew."""
 
 
 def _num_behind(encoded: Any) -> int:

@@ -1,0 +1,313 @@
+"""Chats as templates of a hub write them, what of them is learned, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.data import JsonlSource, ParquetSource
+from axon_dist.data.chat import Conversation, Rendered, find_template, parse_conversation
+from axon_dist.data.tokenizer import load_tokenizer
+
+from .chat_templates import (
+    ANSWER,
+    ASK,
+    CALLING,
+    CHATS,
+    MORE,
+    RESULT,
+    SYSTEM,
+    TEMPLATES,
+    THINKING,
+    TOKENS,
+    TOOL,
+)
+
+pytest.importorskip("jinja2")
+
+
+def text_of(pieces):
+    return "".join(text for text, _ in pieces)
+
+
+def learned_of(pieces):
+    return [text for text, is_learned in pieces if is_learned]
+
+
+def rendered(name):
+    return Rendered(name, TEMPLATES[name], TOKENS)
+
+
+def parsed(chat):
+    return parse_conversation(chat, "messages")
+
+
+def test_json_keeps_the_order_of_keys_and_escapes_nothing():
+    pieces = rendered("chatml, calls").pieces(parsed(CHATS["tool call"]))
+    assert '{"name": "look_up", "arguments": {"b": "it\'s <b> & 日本", "a": [1, 2.5, null]}}' in (
+        text_of(pieces)
+    )
+    assert json.dumps(TOOL, ensure_ascii=False) in text_of(pieces)
+
+
+def test_a_template_is_told_that_there_are_no_tools():
+    name = "chatml, tools not none"
+    assert "You may" not in text_of(rendered(name).pieces([ASK, ANSWER]))
+    with_tools = parsed({"messages": [ASK, ANSWER], "tools": [TOOL]})
+    assert "You may" in text_of(rendered(name).pieces(with_tools))
+
+
+def test_the_tags_of_a_template_say_what_is_learned():
+    chat = parsed(CHATS["several turns"])
+    learned = learned_of(rendered("chatml, generation").pieces(chat))
+    assert learned == ["4<|im_end|>", "Tōkyō.\n<|im_end|>"]
+    # Without tags, an answer begins where the text that asks for it ends.
+    assert learned_of(rendered("chatml").pieces(chat)) == ["4<|im_end|>\n", "Tōkyō.\n<|im_end|>\n"]
+
+
+def test_tags_within_a_macro_are_refused():
+    macro = "{% macro m(x) %}{{ x }}{% generation %}b{% endgeneration %}{% endmacro %}"
+    template = Rendered("t", macro + "a{{ m('c') }}", {})
+    with pytest.raises(ValueError, match="a tag of generation within a macro"):
+        template.pieces([ASK, ANSWER])
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml", "chatml, generation"])
+@pytest.mark.parametrize("field", ["weight", "train"])
+def test_a_message_of_weight_zero_is_seen_and_not_learned(name, field):
+    template = (
+        rendered(name) if name in TEMPLATES and name != "plain" else find_template(name, None)
+    )
+    messages = [ASK, {**ANSWER, field: 0}, MORE[0], {**MORE[1], field: True}]
+    pieces = template.pieces(parsed({"messages": messages}))
+    plain = template.pieces(parsed({"messages": [ASK, ANSWER, *MORE]}))
+    assert text_of(pieces) == text_of(plain)
+    assert learned_of(pieces) == learned_of(plain)[1:]
+
+
+def test_templates_of_a_list_are_chosen_by_whether_there_are_tools(tmp_path):
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t{{ tools }}"}]
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": named}))
+    template = find_template(str(path), None)
+    assert template.tool_source == "t{{ tools }}"
+    assert text_of(template.pieces(Conversation([ASK], [False]))) == "d"
+
+
+REFUSED = {
+    "calls by name": ("chatml", CHATS["tool call"] | {"tools": None}, "tool_calls in message 2"),
+    "calls": ("bars", CHATS["tool call"] | {"tools": None}, "tool_calls, which the template"),
+    "tools by name": ("llama3", {"messages": [ASK, ANSWER], "tools": [TOOL]}, "tools, which the"),
+    "tools": ("bars", {"messages": [ASK, ANSWER], "tools": [TOOL]}, "tools, which the template"),
+    "reasoning by name": ("plain", CHATS["thinking"], "reasoning_content in message 2"),
+    "reasoning": ("bars", CHATS["thinking"], "reasoning_content, which the template"),
+    "a role": ("bars", CHATS["developer"], "messages of the role 'developer', which the template"),
+    "a role by name": ("chatml", CHATS["developer"], "the role 'developer', which the template"),
+    "a result": ("bars", {"messages": [ASK, ANSWER, RESULT]}, "of the role 'tool'"),
+    "options": (
+        "bars",
+        {"messages": [ASK, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
+        "'enable_thinking' in chat_template_kwargs",
+    ),
+    "no content": (
+        "chatml, calls",
+        {"messages": [ASK, {**CALLING, "content": None}]},
+        "no content in message 2, which the template .* writes as None",
+    ),
+    "neither": ("chatml", {"messages": [ASK, {**ANSWER, "content": None}]}, "as message 2, which"),
+    "parts": (
+        "bars and parts",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
+        "a list of parts as content of message 1",
+    ),
+    "a picture": (
+        "chatml",
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}, ANSWER]},
+        "as a part of message 1, which must be a text",
+    ),
+    "half a weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "0.5 as weight of"),
+    "a user's": ("chatml", {"messages": [{**ASK, "train": 1}, ANSWER]}, "only what an assistant"),
+    "no weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0}]}, "weights leave none"),
+    "bad tools": ("chatml", {"messages": [ASK, ANSWER], "tools": "x"}, "'x' as tools, which must"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_a_template_does_not_write_is_refused_by_file_and_line(tmp_path, row):
+    name, chat, message = REFUSED[row]
+    template = name
+    if name in TEMPLATES and name != "chatml":
+        (tmp_path / "t.jinja").write_text(TEMPLATES[name])
+        template = str(tmp_path / "t.jinja")
+    elif name == "bars and parts":
+        source = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n{% endfor %}"
+        (tmp_path / "t.jinja").write_text(source)
+        template = str(tmp_path / "t.jinja")
+    path = tmp_path / "a.jsonl"
+    rows = [{"messages": [ASK, ANSWER]}, chat]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = JsonlSource(
+        (str(path),), messages="messages", template=template, validation_fraction=0.5
+    )
+    with pytest.raises(ConfigError, match=rf"a.jsonl:2 has .*{message}"):
+        source.open(200)
+
+
+def test_a_list_of_text_parts_is_its_text():
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
+    chat = parsed({"messages": [{"role": "user", "content": parts}, ANSWER]})
+    chatml = find_template("chatml", None)
+    assert chatml.pieces(chat) == chatml.pieces([ASK, ANSWER])
+
+
+def test_thoughts_are_learned_where_the_template_writes_them():
+    pieces = rendered("thinks").pieces(parsed({"messages": [SYSTEM, ASK, THINKING]}))
+    assert learned_of(pieces) == ["<think>\n2 and 3 make 5.\n</think>\n\n5<|im_end|>\n"]
+
+
+def test_tools_of_a_table_are_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "t.jinja").write_text(TEMPLATES["chatml, calls"])
+    messages = [[ASK, ANSWER]] * 2
+    table = {"messages": messages, "tools": [json.dumps([TOOL]), None], "other": [1, 2]}
+    parquet.write_table(pyarrow.table(table), str(tmp_path / "a.parquet"))
+    source = ParquetSource(
+        (str(tmp_path / "a.parquet"),),
+        messages="messages",
+        template=str(tmp_path / "t.jinja"),
+        validation_fraction=0.5,
+    )
+    samples = source.open(600)
+    rows = [samples.take(side, np.array([0])) for side in (samples.sides)]
+    texts = [samples.show(row["tokens"][0]) for row in rows]
+    assert json.dumps(TOOL, ensure_ascii=False) in max(texts, key=len)
+    assert "Tools" not in min(texts, key=len)
+
+
+TEXTS = [
+    "hello world, def f():\n    if  x: é 日本",
+    "  two  blanks ",
+    "Hello HELLO héllo",
+    "ok\n\n",
+]
+
+
+def trained(model, trainer, **parts):
+    tokenizer = tokenizers.Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+MARKS = ["<|im_start|>", "<|im_end|>"]
+
+
+def byte_level(trim):
+    return trained(
+        models.BPE(),
+        trainers.BpeTrainer(
+            vocab_size=300,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=MARKS,
+        ),
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoder=decoders.ByteLevel(),
+        post_processor=processors.ByteLevel(trim_offsets=trim),
+    )
+
+
+TOKENIZERS = {
+    "byte level, trimmed": lambda: byte_level(True),
+    "byte level": lambda: byte_level(False),
+    "word pieces": lambda: trained(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", *MARKS]),
+        normalizer=normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+        post_processor=processors.BertProcessing(("[UNK]", 0), ("[UNK]", 0)),
+    ),
+    "unigram, metaspace": lambda: trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(
+            vocab_size=150, special_tokens=["[UNK]", *MARKS], unk_token="[UNK]"
+        ),
+        normalizer=normalizers.NFKC(),
+        pre_tokenizer=pre_tokenizers.Metaspace(),
+        decoder=decoders.Metaspace(),
+    ),
+    "prepended": lambda: trained(
+        models.BPE(unk_token="[UNK]"),
+        trainers.BpeTrainer(vocab_size=200, special_tokens=["[UNK]", *MARKS]),
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        decoder=decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()]),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    made = {}
+    for name, make in TOKENIZERS.items():
+        path = folder / f"{name}.json"
+        make().save(str(path))
+        made[name] = load_tokenizer(str(path))
+    return made
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(
+    turns=st.lists(
+        st.tuples(*[st.text("ab é日\n ,.H", max_size=8).map(lambda x: f"{x}.") for _ in range(2)]),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_what_is_learned_is_what_the_assistant_says(loaded, name, turns):
+    """The learned tokens alone give its text; those before and after give none of it."""
+    tokenizer = loaded[name]
+    messages = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    pieces = find_template("chatml", None).pieces(messages)
+    ids, is_learned = tokenizer.chat(pieces)
+    whole, _ = tokenizer.chat([(text_of(pieces), True)])
+    np.testing.assert_array_equal(ids, whole)
+    # Each piece ends at a mark or a line's end, so its tokens are those of the piece alone; a
+    # normalizer may put a blank in front of a piece, or fold letters.
+    turned = np.split(ids, 1 + np.flatnonzero(np.diff(is_learned)))
+    answers = [turn for turn, one in zip(turned, _starts(is_learned), strict=True) if one]
+    assert len(answers) == len(turns)
+    for answer, (_, said) in zip(answers, turns, strict=True):
+        shown = tokenizer.decode(answer)
+        assert _letters(shown.partition("<|im_end|>")[0]) == _letters(said) or name in UNKNOWN
+        assert "user" not in shown
+
+
+UNKNOWN = {"word pieces", "unigram, metaspace", "prepended"}
+"""Tokenizers that do not know all letters, or fold them; that nothing else is learned holds."""
+
+
+def _starts(is_learned):
+    edges = [0, *(1 + np.flatnonzero(np.diff(is_learned)))]
+    return [bool(is_learned[edge]) for edge in edges]
+
+
+def _letters(text):
+    return text.lstrip(" ▁")
+
+
+def test_the_blanks_of_a_prompt_are_not_learned(loaded):
+    """Also not where the tokenizer trims blanks off the offsets of its tokens."""
+    for name in ("byte level, trimmed", "byte level"):
+        ids, count = loaded[name].answer("if  x:  ", "ok")
+        assert loaded[name].decode(ids[count:]) == "ok"

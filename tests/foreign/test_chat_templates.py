@@ -1,0 +1,38 @@
+"""Templates of a hub write what `apply_chat_template` of transformers writes, to the byte."""
+
+import pytest
+
+from axon_dist.data.chat import Conversation, Rendered
+from tests.data.chat_templates import CHATS, TEMPLATES, TOKENS
+
+utils = pytest.importorskip("transformers.utils.chat_template_utils")
+
+
+def theirs(template, chat, mask=False):
+    """The text of transformers, and the parts that it marks; None where it refuses."""
+    options = {"tools": chat.get("tools"), "documents": chat.get("documents")}
+    try:
+        texts, spans = utils.render_jinja_template(
+            [chat["messages"]],
+            chat_template=template,
+            return_assistant_tokens_mask=mask,
+            **options,
+            **TOKENS,
+        )
+    except Exception:
+        return None
+    return texts[0], [tuple(span) for span in spans[0]] if mask else []
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_and_masks_are_those_of_transformers(name):
+    template = Rendered(name, TEMPLATES[name], TOKENS)
+    for kind, chat in CHATS.items():
+        wanted = theirs(TEMPLATES[name], chat, mask="generation %}" in TEMPLATES[name])
+        conversation = Conversation(**{"learned": [False] * len(chat["messages"]), **chat})
+        try:
+            written = template.process.write(conversation)
+        except ValueError:
+            assert wanted is None, kind
+            continue
+        assert (written.text, list(written.spans)) == wanted, kind
