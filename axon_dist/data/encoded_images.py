@@ -73,7 +73,10 @@ class EncodedImages:
 
 
 def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
-    """Decodes an image, crops it to the aspect ratio of the shape and resizes it.
+    """Decodes an image, turns it upright, crops it to the aspect ratio and resizes it.
+
+    An image is as a viewer shows it: its EXIF orientation is applied, and where it is transparent
+    and the model sees no transparency, it lies on white.
 
     Args:
         origin: the file or record that holds it, for messages.
@@ -84,7 +87,8 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
         uint8 `[H, W, C]`.
 
     Raises:
-        ConfigError: when it is no image, is cut short, has too many pixels or 16 bits of grey.
+        ConfigError: when it is no image, is cut short, has too many pixels, or its pixels are
+            numbers of 32 bits.
     """
     height, width, channels = shape
     pillow, ops = _pillow("Image"), _pillow("ImageOps")
@@ -94,12 +98,32 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
     with rewording, pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
         if (pixels := image.width * image.height) > _MOST_PIXELS:
             raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
-        if image.mode[:1] in "IF":
-            raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits")
-        # A JPEG is decoded at half the size or less where that leaves twice the wanted size.
-        image.draft(None, (2 * width, 2 * height))
-        fitted = ops.fit(image.convert(_MODES[channels]), (width, height))
+        if image.mode in ("I", "F"):
+            raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 or 16 bits")
+        # A JPEG is decoded at half the size or less where that leaves twice the wanted size; one
+        # that lies on its side is cut after it was turned.
+        longest = 2 * max(width, height)
+        image.draft(None, (longest, longest))
+        upright = ops.exif_transpose(image)
+        fitted = ops.fit(_converted(pillow, upright, _MODES[channels]), (width, height))
         return np.asarray(fitted).reshape(shape)
+
+
+def _converted(pillow: Any, image: Any, mode: str) -> Any:
+    """The image in grey, colors, or colors with transparency.
+
+    The colors of transparent pixels are arbitrary, so that they are laid on white first. Colors of
+    a palette may be transparent, too.
+    """
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion cuts at 255; colors of 16 bits are read by their high byte, too.
+        image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if mode == "RGBA" or not image.has_transparency_data:
+        return image.convert(mode)
+    # Premultiplied colors ("RGBa", "La") are divided by this conversion.
+    shown = image.convert("RGBA")
+    white = pillow.new("RGBA", shown.size, "white")
+    return pillow.alpha_composite(white, shown).convert(mode)
 
 
 def _pillow(name: str) -> Any:

@@ -10,7 +10,7 @@ import types
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import ImageFolder, ImageLoader, ImageRecords, load_images
@@ -21,7 +21,7 @@ SIZE = 8
 
 def encoded(number, size=(SIZE, SIZE), form="PNG", mode="RGB"):
     """An image whose pixels all are its number."""
-    fill = number if mode in ("L", "I;16") else (number,) * len(mode)
+    fill = number if mode in ("L", "F") else (number,) * len(mode)
     file = io.BytesIO()
     Image.new(mode, size, fill).save(file, form)
     return file.getvalue()
@@ -212,7 +212,7 @@ JPEG = encoded(3, (64, 64), "JPEG")
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
         (b"P5 16384 8192 255\n", "it has 134217728 pixels, more than 67108864"),
         (b"P5 99999 99999 255\n", "exceeds limit"),
-        (encoded(3, mode="I;16"), "mode I;16, and not of 8 bits"),
+        (encoded(3, form="TIFF", mode="F"), "mode F, and not of 8 or 16 bits"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Image size")
@@ -328,3 +328,49 @@ def test_texts_of_array_records(tmp_path):
     numbers = np.arange(one.identity["num_samples"])
     for name, array in other.train(numbers).items():
         np.testing.assert_array_equal(one.train(numbers)[name], array)
+
+
+def written(image, form="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [(32, 32), (48, 32), (300, 200)])
+def test_an_image_is_upright_as_a_viewer_shows_it(orientation, size):
+    """Also where a JPEG is decoded at less than its size."""
+    pixels = np.zeros((size[1], size[0], 3), np.uint8)
+    pixels[: size[1] // 4] = 255
+    exif = Image.Exif()
+    exif[274] = orientation
+    image = Image.fromarray(pixels)
+    data = written(image, "JPEG", quality=95, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    wanted = np.asarray(ImageOps.fit(upright, (16, 16)), np.float32)
+    found = decode("x", data, (16, 16, 3)).astype(np.float32)
+    assert np.abs(found - wanted).mean() < 3
+    assert found.shape == (16, 16, 3)
+
+
+def test_what_is_transparent_lies_on_white():
+    clear = Image.new("RGBA", (SIZE, SIZE), (0, 0, 0, 0))
+    half = Image.new("RGBA", (SIZE, SIZE), (0, 0, 0, 128))
+    for channels in (1, 3):
+        assert (decode("x", written(clear), (SIZE, SIZE, channels)) == 255).all()
+        assert (decode("x", written(half), (SIZE, SIZE, channels)) == 127).all()
+    assert (decode("x", written(clear), (SIZE, SIZE, 4)) == 0).all()
+    grey = Image.new("LA", (SIZE, SIZE), (0, 0))
+    assert (decode("x", written(grey), (SIZE, SIZE, 3)) == 255).all()
+
+
+def test_colors_of_a_palette_may_be_transparent():
+    image = Image.new("P", (SIZE, SIZE), 1)
+    image.putpalette([9, 8, 7, 90, 80, 70])
+    assert (decode("x", written(image), (SIZE, SIZE, 3)) == [90, 80, 70]).all()
+    assert (decode("x", written(image, transparency=1), (SIZE, SIZE, 3)) == 255).all()
+
+
+def test_grey_of_16_bits_is_read_by_its_high_byte():
+    pixels = np.full((SIZE, SIZE), 0x80FF, np.uint16)
+    assert (decode("x", written(Image.fromarray(pixels)), (SIZE, SIZE, 1)) == 0x80).all()
