@@ -16,7 +16,18 @@ from typing import Any, Generic, TypeVar
 
 
 class AxonDistError(Exception):
-    """The root of all errors of this library: `except AxonDistError` catches them all."""
+    """The root of all errors of this library: `except AxonDistError` catches them all.
+
+    Args:
+        *args: the message.
+        code: a short name of what is wrong, which programs may compare; messages may change.
+    """
+
+    code: str
+
+    def __init__(self, *args: object, code: str = ""):
+        super().__init__(*args)
+        self.code = code
 
 
 class ConfigError(AxonDistError, ValueError):

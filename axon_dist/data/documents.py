@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import bz2
 import concurrent.futures
 import dataclasses
 import functools
+import gzip
+import io
 import json
+import lzma
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 
-from ..core.errors import MALFORMED, ConfigError, did_you_mean, reworded
+from ..core.errors import MALFORMED, ConfigError, did_you_mean, require, reworded
 from .chat import OPTIONAL_FIELDS, ChatTemplate, Pieces, find_template, parse_conversation
 from .files import TextFile, check_disjoint, drawn, find_files, held_out_fraction, says_little
 from .packing import PackedRows, TooLong
@@ -281,6 +285,11 @@ class DocumentSource:
         if isinstance(text, bytes):
             text = text.decode(errors="surrogateescape")
         if not isinstance(text, str):
+            if text is None and name in record:
+                raise ConfigError(
+                    f"{origin} has null under {name!r}, which must be a text; correct or remove "
+                    "the record"
+                )
             answer = "response" if self.prompt else "text"
             option = "prompt" if name == self.prompt else answer
             what = f"has {text!r:.60} under" if name in record else "has no field"
@@ -343,6 +352,8 @@ class StoredDocuments:
 class JsonlSource(DocumentSource):
     """Files with a JSON object in every line; options as in `DocumentSource`.
 
+    Files that end in `.gz`, `.xz`, `.bz2` or `.zst` are unpacked as they are read.
+
     Example:
         >>> JsonlSource(files=("chats.jsonl",), prompt="question", response="answer").validate()
     """
@@ -350,7 +361,12 @@ class JsonlSource(DocumentSource):
     suffix: ClassVar[str] = ".jsonl"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Cuts a file at ends of lines."""
+        """Cuts a file at ends of lines; one that is compressed is read from its start alone."""
+        if path.suffix in COMPRESSED:
+            for part in parts_of(path):
+                update(part)
+            count = sum(1 for _, text in _unpacked_lines(path) if text.strip())
+            return [(0, path.stat().st_size, count, 0)]
         spans: list[Span] = []
         start = line = 0
         pieces: list[bytes] = []
@@ -375,10 +391,85 @@ class JsonlSource(DocumentSource):
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Reads the lines of a part; those with nothing in them are left out."""
         start, stop, _, line = span
-        content = TextFile("", path, start, stop).read()
-        for number, text in enumerate(content.split(b"\n"), start=line + 1):
+        if path.suffix in COMPRESSED:
+            lines: Iterable[tuple[int, bytes]] = _unpacked_lines(path)
+        else:
+            content = TextFile("", path, start, stop).read()
+            lines = enumerate(content.split(b"\n"), start=line + 1)
+        for number, text in lines:
             if text.strip():
                 yield f"{path}:{number}", object_of(text, f"{path}:{number}")
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of a file of zstd frames.
+
+    The reader of `zstandard` takes a file that is cut short for one that ends there.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._decompressor = require("zstandard", "zstd", "a file .zst").ZstdDecompressor()
+        self._frame: Any = None
+        self._packed = b""
+        self._content = b""
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Unpacks as much as fits, and nothing at the end alone."""
+        while not self._content:
+            self._packed = self._packed or self._file.read(2**16)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._content = self._frame.decompress(self._packed)
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+
+def _unpack(path: Path, file: IO[bytes]) -> Any:
+    """The content of a compressed file, by the suffix of its name."""
+    if path.suffix == ".gz":
+        return gzip.open(file)
+    if path.suffix == ".xz":
+        return lzma.open(file)
+    return bz2.open(file) if path.suffix == ".bz2" else _ZstdFile(file)
+
+
+COMPRESSED = frozenset({".gz", ".xz", ".bz2", ".zst"})
+"""The suffixes of files that are unpacked."""
+
+_MOST_LINE = 2**28
+"""Bytes of a line of a compressed file, of which a few can stand for more than memory holds."""
+
+
+def _unpacked_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a compressed file, numbered from 1."""
+    # Each of the libraries raises errors of its own for corrupt bytes.
+    advice = "write it anew, or take it out of data.files"
+    rewording = reworded(f"{path} cannot be unpacked", advice, of=Exception)
+    with (
+        rewording,
+        open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as packed,
+        _unpack(path, packed) as stream,
+        io.BufferedReader(stream) as lines,
+    ):
+        number = 0
+        while text := lines.readline(_MOST_LINE):
+            number += 1
+            if len(text) == _MOST_LINE:
+                raise ValueError(f"line {number} has more than {_MOST_LINE} bytes")
+            yield number, text
 
 
 def object_of(text: bytes, origin: str) -> Mapping[str, Any]:

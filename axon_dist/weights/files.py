@@ -73,19 +73,37 @@ def _of_file(path: Path) -> dict[str, TensorEntry]:
 
 
 def _of_folder(folder: Path) -> dict[str, TensorEntry]:
+    """The one set of weights of a folder; of two, which is meant is not guessed."""
     indices = sorted(folder.glob(f"*{ENDING}{INDEX}"))
-    alone = sorted(folder.glob(f"*{ENDING}"))
-    preferred = [path for path in (*indices, *alone) if path.name.startswith("model.")]
-    for choice in (preferred, indices, alone):
-        if len(choice) == 1 or (choice is preferred and choice):
+    files = sorted(folder.glob(f"*{ENDING}"))
+    index = folder / f"model{ENDING}{INDEX}"
+    single = folder / f"model{ENDING}"
+    named = [path for path in (index, single) if path in (*indices, *files)]
+    adapters = [folder / ADAPTER_CONFIG] if (folder / ADAPTER_CONFIG).is_file() else []
+    if len(sets := [*named, *adapters]) > 1 and not _is_of_index(single, index, sets):
+        raise CheckpointError(
+            f"the folder {str(folder)!r} has two sets of weights, by "
+            f"{' and '.join(path.name for path in sets)}; name the file to read, or remove the "
+            "other set",
+            code="two-sets-of-weights",
+        )
+    if adapters:
+        return list_adapters(folder)
+    for choice in (named, indices, files):
+        if len(choice) == 1 or (choice is named and choice):
             return _of_file(choice[0])
-        if choice is preferred and (folder / ADAPTER_CONFIG).is_file():
-            return list_adapters(folder)
     names = sorted(path.name for path in folder.iterdir())
     raise CheckpointError(
-        f"the folder {str(folder)!r} has {len(indices)} files *{ENDING}{INDEX} and {len(alone)} "
+        f"the folder {str(folder)!r} has {len(indices)} files *{ENDING}{INDEX} and {len(files)} "
         f"files *{ENDING}, of {len(names)} files ({', '.join(names[:5])}); name the files to read"
     )
+
+
+def _is_of_index(single: Path, index: Path, sets: Sequence[Path]) -> bool:
+    """Whether the two sets are one: an index, and the only file that it names."""
+    if list(sets) != [index, single]:
+        return False
+    return all(entry.path == single for entry in _of_index(index).values())
 
 
 def _of_index(path: Path) -> dict[str, TensorEntry]:

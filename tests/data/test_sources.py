@@ -1,7 +1,10 @@
 """Files of tokens, jsonl and parquet, packed rows and mixtures, under the one counter."""
 
+import bz2
+import gzip
 import itertools
 import json
+import lzma
 import os
 import pathlib
 
@@ -556,3 +559,26 @@ def test_chats_that_cannot_be(tmp_path, record, fields, message):
     fields = {"messages": "messages", "validation_fraction": 0.5} | fields
     with pytest.raises(ConfigError, match=message):
         JsonlSource((path,), **fields).open(100)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
+def test_compressed_lines_are_those_of_the_plain_file(tmp_path, suffix):
+    if suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        compress = zstandard.ZstdCompressor().compress
+    else:
+        compress = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[suffix]
+    path = lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(40)])
+    packed = tmp_path / f"b.jsonl{suffix}"
+    content = pathlib.Path(path).read_bytes()
+    # Two members, one behind the other, as `cat a.gz b.gz` makes them.
+    packed.write_bytes(compress(content[:100]) + compress(content[100:]))
+    both = [JsonlSource((str(name),), validation_fraction=0.5).open(20) for name in (path, packed)]
+    first, second = (everything(samples) for samples in both)
+    np.testing.assert_array_equal(first["tokens"], second["tokens"])
+    packed.write_bytes(compress(content)[:-9])
+    with pytest.raises(ConfigError, match=rf"b.jsonl{suffix} cannot be unpacked"):
+        JsonlSource((str(packed),), validation_fraction=0.5).open(20)
+    packed.write_bytes(compress(b'{"text": "a"}\n\n{"text": null}\n'))
+    with pytest.raises(ConfigError, match=rf"b.jsonl{suffix}:3 has null under 'text', which must"):
+        JsonlSource((str(packed),), validation_fraction=0.5).open(20)

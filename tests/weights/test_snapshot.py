@@ -22,6 +22,7 @@ from axon_dist.models.snapshot import meaning
 from axon_dist.parallel import fsdp
 from axon_dist.step import build_train_step
 from axon_dist.weights import hub_config, load_weights, save_weights
+from axon_dist.weights.files import find_tensors
 from tests.drawn import drawn
 
 from . import hub
@@ -206,3 +207,23 @@ def test_what_a_transformer_cannot_be(name, data, text, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | data))
     with pytest.raises(UnsupportedError, match=text):
         hub_config(tmp_path)
+
+
+def test_of_two_sets_of_weights_in_a_folder_none_is_taken(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    one, other = ({"w": np.full(2, x, np.float32)} for x in (1, 2))
+    safetensors.save_file(one, tmp_path / "model.safetensors")
+    safetensors.save_file(other, tmp_path / "model.fp16.safetensors")
+    assert find_tensors(tmp_path)["w"].open()[0] == 1  # by its name, as the hub's library does
+    safetensors.save_file(other, tmp_path / "model-00001-of-00001.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))
+    with pytest.raises(CheckpointError, match="two sets of weights") as caught:
+        find_tensors(tmp_path)
+    assert caught.value.code == "two-sets-of-weights"
+    index.write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    assert find_tensors(tmp_path)["w"].open()[0] == 1
+    index.unlink()
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"two sets .*, by model.safetensors and adap"):
+        find_tensors(tmp_path)
