@@ -290,7 +290,8 @@ def export_run(
         format_of(format)
     model, config = load_model(run, step, tell, trust=trust)
     if config.lora is not None:
-        model = merge_lora(model)
+        # Kernels that were frozen in bfloat16 are not to round the adapters of a wider export.
+        model = merge_lora(model, dtype)
     is_hub = format != NATIVE_NAME
     keys = _token_ids(run, config, tell) if is_hub else {}
     save_weights(model, path, format, dtype=dtype, max_file=max_file, keys=keys)
@@ -300,7 +301,8 @@ def export_run(
     tensors = find_tensors(file)
     if dtype is None:
         kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-        tell(f"the tensors are {kinds}; --dtype bfloat16 (dtype='bfloat16') rounds them")
+        narrower = "; --dtype bfloat16 (dtype='bfloat16') rounds them" if "32" in kinds else ""
+        tell(f"the tensors are {kinds}{narrower}")
     return len(tensors)
 
 

@@ -124,7 +124,7 @@ def lora(
 
 
 @checked(model=MODULE)
-def merge_lora(model: nnx.Module) -> nnx.Module:
+def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     """The plain model that a model with adapters computes: their products added to the kernels.
 
         kernel  <-  kernel + lora_a @ lora_b
@@ -132,9 +132,10 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
     Args:
         model: from `lora`, or with `nnx.LoRALinear` layers; such as `step.merge(state)` gives. It
             stays as it is.
+        dtype: of the kernels that have adapters; None keeps theirs, and rounds the sums to it.
 
     Returns:
-        A model of `nnx.Linear` and `nnx.LinearGeneral` layers, whose kernels keep their dtypes.
+        A model of `nnx.Linear` and `nnx.LinearGeneral` layers.
 
     Raises:
         ConfigError: when the model has no adapters, or one that is not beside a kernel.
@@ -144,6 +145,7 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         >>> type(merge_lora(model)).__name__, hasattr(merge_lora(model), "lora")
         ('Linear', False)
     """
+    FLOATS.or_none().check("merge_lora", "dtype", dtype)
     plain = nnx.clone(model)
     known = {after: before for before, after in ADAPTED.items()}
     merged: set[int] = set()
@@ -154,7 +156,8 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         adapter, kernel = layer.lora, layer.kernel
         a, b = wide(adapter.lora_a[...]), wide(adapter.lora_b[...])
         product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-        kernel.set_value((kernel[...] + product.reshape(kernel.shape)).astype(kernel.dtype))
+        merged_kernel = wide(kernel[...]) + product.reshape(kernel.shape)
+        kernel.set_value(merged_kernel.astype(dtype or kernel.dtype))
         merged.add(id(adapter))
         delattr(layer, "lora")
         _become(layer, known[type(layer)])

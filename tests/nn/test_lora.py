@@ -87,3 +87,15 @@ def test_what_cannot_be_merged_is_refused():
     alone = nnx.List([nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0))])
     with pytest.raises(ConfigError, match=r"found nnx.LoRA at 0, beside no kernel"):
         merge_lora(alone)
+
+
+def test_a_wider_export_keeps_the_bits_of_the_adapters():
+    """The sum of a kernel in bfloat16 and a small product is that of float32."""
+    model = lora(nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
+    model.lora.lora_b.set_value(jnp.full((2, 8), 1e-4))
+    product = model.lora.lora_a[...] @ model.lora.lora_b[...]
+    wanted = model.kernel[...].astype(jnp.float32) + product
+    found = merge_lora(model, "float32").kernel[...]
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert merge_lora(model).kernel[...].dtype == jnp.bfloat16
