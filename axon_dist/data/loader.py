@@ -312,8 +312,8 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         if name != "samples_seen" and state[name] != here[name]:
             raise ConfigError(
                 f"the data state was taken with {name}={state[name]}, this loader has "
-                f"{name}={here[name]}: the samples left would be others. Use the same data, "
-                f"{', '.join(sizes)} and seed, or start the data anew."
+                f"{name}={here[name]}: the samples left would be others. Use the same "
+                f"{', '.join(['data', *sizes])} and seed, or start the data anew."
             )
     if state["samples_seen"] < 0:
         raise ConfigError(
