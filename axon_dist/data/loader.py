@@ -73,6 +73,11 @@ class Loader:
         for name, value in (("num_ahead", num_ahead), ("num_workers", num_workers)):
             if value < 0:
                 raise ConfigError(f"{name}={value} must be at least 0; change it.")
+        if not all(hasattr(samples, name) for name in ("identity", "train", "spread")):
+            raise ConfigError(
+                f"Loader got samples={samples!r:.80}, a {type(samples).__name__}; give samples, "
+                "such as axon_dist.data.Sequences(train, validation, description)"
+            )
         self.samples = samples
         self.description: str = samples.description
         self.global_batch = global_batch

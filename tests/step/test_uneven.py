@@ -1,5 +1,7 @@
 """Evaluations of any number of samples on any number of ranks: each sample counts once."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
