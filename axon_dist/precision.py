@@ -3,7 +3,6 @@
 Names of `ops/precision.py`, `ops/fp8.py` and `ops/int8.py`.
 """
 
-from .core.arguments import explain_calls
 from .core.tree import floating_dtype as floating_dtype
 from .ops.fp8 import Fp8Dot as Fp8Dot
 from .ops.fp8 import Fp8Layers as Fp8Layers
@@ -24,5 +23,3 @@ from .ops.precision import cast_floating as cast_floating
 from .ops.precision import clip_by_global_norm as clip_by_global_norm
 from .ops.precision import keep_if as keep_if
 from .ops.precision import without_gathers as without_gathers
-
-explain_calls(globals())

@@ -3,8 +3,6 @@
 Imports every room below `cli`. Start reading in `steps.py`, `runs.py`, then `training.py`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from ..config import abstract_batch as abstract_batch
 from .config_plans import ConfigPlans as ConfigPlans
 from .config_plans import ReadPlan as ReadPlan
@@ -46,5 +44,3 @@ from .training import train as train
 from .verify import Verification as Verification
 from .verify import tiny as tiny
 from .verify import verify as verify
-
-explain_calls(globals())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from axon_dist.checkpoint import step_of
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import Place
 from axon_dist.core.tree import map_with_path
-from axon_dist.data import Loader, LocalBatch, Tokenizer
+from axon_dist.data import Loader, Tokenizer
 from axon_dist.loop.meters import LAG, MetricSums, delayed
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
@@ -80,8 +80,7 @@ def evaluate(
     """Measures the model of a run over its validation data, each sample once.
 
     Every number is that of plain JAX with the model in eval mode, `sum(totals) / sum(weights)` over
-    all samples, whatever the mesh and the batches are. A last batch that does not divide over the
-    mesh is repeated until it does, and counts once.
+    all samples, whatever the mesh and the batches are, also where the last batch is smaller.
 
     Args:
         run: the folder of a run.
@@ -111,14 +110,12 @@ def evaluate(
     built = build_step(config, world, optax.identity(), loss_fn=measure, trains=False)
     loader = build_loader(config, world, built.strategy.batch_axes)
     tell(f"data: {loader.description}")
-    state, sums, num_samples = load_state(checkpoint, built), MetricSums(), 0
-    batch_sums = (
-        (copies, count, built.evaluate_sums(state, batch))
-        for copies, count, batch in _batches(loader, built, num_batches)
-    )
-    for copies, count, batch_metrics in delayed(batch_sums, LAG):
-        num_samples += count
-        sums.add(batch_metrics, copies)
+    _check_count(loader, num_batches)
+    num_samples = loader.num_validated(num_batches)
+    state, sums = load_state(checkpoint, built), MetricSums()
+    batches = loader.validation_batches(num_batches)
+    for batch_sums in delayed((built.evaluate_sums(state, batch) for batch in batches), LAG):
+        sums.add(batch_sums)
     means = sums.means
     derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
     return Evaluation(
@@ -168,31 +165,18 @@ def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
     return PortableForm(step).with_weights(*load_arrays(checkpoint, step.parts, shardings, whole))
 
 
-def _batches(
-    loader: Loader, step: TrainStep, num_batches: int | None
-) -> Iterator[tuple[int, int, LocalBatch]]:
-    """How often a batch repeats each sample, how many samples it has, and its local rows."""
-    if num_batches is not None:
-        count = getattr(loader.samples, "num_validation", None)
-        most = num_batches if count is None else -(-count // loader.global_batch)
-        if num_batches > most:
-            raise ConfigError(
-                f"got {num_batches} batches of {loader.global_batch} samples, and there are "
-                f"{count} for validation; ask for at most {most}, or leave it out for all of them, "
-                "once each"
-            )
-        for batch in loader.validation_batches(num_batches):
-            yield 1, loader.global_batch, batch
+def _check_count(loader: Loader, num_batches: int | None) -> None:
+    """Raises where more batches are asked for than there are."""
+    count = getattr(loader.samples, "num_validation", None)
+    if num_batches is None or count is None:
         return
-    places = loader.validation_places()
-    divisor = step.layout.divisor // step.layout.num_microbatches
-    for start in range(0, len(places), loader.global_batch):
-        batch = places[start : start + loader.global_batch]
-        divisible, rest = np.split(batch, [len(batch) // divisor * divisor])
-        if len(divisible):
-            yield 1, len(divisible), loader.validation_rows(divisible)
-        if len(rest):
-            yield divisor, len(rest), loader.validation_rows(np.tile(rest, divisor))
+    most = -(-count // loader.global_batch)
+    if num_batches > most:
+        raise ConfigError(
+            f"got {num_batches} batches of {loader.global_batch} samples, and there are "
+            f"{count} for validation; ask for at most {most}, or leave it out for all of them, "
+            "once each"
+        )
 
 
 def of_text(loss: float, loader: Loader) -> dict[str, float]:

@@ -56,9 +56,12 @@ def _epochs_of(run: Run) -> str:
     """How often a run sees its samples, and what it is validated on."""
     train, samples = run.config.train, run.loader.num_samples
     when = f"every {plural(train.eval_every, 'step')}" if train.eval_every else "at the end"
+    validated = run.loader.num_validated(train.eval_batches)
+    batches = -(-validated // train.global_batch)
     return (
         f", {train.steps * train.global_batch / samples:.3g} epochs of {plural(samples, 'sample')}"
-        f"; validated {when} on {plural(train.eval_batches, 'batch')}"
+        f"; validated {when} on {plural(validated, 'sample')}"
+        f" in {plural(batches, 'batch')}"
     )
 
 

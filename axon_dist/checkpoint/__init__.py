@@ -4,8 +4,6 @@ Start reading in `layout.py`, then `save.py`; `manager.py` keeps the checkpoints
 `stores.py` is the only file that knows Orbax and safetensors.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from ..core.errors import DamagedCheckpointError as DamagedCheckpointError
 from .host_copies import HostCopies as HostCopies
 from .host_copies import HostCopy as HostCopy
@@ -32,5 +30,3 @@ from .stores import open_tensors as open_tensors
 from .stores import plan_order as plan_order
 from .stores import write_gathered as write_gathered
 from .stores import write_tensors as write_tensors
-
-explain_calls(globals())

@@ -5,8 +5,6 @@ on this rank's value, outside on rank-stacked arrays, row r being the value of r
 `mesh` and `core`. Start reading in `reduce.py`, then `place.py`; buckets are in `buckets.py`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from .buckets import DEFAULT_CAPACITY as DEFAULT_CAPACITY
 from .buckets import BucketPlan as BucketPlan
 from .buckets import GradSyncStrategy as GradSyncStrategy
@@ -44,5 +42,3 @@ from .synchronizer import GradientBucket as GradientBucket
 from .synchronizer import GradientSynchronizer as GradientSynchronizer
 from .synchronizer import sync_gradient as sync_gradient
 from .synchronizer import sync_gradients as sync_gradients
-
-explain_calls(globals())

@@ -7,8 +7,6 @@ Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds 
 import importlib
 import warnings
 
-from axon_dist.core.arguments import explain_calls
-
 from .describe import Key as Key
 from .describe import Section as Section
 from .describe import completion_words as completion_words
@@ -49,8 +47,6 @@ from .sections import Trackio as Trackio
 from .sections import TrainConfig as TrainConfig
 from .sections import Wandb as Wandb
 from .user_code import UserCode as UserCode
-
-explain_calls(globals())
 
 
 def __getattr__(name: str) -> object:

@@ -96,8 +96,8 @@ class TrainConfig:
         accumulate: microbatches that one step adds up.
         clip_norm: largest global norm of the gradients; None leaves them as they are.
         eval_every: steps between validations; 0 validates only at the end.
-        eval_batches: global batches in one validation, spread over the validation data; `axon eval`
-            takes all of it.
+        eval_batches: global batches in one validation at most, spread over the validation data,
+            each sample once; `axon eval` takes all of it.
         best: by which number a checkpoint is the best, and when a run ends early.
         log_every: steps between written metrics, each their mean over those steps.
         peak_flops: what one device computes at best, in FLOP/s, which the utilization in the

@@ -15,9 +15,7 @@ import itertools
 import math
 import numbers
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
@@ -32,7 +30,7 @@ from typing import (
     get_type_hints,
 )
 
-from .errors import AxonDistError, ConfigError, OutOfMemoryError
+from .errors import AxonDistError, ConfigError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -107,17 +105,22 @@ def checked(
     """
 
     def wrap(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        return _explained(function, who or function.__name__, kinds)
+        compare = _comparison(function, who or function.__name__, kinds)
+
+        @functools.wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            compare(args, kwargs)
+            return function(*args, **kwargs)
+
+        return run
 
     return wrap
 
 
 def _comparison(
-    function: Callable[..., Any],
-    who: str,
-    kinds: Mapping[str, ArgumentKind],
-    has_failed: bool = False,
+    function: Callable[..., Any], who: str, kinds: Mapping[str, ArgumentKind]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
+    """Makes the function that compares the arguments of a call with what they can be."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
     several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
@@ -126,9 +129,7 @@ def _comparison(
     def compare(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not rows:
             # Not before: a module may name classes that are defined after the function.
-            rows.update(
-                {name: kind_of(hint) for name, hint in _hints(function, has_failed).items()}
-            )
+            rows.update({name: kind_of(hint) for name, hint in _hints(function).items()})
             rows.update(kinds)
         names = itertools.chain(positional, itertools.cycle(several))
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
@@ -137,125 +138,6 @@ def _comparison(
                 kind.check(who, name, value)
 
     return compare
-
-
-def explain_calls(room: dict[str, Any]) -> None:
-    """Has public functions and methods of a room that fail say which argument is of a wrong kind.
-
-    Errors of this library pass. Where Python, numpy or JAX fails in a function, its
-    arguments are compared with their annotations, and the first that does not fit is the error.
-
-    Args:
-        room: the names that its `__init__.py` imports; functions are replaced, classes changed.
-    """
-    for name, thing in list(room.items()):
-        if name.startswith("_") or not getattr(thing, "__module__", "").startswith("axon_dist."):
-            continue
-        is_cached = hasattr(thing, "cache_info")
-        if is_cached or (inspect.isfunction(thing) and not hasattr(thing, "__wrapped__")):
-            room[name] = _explained(thing, name)
-        elif inspect.isclass(thing) and not issubclass(thing, (enum.Enum, BaseException)):
-            _explain_methods(thing)
-
-
-def _explain_methods(cls: type) -> None:
-    first = "__post_init__" if dataclasses.is_dataclass(cls) else "__init__"
-    for name, method in list(vars(cls).items()):
-        function = method.__func__ if isinstance(method, classmethod) else method
-        is_public = not name.startswith("_") or name == first
-        if is_public and inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
-            who = cls.__name__ if name.startswith("_") else f"{cls.__name__}.{name}"
-            run = _explained(function, who, of_record=dataclasses.is_dataclass(cls))
-            setattr(cls, name, classmethod(run) if function is not method else run)
-
-
-def _explained(
-    function: Callable[_P, _R],
-    who: str,
-    kinds: Mapping[str, ArgumentKind] | None = None,
-    of_record: bool = False,
-) -> Callable[_P, _R]:
-    """Compares before the function runs where there are kinds, and else once it has failed."""
-    has_failed = kinds is None
-    compare = _comparison(function, who, kinds or {}, has_failed)
-    # The call of a generator function runs nothing that could fail.
-    is_first = any((not has_failed, inspect.isgeneratorfunction(function)))
-
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            if is_first:
-                compare(args, kwargs)
-            return function(*args, **kwargs)
-        except AxonDistError:
-            raise
-        except Exception as error:
-            if of_record and args and not isinstance(args[0], type):
-                check_fields(args[0])
-            if not is_first:
-                compare(args, kwargs)
-            _explain(error, function, who, (*args, *kwargs.values()))
-            raise
-
-    return run
-
-
-_TRACED = (
-    "was called within a function that JAX traces, such as one of jax.jit, jax.grad or jax.vmap, "
-    "or with what such a function has left behind, and needs values: call it outside, with arrays"
-)
-_UNLIKE = "got trees of different structures: {}; give trees with the same keys and containers"
-_UNBOUND = "needs its mesh axis ({}): call it within jax.shard_map, or group.spmd(function)"
-_COMPUTING = {
-    *("collectives", "core", "data", "inspect", "jaxpr", "mesh", "models", "nn", "ops", "optim"),
-    *("planner", "schedule", "sharding"),
-}
-"""Rooms in which all that can fail is what somebody has called them with."""
-
-_OF_VALUES = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError)
-_LIBRARIES = {"axon_dist", "jax", "jaxlib", "numpy", "flax", "optax", "opt_einsum", "grain"}
-_LAYERS = ("flax.nnx.nn", "flax.linen")
-
-
-def _explain(
-    error: Exception, function: Callable[..., Any], who: str, arguments: Sequence[object]
-) -> None:
-    """Raises `ConfigError` where a function's arguments, and no code of the user's, make it fail.
-
-    Args:
-        error: of Python or JAX.
-        function: that failed.
-        who: its name in messages.
-        arguments: what it was called with.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
-    # An error within a layer of Flax is about the user's model, and its message says so.
-    of_layers = (str(f.f_globals.get("__name__")) for f in frames if f.f_code.co_name == "__call__")
-    others = rooms - _LIBRARIES - sys.stdlib_module_names
-    if others or any(name.startswith(_LAYERS) for name in of_layers):
-        return
-    kinds, text = {cls.__name__ for cls in type(error).__mro__}, " ".join(str(error).split())[:300]
-    is_of_tracers = not kinds.isdisjoint(("ConcretizationTypeError", "UnexpectedTracerError"))
-    if is_of_tracers or "is not available on traced array" in text:
-        raise ConfigError(f"{who} {_TRACED}") from error
-    if text.startswith("pytree structure error"):
-        raise ConfigError(f"{who} {_UNLIKE.format(text)}") from error
-    if isinstance(error, NameError) and "unbound axis name" in text:
-        raise ConfigError(f"{who} {_UNBOUND.format(text)}") from error
-    ours = [f for f in frames if str(f.f_globals.get("__name__")).startswith("axon_dist.")]
-    unwrapped, named = inspect.unwrap(function), ", ".join(map(_brief, arguments))
-    # Elsewhere what fails further down may be a mistake of this package.
-    is_misuse = ours[-1].f_code.co_qualname.startswith(unwrapped.__qualname__)
-    is_misuse = is_misuse or unwrapped.__module__.split(".")[1] in _COMPUTING
-    if is_misuse and isinstance(error, _OF_VALUES) and not isinstance(error, FloatingPointError):
-        raise ConfigError(
-            f"{who} can make nothing of {named}: {text}; give what its docstring says"
-        ) from error
-    if is_misuse and (isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED")):
-        raise OutOfMemoryError(
-            f"{who} got {named}, and there is no memory for it ({text}); give smaller numbers"
-        ) from error
 
 
 def check_fields(thing: Any, who: str = "") -> None:
@@ -287,15 +169,10 @@ def _kinds_of_fields(cls: Any) -> tuple[tuple[str, ArgumentKind], ...]:
     return tuple((name, kind) for name, kind in pairs if kind is not None)
 
 
-def _hints(thing: Any, has_failed: bool = False) -> dict[str, Any]:
-    """The annotations of a function or a class; none where one names what is not imported.
-
-    Args:
-        thing: the function or the class.
-        has_failed: whether it has; then trees are looked into, which before it costs too much.
-    """
+def _hints(thing: Any) -> dict[str, Any]:
+    """The annotations of a function or a class; none where one names what is not imported."""
     try:
-        return get_type_hints(thing, include_extras=has_failed)
+        return get_type_hints(thing)
     except NameError:
         return {}
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
@@ -110,11 +109,3 @@ def made_by(model: Any, who: str) -> nnx.Module:
 
 RNGS = instance_of(nnx.Rngs, "random numbers, such as nnx.Rngs(0)")
 ARRAY = ArgumentKind("an array or a number", is_array)
-ARRAYS = ArgumentKind(
-    "arrays or their shapes, nested in dicts, lists, tuples or modules",
-    lambda x: all(map(SHAPED.holds, jax.tree.leaves(x))),
-)
-TREE = ArgumentKind(
-    "arrays or numbers, nested in dicts, lists, tuples or modules",
-    lambda x: all(map(is_array, jax.tree.leaves(x))),
-)

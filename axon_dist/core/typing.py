@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
-
-from .checks import ARRAYS, TREE
 
 Array: TypeAlias = jax.Array
 """A JAX array, or a tracer of one."""
 
-PyTree: TypeAlias = Annotated[Any, TREE]
+PyTree: TypeAlias = Any
 """Nested containers that `jax.tree` knows, with arrays at the leaves."""
 
-ArrayTree: TypeAlias = Annotated[Any, ARRAYS]
+ArrayTree: TypeAlias = Any
 """A tree of which each leaf has a shape, which no number of Python has."""
 
 Path: TypeAlias = str

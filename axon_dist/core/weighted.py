@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 
@@ -66,6 +68,40 @@ class Shared:
 
     def __post_init__(self) -> None:
         ARRAY.check("Shared", "value", self.value)
+
+
+class FilledBatch(dict[str, Any]):
+    """A batch of fewer samples than others, filled up to their size by samples that come again.
+
+    As the last one of a validation. `TrainStep.evaluate` takes `samples` in its place, and so
+    counts each once.
+
+    Args:
+        arrays: the rows of this process, filled up.
+        samples: all samples of the batch over all processes, each once; the same on every process.
+
+    Example:
+        >>> batch = FilledBatch({"x": [1.0, 2.0, 3.0, 1.0]}, samples={"x": [1.0, 2.0, 3.0]})
+        >>> batch["x"], batch.samples["x"]
+        ([1.0, 2.0, 3.0, 1.0], [1.0, 2.0, 3.0])
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], samples: Mapping[str, Any]):
+        super().__init__(arrays)
+        self.samples: dict[str, Any] = dict(samples)
+
+
+def _flattened(batch: FilledBatch) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    names = tuple(sorted(batch))
+    return [(jax.tree_util.DictKey(name), batch[name]) for name in names], names
+
+
+def _unflattened(names: tuple[str, ...], arrays: Iterable[Any]) -> Any:
+    return dict(zip(names, arrays, strict=True))
+
+
+# To JAX it is a dict of its arrays.
+jax.tree_util.register_pytree_with_keys(FilledBatch, _flattened, _unflattened)
 
 
 PER_SAMPLE = "axon_dist_per_sample"

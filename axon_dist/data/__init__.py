@@ -7,8 +7,6 @@ become rows. Sources of records: `documents.py` (JSONL), `arrow.py`, `array_reco
 `images.py`, `encoded_images.py`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from .array_record import ArrayRecordSource as ArrayRecordSource
 from .arrow import DatasetsSource as DatasetsSource
 from .arrow import ParquetSource as ParquetSource
@@ -50,5 +48,3 @@ from .tokens import Text as Text
 from .tokens import TokenSource as TokenSource
 from .tokens import Windows as Windows
 from .tokens import segments_of as segments_of
-
-explain_calls(globals())

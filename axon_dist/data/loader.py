@@ -18,6 +18,7 @@ import numpy as np
 
 from axon_dist.core.checks import is_whole
 from axon_dist.core.errors import AxonDistError, ConfigError, DivisibilityError
+from axon_dist.core.weighted import FilledBatch
 
 from .images import Images, ImageSet
 from .samples import LocalBatch, Samples, TwoSides, checksum, local_rows, shuffled
@@ -72,6 +73,11 @@ class Loader:
         for name, value in (("num_ahead", num_ahead), ("num_workers", num_workers)):
             if value < 0:
                 raise ConfigError(f"{name}={value} must be at least 0; change it.")
+        if not all(hasattr(samples, name) for name in ("identity", "train", "spread")):
+            raise ConfigError(
+                f"Loader got samples={samples!r:.80}, a {type(samples).__name__}; give samples, "
+                "such as axon_dist.data.Sequences(train, validation, description)"
+            )
         self.samples = samples
         self.description: str = samples.description
         self.global_batch = global_batch
@@ -118,14 +124,16 @@ class Loader:
         self._batches.close()
         self._batches = self._start()
 
-    def validation_batches(self, num_batches: int) -> Iterator[LocalBatch]:
+    def validation_batches(self, num_batches: int | None = None) -> Iterator[LocalBatch]:
         """Makes this process's rows of batches spread evenly over the validation samples.
 
-        The same every time, and the same rows over all processes for any number of them. Where
-        there are fewer than `num_batches * global_batch` samples, they repeat or overlap.
+        The same every time, and the same rows over all processes for any number of them. No sample
+        is in two of them: where there are fewer than `num_batches * global_batch`, there are fewer
+        batches. Where the last one has fewer samples than the others, it is a `FilledBatch`:
+        `samples` are those that it has, and its own rows repeat them up to the size of the others.
 
         Args:
-            num_batches: how many global batches.
+            num_batches: how many global batches at most; None for all samples.
 
         Returns:
             An iterator of batches as in training.
@@ -133,39 +141,40 @@ class Loader:
         Raises:
             ConfigError: fewer than one batch.
         """
-        if num_batches < 1:
-            raise ConfigError(f"{num_batches} validation batches must be at least 1; raise it.")
-        places = self.samples.spread(num_batches * self.global_batch)
-        return (
-            _known(self.samples.validation(batch[self._rows]), self._vocab_size)
-            for batch in places.reshape(num_batches, self.global_batch, *places.shape[1:])
-        )
+        places = self.samples.spread(self.num_validated(num_batches))
+        starts = range(0, len(places), self.global_batch)
+        return (self._validation(places[at : at + self.global_batch]) for at in starts)
 
-    def validation_places(self) -> np.ndarray:
-        """The places of all validation samples, each once, for `validation_rows`.
+    def num_validated(self, num_batches: int | None = None) -> int:
+        """How many samples `validation_batches` takes.
 
         Raises:
-            ConfigError: when the samples do not say how many there are.
+            ConfigError: fewer than one batch; or None, where the samples do not say how many there
+                are.
         """
+        if num_batches is None:
+            return self._num_validation()
+        if num_batches < 1:
+            raise ConfigError(f"{num_batches} validation batches must be at least 1; raise it.")
+        most = num_batches * self.global_batch
+        has_count = getattr(self.samples, "num_validation", None) is not None
+        return min(most, self._num_validation()) if has_count else most
+
+    def _num_validation(self) -> int:
         count = getattr(self.samples, "num_validation", None)
         if count is None:
             raise ConfigError(
                 f"the samples of {self.description} do not say how many there are for validation; "
                 "give them the property num_validation, or ask for a number of batches"
             )
-        return self.samples.spread(count)
+        return count
 
-    def validation_rows(self, places: np.ndarray) -> LocalBatch:
-        """This process's rows of one batch of validation samples.
-
-        Args:
-            places: those of the batch over all processes, `[B]`.
-
-        Raises:
-            DivisibilityError: the batch does not divide by the processes.
-        """
-        rows = places[local_rows(len(places), *self._share)]
-        return _known(self.samples.validation(rows), self._vocab_size)
+    def _validation(self, places: np.ndarray) -> LocalBatch:
+        if len(places) == self.global_batch:
+            return _known(self.samples.validation(places[self._rows]), self._vocab_size)
+        samples = _known(self.samples.validation(places), self._vocab_size)
+        again = np.arange(self.global_batch)[self._rows] % len(places)
+        return FilledBatch({name: x[again] for name, x in samples.items()}, samples)
 
     def _start(self) -> Generator[LocalBatch]:
         """The batches from here on, made ahead by a thread or by workers."""

@@ -430,15 +430,24 @@ class Mixture:
     def num_validation(self) -> int:
         """So many that no part repeats one."""
         counts = [part.num_validation for part in self._parts]
-        return max(1, int((np.array(counts) / self._shares).min()))
+        most = max(1, int((np.array(counts) / self._shares).min()))
+        part_of = self._parts_of(most)
+        # Shares that do not come out even may take one more of a part than it has.
+        while most > 1 and (np.bincount(part_of[:most], minlength=len(counts)) > counts).any():
+            most -= 1
+        return most
 
-    def spread(self, count: int) -> np.ndarray:
-        """Part and place of samples of the validations, by the same shares, `[count, 2]`."""
+    def _parts_of(self, count: int) -> np.ndarray:
+        """Which part each of some samples of the validation is of, by the shares."""
         order = grain.MapDataset.mix(
             [grain.MapDataset.source([n]).repeat() for n in range(len(self._parts))],
             self._shares.tolist(),
         )
-        part_of = np.array([order[g] for g in range(count)])
+        return np.array([order[g] for g in range(count)])
+
+    def spread(self, count: int) -> np.ndarray:
+        """Part and place of samples of the validations, by the same shares, `[count, 2]`."""
+        part_of = self._parts_of(count)
         places = np.zeros(count, np.int64)
         for number, part in enumerate(self._parts):
             if num := int((part_of == number).sum()):

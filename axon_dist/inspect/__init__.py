@@ -19,8 +19,6 @@ text, `computations.py` follows its control flow, `flops.py` says what it costs,
 adds up.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from ..core.tree import bytes_per_device as bytes_per_device
 from ..core.tree import device_bytes as device_bytes
 from ..mesh.chips import MACHINES as MACHINES
@@ -56,5 +54,3 @@ from .report import report as report
 from .report import target_devices as target_devices
 from .report import target_mesh as target_mesh
 from .transfers import collectives as collectives
-
-explain_calls(globals())

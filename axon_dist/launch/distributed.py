@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from ..core.arguments import is_whole
+from ..core.arguments import check_fields, is_whole
 from ..core.compat import (
     SharedStore,
     backend_started,
@@ -158,7 +158,8 @@ class Timeouts:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `LaunchError` unless all are positive."""
+        """Raises `ConfigError` unless all are numbers, `LaunchError` unless they are positive."""
+        check_fields(self)
         for name, seconds in zip(_TIMEOUTS, dataclasses.astuple(self), strict=True):
             if not 0 < seconds <= _MOST_SECONDS:
                 raise LaunchError(

@@ -4,7 +4,6 @@ Imports `step`, `mesh` and `core`. Start reading in `trainer.py`; its options ar
 the writers of metrics in `metrics.py`.
 """
 
-from axon_dist.core.arguments import explain_calls
 from axon_dist.core.errors import require as require
 from axon_dist.core.tree import bytes_per_device as bytes_per_device
 from axon_dist.core.words import byte_size as byte_size
@@ -38,5 +37,3 @@ from .progress import make_progress as make_progress
 from .record import FINISHED as FINISHED
 from .record import TrainResult as TrainResult
 from .trainer import Trainer as Trainer
-
-explain_calls(globals())

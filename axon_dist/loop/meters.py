@@ -261,7 +261,7 @@ class MetricSums:
     Example:
         >>> sums = MetricSums()
         >>> sums.add({"loss": Weighted(6.0, 2.0)})
-        >>> sums.add({"loss": Weighted(2.0, 2.0)}, copies=2)
+        >>> sums.add({"loss": Weighted(1.0, 1.0)})
         >>> sums.means
         {'loss': 2.3333333333333335}
     """
@@ -269,15 +269,14 @@ class MetricSums:
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}
 
-    def add(self, metrics: Mapping[str, Weighted], copies: int = 1) -> None:
+    def add(self, metrics: Mapping[str, Weighted]) -> None:
         """Takes what `evaluate_sums` returns for a batch, and waits for it.
 
         Args:
             metrics: totals and weights.
-            copies: how often each sample stands in the batch.
         """
         for name, part in jax.device_get(dict(metrics)).items():
-            both = np.array([part.total, part.weight], np.float64) / copies
+            both = np.array([part.total, part.weight], np.float64)
             self._sums[name] = self._sums.get(name, np.zeros(2)) + both
 
     @property

@@ -6,8 +6,6 @@ compile for; `agreement.py` compares what processes were started with, and names
 they find each other is in `launch`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from ..launch import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
 from ..launch import SILENCE_TIMEOUT as SILENCE_TIMEOUT
 from ..launch import STEP_TIMEOUT as STEP_TIMEOUT
@@ -42,5 +40,3 @@ from .world import abstract_world as abstract_world
 from .world import build_mesh as build_mesh
 from .world import is_abstract as is_abstract
 from .world import process_index as process_index
-
-explain_calls(globals())

@@ -8,8 +8,6 @@ pieces, `attention.py` the forms of attention; `generate.py` continues prompts. 
 with the config of a snapshot.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from .attention import ATTENTION_FORMS as ATTENTION_FORMS
 from .attention import auto_attention as auto_attention
 from .attention import cudnn_attention as cudnn_attention
@@ -57,5 +55,3 @@ from .vit import VIT_PRESETS as VIT_PRESETS
 from .vit import ViT as ViT
 from .vit import ViTBlock as ViTBlock
 from .vit import ViTConfig as ViTConfig
-
-explain_calls(globals())

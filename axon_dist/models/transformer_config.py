@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from ..core.checks import WHOLE
+from ..core.checks import check_fields as check_types
 from ..core.errors import ConfigError
 from .attention import ATTENTION_FORMS
 from .config import (
@@ -264,6 +265,7 @@ class TransformerConfig(Presets):
             ConfigError: a size is not positive, heads do not divide, or a name is unknown.
             DTypeError: a dtype is not a floating-point one.
         """
+        check_types(self)
         sizes = ("vocab_size", "width", "num_layers", "num_heads", "max_length")
         check_at_least_one(self, (*sizes, "kv_heads", "key_size", "hidden_size"))
         self._check_heads()

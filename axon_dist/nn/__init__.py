@@ -4,8 +4,6 @@ Start reading in `linear.py` and `layout.py`. The layers of the models of this p
 `models`; units and loops over layers in `jaxpr`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from ..core.modules import wrap_calls as wrap_calls
 from ..jaxpr.layer_scan import find_chains as find_chains
 from ..jaxpr.layer_scan import scan_over_layers as scan_over_layers
@@ -50,5 +48,3 @@ from .remat import summed as summed
 
 roll = scan_over_layers
 """The name that `scan_over_layers` had in version 0.1."""
-
-explain_calls(globals())

@@ -166,6 +166,7 @@ def without_gathers(
     return dataclasses.replace(choice, gather=None)
 
 
+@checked()
 def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the floating-point leaves of a tree; integers, keys and flags stay.
 

@@ -4,8 +4,6 @@ Start reading in `muon.py`; how its matrices are distributed over devices is in 
 The optimizers that a config names are in `config/optimizers.py`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from .muon import NewtonSchulz as NewtonSchulz
 from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon
@@ -13,5 +11,3 @@ from .wrappers import Spikes as Spikes
 from .wrappers import by_path as by_path
 from .wrappers import matrices as matrices
 from .wrappers import watched as watched
-
-explain_calls(globals())

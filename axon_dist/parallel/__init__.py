@@ -6,8 +6,6 @@ Nothing here runs a step; `step` builds it from the strategy. Imports `collectiv
 
 import importlib
 
-from axon_dist.core.arguments import explain_calls
-
 from .context import ContextMode as ContextMode
 from .context import context_parallel as context_parallel
 from .data import ZERO as ZERO
@@ -85,13 +83,9 @@ GATHERS = frozenset(
 )
 """Names of `axon_dist.step.gather` that are found here too."""
 
-explain_calls(globals())
-
 
 def __getattr__(name: str) -> object:
     """How a step gathers weights lives in `step`, above this room; asked for here, it is found."""
     if name in GATHERS:
-        gathers = {name: getattr(importlib.import_module("axon_dist.step.gather"), name)}
-        explain_calls(gathers)
-        return gathers[name]
+        return getattr(importlib.import_module("axon_dist.step.gather"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

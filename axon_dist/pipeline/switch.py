@@ -356,14 +356,19 @@ def _learned(
         for i, v in trace.learned.items()
     }
     ends = enumerate([*crossing[1:], trace.loss])
-    readers = [(at, trace.cut(end, known=crossing[at])) for at, end in ends]
+    readers = [(at, trace.cut(end, known=crossing[at]).needs) for at, end in ends]
     for i in trace.changing:
-        at = made.get(i, -1)
-        readers.append((at, trace.cut([trace.new_buffers[i]], known=crossing[max(at, 0)])))
+        if i in made:
+            piece = trace.cut([trace.new_buffers[i]], known=crossing[made[i]])
+            readers.append((made[i], piece.needs))
+        else:
+            # Made ahead by a part of the program that may begin within a block, as the counts of
+            # its random streams are: what else the block reads is not read for them.
+            readers.append((-1, frozenset(trace.made_of(i)[1])))
     return {
         i: home
         for i, home in made.items()
-        if all(at == home for at, piece in readers if trace.buffers[i] in piece.needs)
+        if all(at == home for at, needs in readers if trace.buffers[i] in needs)
     }
 
 

@@ -6,8 +6,6 @@ has the last word; `axon inspect` reads it. Imports `parallel`, `schedule`, `nn`
 `mesh` and `core`. Start reading in `candidates.py`; what a traced step says is in `reading.py`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from ..mesh.chips import HARDWARE as HARDWARE
 from ..mesh.chips import Hardware as Hardware
 from ..mesh.chips import hardware as hardware
@@ -39,5 +37,3 @@ from .scaling import scale_lr as scale_lr
 from .scaling import scaling_efficiency as scaling_efficiency
 
 StepTime, Arrangement, arrange = StepCost, Candidate, candidate_for  # their older names
-
-explain_calls(globals())

@@ -10,12 +10,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 from flax import nnx
 
-from ..core.checks import COUNT, ArgumentKind, made_by
+from ..core.checks import COUNT, ArgumentKind, checked, made_by
 from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mean
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
@@ -369,9 +369,10 @@ _MICROBATCHES_PER_STAGE = 4
 """Microbatches for each stage of a pipeline that keep its bubble small."""
 
 
+@checked(num_devices=DEVICES)
 def candidates(
     work: Workload,
-    num_devices: Annotated[int, DEVICES],
+    num_devices: int,
     hardware: Hardware,
     apart: SlowReplicas | None = None,
     replicas: int = 1,

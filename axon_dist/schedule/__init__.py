@@ -5,8 +5,6 @@ Python: of `core` it imports `errors` and `arguments`, which need no jax.
 Start reading in `table.py`, then `one_f_one_b.py`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from .action import TOGETHER as TOGETHER
 from .action import Action as Action
 from .action import Cell as Cell
@@ -62,5 +60,3 @@ from .validate import validate as validate
 from .validate import with_vocabulary as with_vocabulary
 
 Placed = PlacedAction  # its name in 0.1
-
-explain_calls(globals())

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
-from ..core.errors import NamedChoice, ScheduleError
+from ..core.errors import ConfigError, NamedChoice, ScheduleError
 from .action import TOGETHER, Action, Phase, receiver
 from .memory import STASH_ENDS, peak_live
 from .table import PlacedAction, Schedule, earliest_starts
@@ -200,6 +200,8 @@ class Timeline:
         Raises:
             ConfigError: the schedule does not have the action.
         """
+        if action not in self._span_of:
+            raise ConfigError(f"the schedule has no action {action}; give one that it has")
         return self._span_of[action]
 
     @cached_property

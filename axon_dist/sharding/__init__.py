@@ -4,8 +4,6 @@ No device is needed to decide. Imports `core`. Start reading in `policy.py`; `ex
 shows what was decided, and checks that it came true.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from ..core.tree import shard_bytes as shard_bytes
 from .apply import Copies as Copies
 from .apply import Explanation as Explanation
@@ -36,5 +34,3 @@ from .policy import rows_alike as rows_alike
 from .policy import shard_count as shard_count
 from .policy import spec_axes as spec_axes
 from .policy import spec_of as spec_of
-
-explain_calls(globals())

@@ -6,25 +6,19 @@ import abc
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.checks import SIZE, ArgumentKind
+from ..core.checks import SIZE
 from ..core.errors import DivisibilityError, StrategyConflictError
 from ..core.tree import path_str
 from ..core.typing import Path, Shape
 
-HasShape: TypeAlias = Annotated[
-    Any,
-    ArgumentKind(
-        "a mesh, or sizes of one such as MeshSpec(fsdp=8)",
-        lambda x: isinstance(getattr(x, "shape", None), Mapping),
-    ),
-]
+HasShape: TypeAlias = Any
 """Anything whose `.shape` maps axis names to sizes: a Mesh, an AbstractMesh or a MeshSpec."""
 
 

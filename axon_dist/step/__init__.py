@@ -6,8 +6,6 @@ at `one_step` of `update.py`; its `mean_gradients` picks one of four ways to com
 changes in the model itself is in `model_changes.py`; `StepSpec` (`spec.py`) is all that was given.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
 from .build import build_train_step as build_train_step
@@ -25,5 +23,3 @@ from .state_form import Claims as Claims
 from .state_form import weight_shapes as weight_shapes
 from .step import PortableForm as PortableForm
 from .step import TrainStep as TrainStep
-
-explain_calls(globals())

@@ -31,6 +31,7 @@ from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
 from ..jaxpr.alike import UNKNOWN, ZERO, Alike, alike
 from ..jaxpr.sample_values import OutputUse, Use
+from ..mesh import World
 from .loss_traces import Traces, scalars
 from .model_changes import batch_spec
 from .objective import evaluate
@@ -206,6 +207,32 @@ class BatchLayout:
         batch, shared = self._padded(batch, self.num_processes)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, everywhere))
+
+    def place_whole(self, batch: Batch) -> Placed:
+        """Puts all samples of a batch on every device, however many they are.
+
+        Args:
+            batch: leaves of shape [B, ...], the same on every process.
+        """
+        samples, shared = apart(batch)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return Placed(jax.device_put(samples, everywhere), jax.device_put(shared, everywhere))
+
+    def over_ranks(self, arrays: Batch) -> Batch:
+        """The samples laid over the ranks, where there are fewer on some than on others."""
+        samples = jax.tree.leaves(arrays)[0].shape[0]
+        ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
+        if samples % ranks == 0 or samples < ranks:
+            return arrays
+        places = NamedSharding(self.mesh, batch_spec(self.axes, 1))
+        return jax.lax.with_sharding_constraint(arrays, places)
+
+    def rows_of(self, samples: int, world: World) -> slice:
+        """Which samples of a whole batch this process brings."""
+        if self.num_processes == 1:
+            return slice(None)
+        index, count = world.share_of_batch(self.axes)
+        return slice(samples // count * index, samples // count * (index + 1))
 
     def abstract(self, batch: Batch, num_processes: int = 1) -> Placed:
         """A placed global batch as shapes, for lowering without data.

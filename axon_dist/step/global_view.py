@@ -29,6 +29,7 @@ from .objective import (
     Forward,
     GradientArguments,
     GradientResult,
+    Outcome,
     Prepare,
     beside,
     forward_of,
@@ -168,6 +169,17 @@ def evaluation(
         that which it has, else that of the loss, which is the number of samples where it is a plain
         number.
     """
+    rest = in_eval_mode(spec)
+
+    def adapt(model: nnx.Module) -> None:
+        rest(model)
+        spec.change_layers(model)
+
+    return summed(global_forward(spec, adapt)(params, buffers, batch), batch)
+
+
+def in_eval_mode(spec: StepSpec) -> Prepare:
+    """What switches a merged model to evaluation, in place; see `evaluation`."""
     kwargs = dict(spec.options.eval_kwargs or {})
 
     def adapt(model: nnx.Module) -> None:
@@ -178,9 +190,17 @@ def evaluation(
         for method in ("__call__", BEFORE_HEAD):
             if kwargs and hasattr(model, method):
                 wrap_calls(model, {method: _with_arguments(model, method, kwargs)})
-        spec.change_layers(model)
 
-    outcome = global_forward(spec, adapt)(params, buffers, batch)
+    return adapt
+
+
+def summed(outcome: Outcome, batch: Batch) -> dict[str, Weighted]:
+    """The loss and metrics of a batch as sums over its samples and weights.
+
+    Args:
+        outcome: of the loss function for the batch.
+        batch: leaves of shape [B, ...].
+    """
     if is_one(outcome.loss.weight):
         # A mean over samples; what is 1 within a batch is not alike in batches of two sizes.
         size = jnp.float32(jax.tree.leaves(batch)[0].shape[0])

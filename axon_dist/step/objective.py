@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
@@ -186,8 +188,25 @@ def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[str, 
                 "model.train() in the function that makes the model; validation switches to "
                 "model.eval() by itself"
             ) from error
-        error.add_note(f"raised by loss_fn(model, batch) for a batch of {_shapes(batch)}")
+        where = "raised by" if _is_of_user(error) else "while axon_dist traced"
+        error.add_note(f"{where} loss_fn(model, batch) for a batch of {_shapes(batch)}")
         raise
+
+
+_LIBRARIES = frozenset({"jax", "jaxlib", "flax", "numpy", "optax", "opt_einsum", "einops"})
+"""Libraries that a user's code and this package both call."""
+
+
+def _is_of_user(error: Exception) -> bool:
+    """Whether an error came up in a user's code, or in what that called, and not in this package's.
+
+    The innermost frame that is of neither a library nor Python's own decides.
+    """
+    names = (str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__))
+    packages = [name.partition(".")[0] for name in names]
+    known = _LIBRARIES | sys.stdlib_module_names - {"__main__"}
+    inner = [package for package in packages if package not in known]
+    return bool(inner) and inner[-1] != "axon_dist"
 
 
 def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:

@@ -16,12 +16,12 @@ import numpy as np
 from flax import nnx
 
 from ..core.errors import AxonDistError, UnsupportedError
-from ..core.tree import joined, parted
+from ..core.tree import joined, parted, shape_key, shapes_of
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
-from ..core.weighted import Weighted
+from ..core.weighted import FilledBatch, Weighted
 from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
-from .batch import BatchLayout, Placed
+from .batch import BatchLayout, Placed, apart, samples_of
 from .global_view import evaluation, means
 from .guards import ESCAPED, DeadlockGuard, trace
 from .replicas import separation_of, shared_metrics
@@ -29,6 +29,7 @@ from .separable import Separation
 from .spec import StepSpec
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
 from .state_form import Claims, StateForm, placed_shape
+from .uneven import added, adds_up, pieces
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -89,7 +90,9 @@ class TrainStep:
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
         self._evaluate = jit(
             lambda state, placed: evaluation(
-                spec.together(), *form.arguments(on_device(state), placed.shared), placed.arrays
+                spec.together(),
+                *form.arguments(on_device(state), placed.shared),
+                self.layout.over_ranks(placed.arrays),
             ),
             out_shardings=form.replicated,
         )
@@ -101,6 +104,7 @@ class TrainStep:
             jit(run, donate_argnums=0, out_shardings=form.places) for run in form.outer_steps
         ]
         self._report = jax.jit(shared_metrics, out_shardings=form.replicated)
+        self._sums_of_parts: dict[Any, bool] = {}
         self._counted: tuple[Callable[[], TrainState | None], int] = (lambda: None, 0)
         self._means = jax.jit(means)
 
@@ -309,14 +313,44 @@ class TrainStep:
         self._check(state)
         state = averaged(state) if ema else state
         layout = dataclasses.replace(self.layout, num_microbatches=1, logical_shards=1)
-        return self._evaluate(state, layout.place(batch))
+        if isinstance(batch, FilledBatch):
+            return self._sums_of_samples(state, batch.samples, layout)
+        is_padded, has_others = layout.padding is not None, layout.num_processes > 1
+        if is_padded or has_others or samples_of(apart(batch)[0]) % layout.divisor == 0:
+            return self._evaluate(state, layout.place(batch))
+        return self._sums_of_samples(state, batch, layout)
+
+    def _sums_of_samples(
+        self, state: TrainState, batch: Batch, layout: BatchLayout
+    ) -> dict[str, Weighted]:
+        """What `evaluate_sums` gives of any number of samples, of which this process has all."""
+        if layout.padding is not None:
+            batch = layout.padding.fill(batch, 1)
+        ranks, samples = layout.divisor, samples_of(apart(batch)[0])
+        if samples % ranks and not self._adds_up(batch):
+            return self._evaluate(state, layout.place_whole(batch))
+        sums = []
+        for piece in pieces(samples, ranks):
+            rows = layout.rows_of(piece.samples, self.world)
+            sums.append(piece.once(self._evaluate(state, layout.place(piece.of(batch, rows)))))
+        return added(sums)
+
+    def _adds_up(self, batch: Batch) -> bool:
+        """Whether what `evaluate_sums` gives of parts of a batch adds up to that of the batch."""
+        samples, shared = apart(batch)
+        key = shape_key((shapes_of(samples, lead=1), shapes_of(shared)))
+        if key not in self._sums_of_parts:
+            spec = self.spec.together().with_shared(shared)
+            self._sums_of_parts[key] = adds_up(spec, samples)
+        return self._sums_of_parts[key]
 
     def evaluate(self, state: TrainState, batch: Batch, *, ema: bool = False) -> dict[str, Array]:
         """The loss and metrics of a batch with the model in eval mode; the state stays.
 
         Args:
             state: of this step; it stays usable.
-            batch: leaves of shape [B, ...] as for a step; B divides by the batch ranks.
+            batch: leaves of shape [B, ...], as for a step. Where all samples are of one process, B
+                need not divide by the ranks: each sample counts once all the same.
             ema: with the moving average of the parameters in their place.
 
         Returns:

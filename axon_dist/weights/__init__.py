@@ -4,8 +4,6 @@ A table of rules says which tensor is which parameter (`weight_rules.py` in `mod
 writing use the same one. Start reading in `load.py` and `save.py`.
 """
 
-from axon_dist.core.arguments import explain_calls
-
 from ..models.family import Family as Family
 from ..models.formats import FORMATS as FORMATS
 from ..models.formats import NATIVE_NAME as NATIVE_NAME
@@ -25,5 +23,3 @@ from .save import save_weights as save_weights
 
 Rule = WeightRule  # its name in 0.1
 HubFormat = Family  # what a row of `FORMATS` is
-
-explain_calls(globals())

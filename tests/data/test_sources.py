@@ -343,9 +343,11 @@ def test_rows_of_a_mixture_have_all_arrays(mixture):
     places = mixture.spread(20)
     assert np.bincount(places[:, 0]).tolist() == [10, 6, 4]
     one = Loader(mixture, global_batch=4)
-    rows = np.concatenate([batch["tokens"] for batch in one.validation_batches(5)])
-    np.testing.assert_array_equal(rows, mixture.validation(places)["tokens"])
-    assert len(one.validation_places()) == mixture.num_validation
+    rows = np.concatenate([batch["tokens"] for batch in one.validation_batches(2)])
+    np.testing.assert_array_equal(rows, mixture.validation(mixture.spread(8))["tokens"])
+    assert one.num_validated() == mixture.num_validation > 8
+    counts = np.bincount(mixture.spread(mixture.num_validation)[:, 0])
+    assert (counts <= [part.num_validation for part in mixture._parts]).all()
     with pytest.raises(ConfigError, match=r"data.weights: got \[1\] for 3 sources, which must be"):
         Mixture(mixture._parts, [1])
 

@@ -171,6 +171,13 @@ def test_what_a_loss_raises_is_its_own_and_says_for_which_batch():
     )
 
 
+def test_what_the_library_raises_within_a_loss_is_not_called_the_loss():
+    with pytest.raises(TypeError) as caught:
+        build(loss_fn=lambda m, b: axon_dist.precision.all_finite("x"), batch=SHAPES)
+    (note,) = (x for x in caught.value.__notes__ if "loss_fn" in x)
+    assert note.startswith("while axon_dist traced loss_fn(model, batch) for a batch of x: float32")
+
+
 def updates(change):
     return optax.GradientTransformation(lambda params: (), lambda u, s, p=None: change(u, s))
 
@@ -353,10 +360,6 @@ ONE_BY_ONE = {
     "a flag of a number": lambda: axon_dist.models.TransformerConfig(gated=1).validate(),
     "program of a number": lambda: axon_dist.inspect.flops(3),
     "calls without end": lambda: axon_dist.train.time_step(len, 10**12),
-    "attention of rows": lambda: axon_dist.nn.softmax_attention(STACKED, STACKED, STACKED),
-    "an axis of nowhere": lambda: axon_dist.nn.ring_attention(
-        *[jnp.ones((1, 4, 2, 8))] * 3, "cp", True
-    ),
     "MLP of a text": lambda: axon_dist.models.MLP("34", rngs=nnx.Rngs(0)),
     "MLP of one": lambda: axon_dist.models.MLP((3,), rngs=nnx.Rngs(0)),
     "MLP of halves": lambda: axon_dist.models.MLP((3, 2.5), rngs=nnx.Rngs(0)),

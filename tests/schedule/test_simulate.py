@@ -26,7 +26,7 @@ def test_spans_of_actions():
     assert timeline.span(Action.parse("1B0")) == (2, 4)
     assert timeline.span(Action.parse("0B1")) == (7, 9)
     assert timeline.work == (6, 6)
-    with pytest.raises(ConfigError, match=r"Timeline.span can make nothing of a Timeline"):
+    with pytest.raises(ConfigError, match=r"the schedule has no action 5F0; give one"):
         timeline.span(Action.parse("5F0"))
 
 
