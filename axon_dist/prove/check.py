@@ -443,11 +443,8 @@ class _Comparison:
             self._traced.sizes, self._aligned,
         )  # fmt: skip
         blamed = search._found(Kind.ONE_KEY, operation, tuple(sorted(same)))
-        names = self._traced.names[:1]
         places = _places(blamed.frames)
-        return Finding(
-            Kind.ONE_KEY, places, blamed.axes, self._traced.title, operation.name, names, math.inf
-        )
+        return Finding(Kind.ONE_KEY, places, blamed.axes, self._traced.title, operation.name)
 
 
 def _places(frames: Iterable[Frame]) -> tuple[Place, ...]:

@@ -113,7 +113,7 @@ class Search:
         self._real, self._oracle, self._bounds = real, oracle, bounds
         self._sizes, self._aligned = dict(sizes), aligned
         self._outer: dict[Value, Any] = {}
-        self._specs: dict[Value, tuple[Any, bool]] = {}
+        self._specs: dict[Value, Any] = {}
         self._users: dict[Value, list[Operation]] = {}
         for operation in real.program.operations:
             for value in reads_of(operation.reads):
@@ -126,7 +126,7 @@ class Search:
             region, specs = operation.regions[0], operation.equation.params["in_specs"]
             for value, read, spec in zip(region.inputs, operation.reads, specs, strict=True):
                 self._outer[value] = read
-                self._specs[value] = (spec, False)
+                self._specs[value] = spec
         turn = operation.turn
         if turn is not None:
             given = operation.first_turn(operation.reads, lambda read: read)
@@ -154,14 +154,22 @@ class Search:
         """How the ranks' values give that of one device; None where nothing explains them."""
         if value.maker is None:
             outer = self._outer.get(value)
-            if outer is None or isinstance(outer, Literal):
-                return Relation()
-            return self.relation(outer)
+            known = Relation() if not isinstance(outer, Value) else self.relation(outer)
+            is_split = known is not None and value in self._specs
+            return self._by_spec(value) if is_split else known
         numbers = self._numbers(value)
         if numbers is None:
             return None
         held, whole, bound = numbers
         return relations.find(held, whole, bound, self._sizes)
+
+    def _by_spec(self, value: Value) -> Relation:
+        """A part of a right value, as the specification of a `shard_map` splits it."""
+        splits = []
+        for part in self._specs[value]:
+            names = (part,) if isinstance(part, str) else tuple(part or ())
+            splits.append(tuple(name for name in names if self._sizes.get(name, 1) > 1))
+        return Relation(tuple(splits))
 
     @functools.cache  # noqa: B019
     def is_coordinate(self, value: Value) -> bool:
@@ -446,7 +454,7 @@ class Search:
     ) -> Found:
         frames: tuple[Frame, ...] = ()
         if operation is not None:
-            inner, asked = source_frames(operation.equation)
+            inner, asked = source_frames(operation.equation, operation.callers)
             inner = [frame for frame in inner if "site-packages" not in frame.file] or inner
             if gradient and asked is not None and "site-packages" not in asked.file:
                 inner = [asked, *(frame for frame in inner if frame != asked)]

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
@@ -88,6 +89,7 @@ class Operation:
         results: what it computes.
         regions: the programs that it runs: of a `shard_map` or `scan` one, of a `while` its test
             and its body, of a `cond` its branches.
+        callers: the calls that it stands in, the outermost first.
     """
 
     number: int
@@ -95,6 +97,7 @@ class Operation:
     reads: list[Read]
     results: list[Value]
     regions: list[Region]
+    callers: tuple[JaxprEqn, ...] = ()
 
     @property
     def name(self) -> str:
@@ -149,11 +152,16 @@ class Program:
 def flatten(closed: ClosedJaxpr) -> Program:
     """Opens the calls of a program and numbers its operations."""
     operations: list[Operation] = []
-    region = _region(closed, (), operations)
+    region = _region(closed, (), operations, ())
     return Program(region, operations)
 
 
-def _region(closed: ClosedJaxpr, axes: tuple[str, ...], found: list[Operation]) -> Region:
+def _region(
+    closed: ClosedJaxpr,
+    axes: tuple[str, ...],
+    found: list[Operation],
+    callers: tuple[JaxprEqn, ...],
+) -> Region:
     jaxpr = closed.jaxpr
     inputs = [Value(variable.aval, axes) for variable in jaxpr.invars]
     constants = [
@@ -162,7 +170,7 @@ def _region(closed: ClosedJaxpr, axes: tuple[str, ...], found: list[Operation]) 
     ]
     region = Region(inputs, constants, [], [])
     known = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *constants], strict=True))
-    region.outputs = _open(jaxpr, known, axes, region, found)
+    region.outputs = _open(jaxpr, known, axes, region, found, callers)
     return region
 
 
@@ -172,6 +180,7 @@ def _open(
     axes: tuple[str, ...],
     region: Region,
     found: list[Operation],
+    callers: tuple[JaxprEqn, ...],
 ) -> list[Read]:
     """Adds the operations of a jaxpr to a region; returns what it hands out."""
 
@@ -187,14 +196,15 @@ def _open(
             for variable, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):
                 within[variable] = Value(variable.aval, axes, constant=constant)
                 region.constants.append(within[variable])
-            results: list[Any] = _open(inner.jaxpr, within, axes, region, found)
+            at = (*callers, equation)
+            results: list[Any] = _open(inner.jaxpr, within, axes, region, found, at)
         else:
-            operation = Operation(len(found), equation, reads, [], [])
+            operation = Operation(len(found), equation, reads, [], [], callers)
             found.append(operation)
             region.operations.append(operation)
             operation.results = [Value(v.aval, axes, operation) for v in equation.outvars]
             inside = (*axes, *map_axes(equation)) if operation.is_map else axes
-            operation.regions = [_region(p, inside, found) for p in _programs(equation)]
+            operation.regions = [_region(p, inside, found, callers) for p in _programs(equation)]
             results = list(operation.results)
         known.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -289,18 +299,7 @@ class Evaluation:
         if self.noise is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         seed, scale = self.noise
-        x = jnp.asarray(x)
-        wide = x.astype(jnp.float32)
-        mixed = jax.lax.bitcast_convert_type(wide, jnp.uint32) ^ (seed + jnp.uint32(number * 7919))
-        for factor, shift in ((2654435761, 15), (2246822519, 13), (3266489917, 16)):
-            mixed = mixed * jnp.uint32(factor)
-            mixed = mixed ^ (mixed >> jnp.uint32(shift))
-        step = float(jnp.finfo(x.dtype).eps) * size * scale
-        sign = jnp.where(mixed & jnp.uint32(1), step, -step)
-        kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
-        wide = x.astype(kind)
-        moved = (wide + wide * sign.astype(kind)).astype(x.dtype)
-        return jnp.where(jnp.isfinite(x), moved, x)
+        return _moved(jnp.asarray(x), seed + jnp.uint32(number * 7919), scale * np.float32(size))
 
     def _map(self, operation: Operation, operands: list, record: dict | None) -> list[Array]:
         """Runs a `shard_map`, and hands out what is recorded on all of its ranks."""
@@ -380,6 +379,20 @@ _LOOPED: Mapping[str, Callable[..., list[Array]]] = {
     "while": Evaluation._while,
     "cond": Evaluation._cond,
 }
+
+
+@jax.jit
+def _moved(x: Array, seed: Array, scale: Array) -> Array:
+    """Each number moved by `scale` units in its last place, up or down by a hash of its bits."""
+    mixed = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ seed
+    for factor, shift in ((2654435761, 15), (2246822519, 13)):
+        mixed = mixed * jnp.uint32(factor)
+        mixed = mixed ^ (mixed >> shift)
+    kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
+    step = (float(jnp.finfo(x.dtype).eps) * scale).astype(kind)
+    wide = x.astype(kind)
+    moved = (wide + wide * jnp.where(mixed & jnp.uint32(1), step, -step)).astype(x.dtype)
+    return jnp.where(jnp.isfinite(x), moved, x)
 
 
 def _holds(region: Region, wanted: frozenset[Value]) -> bool:

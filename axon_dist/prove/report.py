@@ -203,7 +203,7 @@ class Finding:
             text += self.place.text()
         for place in self.places[1:]:
             text += f"    called from {place} in {place.function}\n"
-        if self.kind is not None:
+        if self.kind is not None and self.outputs:
             outputs = ", ".join(self.outputs[:3]) + (" …" if len(self.outputs) > 3 else "")
             gap = "not a number" if math.isinf(self.difference) else f"{self.difference:.3g}"
             text += (
