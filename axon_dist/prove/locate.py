@@ -28,6 +28,7 @@ _SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_sc
 _PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "integer_pow", "cbrt"})
 _SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
+_TAKES = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "dynamic_index_in_dim"})
 _PLAIN = frozenset(
     {
         "convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "pvary", "pcast", "copy",
@@ -161,7 +162,10 @@ class Search:
         if numbers is None:
             return None
         held, whole, bound = numbers
-        return relations.find(held, whole, bound, self._sizes)
+        found = relations.find(held, whole, bound, self._sizes)
+        # Indices of parts may add up to that of the whole by chance.
+        is_chance = found is not None and not found.is_whole and value.maker.name in _PICKS
+        return None if is_chance else found
 
     def _by_spec(self, value: Value) -> Relation:
         """A part of a right value, as the specification of a `shard_map` splits it."""
@@ -384,7 +388,8 @@ class Search:
             return self._found(Kind.MEAN_OF_MEANS, operation, relation.over)
         if name in _ROOTS and joined == {SUM} and self._is_of_squares(start):
             return self._found(Kind.LOCAL_NORM, start, relation.over)
-        if joined == {MEAN} and not operation.name.startswith("dynamic"):
+        is_gradient = start is not None and source_frames(start.equation)[1] is not None
+        if joined == {MEAN} and not is_gradient and name not in _TAKES:
             return self._found(Kind.LOCAL_STATISTICS, start, relation.over)
         return self._found(Kind.NOT_REDUCED, start, relation.over, gradient=True)
 
@@ -422,15 +427,15 @@ class Search:
         if start.name == "dot_general":
             return len(set(reads_of(start.reads))) == 1
         makers = [read.maker for read in reads_of(start.reads)]
-        return any(
-            maker is not None
-            and (maker.name in _SQUARES or (maker.name == "mul" and len(set(maker.reads)) == 1))
-            for maker in makers
-        )
+        return any(maker is not None and _is_square(maker) for maker in makers)
 
     def _of_whole(self, operation: Operation, reads: Sequence[Value]) -> Found | None:
         """An operation that reads what is right, and whose result is wrong."""
         coordinates = [r for r in reads if self.relation(r) is None and self.is_coordinate(r)]
+        if operation.name == "slice" and self._aligned.get(operation) is None:
+            # On one device the slice is of the whole length, and JAX leaves it out.
+            is_start = not any(operation.equation.params["start_indices"])
+            return self._found(Kind.POSITION if is_start else Kind.DIFFERS, operation, ())
         for result in operation.results:
             numbers = self._numbers(result)
             if numbers is None or self.relation(result) is not None:
@@ -471,6 +476,15 @@ class Search:
                 else:
                     gap = math.inf, bound
         return Found(kind, operation, tuple(axes), frames, gap)
+
+
+def _is_square(maker: Operation) -> bool:
+    while maker.name in _PLAIN | {"real"}:
+        inner = next((read.maker for read in reads_of(maker.reads)), None)
+        if inner is None:
+            return False
+        maker = inner
+    return maker.name in _SQUARES or (maker.name == "mul" and len(set(maker.reads)) == 1)
 
 
 def _numbers_in(operation: Operation) -> list[float]:

@@ -257,9 +257,35 @@ class _Closure:
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):
                 cell.cell_contents = of(old.cell_contents)
+        for cell, name in zip(cells, code.co_freevars, strict=True):
+            if _CHECKS and name == "check_vma":
+                cell.cell_contents = False
         if is_own:
             names.update({name: of(value) for name, value in used.items()})
         return other
+
+
+_CHECKS: list[bool] = []
+"""Not empty while no `shard_map` is to check what varies."""
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Traces each `shard_map` without its check of what varies over which axes.
+
+    Where that check refuses a program, JAX says what it could not infer, and not what is wrong.
+    """
+    make = jax.shard_map
+
+    def without(*arguments: Any, **options: Any) -> Any:
+        return make(*arguments, **{**options, "check_vma": False})
+
+    with mock.patch.object(jax, "shard_map", without):
+        _CHECKS.append(False)
+        try:
+            yield
+        finally:
+            _CHECKS.pop()
 
 
 class _MeshKind(type(Mesh)):

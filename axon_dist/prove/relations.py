@@ -96,15 +96,22 @@ def with_axes_of_dims(held: Held, whole: np.ndarray, sizes: Mapping[str, int]) -
         return held, whole
     values, axes = held.values, list(held.axes)
     for name, size in sizes.items():
-        if size == 1 or name in axes:
-            continue
         offset = len(axes)
         dims = zip(values.shape[offset:], whole.shape, strict=True)
         at = [d for d, (mine, its) in enumerate(dims) if mine == size and its == 1]
-        if at:
-            values = np.moveaxis(values, offset + at[0], 0)
-            whole = np.squeeze(whole, at[0])
-            axes.insert(0, name)
+        if size == 1 or not at:
+            continue
+        if name in axes:
+            # A stack of all ranks' parts, which all of them have.
+            rank = axes.index(name)
+            if not (values == np.take(values, [0], rank)).all():
+                continue
+            values = np.take(values, 0, rank)
+            axes.pop(rank)
+            offset -= 1
+        values = np.moveaxis(values, offset + at[0], 0)
+        whole = np.squeeze(whole, at[0])
+        axes.insert(0, name)
     return Held(values, tuple(axes)), whole
 
 
@@ -180,15 +187,15 @@ def find(
         bound: what rounding alone may change.
         sizes: of the axes of the mesh.
     """
-    if held.shape != whole.shape and held.values.size == whole.size and not held.axes:
-        same = held.values.reshape(whole.shape)
-        if not differs(same, whole, bound):
-            return Relation()
+    given, true = held, whole
     held, whole = with_axes_of_dims(held, whole, sizes)
     for splits in ways_to_split(held.shape, whole.shape, held.sizes):
         relation = _joined(assembled(held, splits), whole, bound, splits)
         if relation is not None:
             return relation
+    if given.shape != true.shape and given.values.size == true.size and not given.axes:
+        same = not differs(given.values.reshape(true.shape), true, bound)
+        return Relation() if same else None
     return None
 
 
@@ -233,20 +240,22 @@ def scaled_by(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, i
 def is_permuted(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> bool:
     """Whether each rank has parts of the value of one device, in another order or another's part."""
     counts = [size for size in sizes.values() if size > 1]
-    blocks = {math.prod(c) for n in range(1, len(counts) + 1) for c in itertools.combinations(counts, n)}
+    several = range(1, len(counts) + 1)
+    blocks = {math.prod(c) for n in several for c in itertools.combinations(counts, n)}
     held, whole = with_axes_of_dims(held, whole, sizes)
+    if held.shape == whole.shape and whole.size > 8 and whole.dtype.kind == "f":
+        one = np.sort(whole, axis=None)
+        if not any(differs(np.sort(rank, axis=None), one, bound) for rank in held.ranks()):
+            return True
     if len(held.shape) != whole.ndim:
         return False
     for dim in range(whole.ndim):
-        mine, its = held.shape[dim], whole.shape[dim]
-        others = [d for d in range(whole.ndim) if d != dim]
         for count in sorted(blocks):
-            if its % count or mine % (its // count) or its // count == 0:
+            length, rest = divmod(whole.shape[dim], count)
+            if rest or length == 0 or held.shape[dim] % length:
                 continue
-            parts = _parts(whole, its // count, dim)
-            own = [p for rank in held.ranks() for p in _parts(rank, its // count, dim)]
-            if any(p.shape[d] != whole.shape[d] for p in own[:1] for d in others):
-                continue
+            parts = _parts(whole, length, dim)
+            own = [part for rank in held.ranks() for part in _parts(rank, length, dim)]
             if all(any(not differs(p, part, bound) for part in parts) for p in own):
                 return True
     return False

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..core.errors import ConfigError
 from .inputs import is_array
-from .meshes import build_mesh, rebind
+from .meshes import build_mesh, rebind, unchecked
 from .program import Evaluation, Injected, Program, Value, flatten, plain
 
 
@@ -120,11 +120,28 @@ class Subject:
         _, arguments = self.make(mesh)
         return [leaf for leaf in _flat(arguments)[0] if is_array(leaf)]
 
-    def on(self, sizes: Mapping[str, int], like: Mesh | None) -> Traced:
-        """Traces the function on a mesh of these sizes."""
-        mesh = build_mesh(sizes, like)
+    def place(self, mesh: Mesh) -> list[tuple[str, int]]:
+        """The file and the line at which the function begins, where that is known."""
+        with contextlib.suppress(Exception):
+            code = inspect.unwrap(self.make(mesh)[0]).__code__
+            return [(code.co_filename, code.co_firstlineno)]
+        return []
+
+    def on(self, sizes: Mapping[str, int], like: Mesh | None, checked: bool = True) -> Traced:
+        """Traces the function on a mesh of these sizes.
+
+        Args:
+            sizes: of each axis.
+            like: a mesh whose types of axes it takes.
+            checked: False has no `shard_map` check what varies, whatever it says itself.
+        """
+        with contextlib.nullcontext() if checked else unchecked():
+            return self._on(build_mesh(sizes, like))
+
+    def _on(self, mesh: Mesh) -> Traced:
         function, arguments = self.make(mesh)
         leaves, rebuild = _flat(arguments)
+        # Drawn numbers take the place of shapes later; a program is traced once.
         dynamic = [leaf for leaf in leaves if is_array(leaf)]
         names: list[str] = []
 
