@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import math
@@ -311,6 +312,90 @@ def source_line(equation: JaxprEqn) -> str:
     outside = [frame for frame in frames if "site-packages" not in frame.file_name]
     first = (outside or frames)[:1]
     return f"{os.path.basename(first[0].file_name)}:{first[0].start_line}" if first else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A place in a user's program.
+
+    Args:
+        file: the whole path.
+        line: from 1.
+        column: of the first letter, from 0; None where it is not known.
+        end_column: behind the last letter, if that is on the same line, or None.
+        function: its qualified name.
+    """
+
+    file: str
+    line: int
+    column: int | None
+    end_column: int | None
+    function: str
+
+
+def _own_frames(equation: JaxprEqn) -> list[Frame]:
+    frames = []
+    for found in source_info_util.user_frames(equation.source_info.traceback):
+        ends = found.end_column if found.end_line == found.start_line else None
+        column = found.start_column or None
+        where = (found.file_name, found.start_line, column, ends, found.function_name)
+        frames.append(Frame(*where))
+    return frames
+
+
+def _ends(name: str, last: str | None) -> bool:
+    return last is not None and name.rpartition(".")[2] == last.rpartition(".")[2]
+
+
+_GRADIENT_CALLS = ("value_and_grad_f", "grad_f", "vjp", "linearize", "_vjp")
+
+
+def source_frames(
+    equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()
+) -> tuple[list[Frame], Frame | None]:
+    """Where an equation comes from.
+
+    Args:
+        equation: of a jaxpr.
+        callers: the calls that it stands in, the outermost first. JAX traces a function that is
+            called twice once, so the lines of its equations are those of the first call.
+
+    Returns:
+        The frames of programs that are not JAX, the innermost first; and of an equation of a
+        backward pass the frame that asked for the gradient, for its own line is of the forward
+        pass, unless it stands in a derivative that the user wrote.
+    """
+    frames = _own_frames(equation)
+    for caller in reversed(callers):
+        outer = _own_frames(caller)
+        program = called(caller)
+        info = program.jaxpr.debug_info if program is not None else None
+        name, file = getattr(info, "func_name", None), getattr(info, "func_filename", None)
+        if not outer:
+            continue
+        within = [n for n, f in enumerate(frames) if f.file == file and _ends(f.function, name)]
+        frames = [*frames[: within[0] + 1], *outer] if within else outer
+    traceback = equation.source_info.traceback
+    if traceback is None or "transpose" not in str(equation.source_info.name_stack):
+        return frames, None
+    lines = {(frame.file, frame.line): frame for frame in frames}
+    is_within = False
+    for raw in traceback.frames:
+        name = raw.function_name.rpartition(".")[2]
+        if name == "backward_pass" and not is_within:
+            return frames, None
+        here = lines.get((raw.file_name, raw.line_num))
+        if is_within and here is not None:
+            return frames, here
+        is_within = is_within or name in _GRADIENT_CALLS
+    return frames, None
+
+
+def map_axes(equation: JaxprEqn) -> tuple[str, ...]:
+    """The axes of the mesh over which a `shard_map` equation runs rank by rank, in its order."""
+    params = equation.params
+    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    return tuple(name for name in params["mesh"].axis_names if name in axes)
 
 
 def new_operation(

@@ -341,6 +341,11 @@ def process_index() -> int:
     return jax.process_index()
 
 
+def available_devices() -> list[Any]:
+    """All devices of JAX, those of other processes too."""
+    return list(jax.devices())
+
+
 def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
     """Lays devices out row-major over the axes of a resolved spec, every axis of type Auto.
 

@@ -1,0 +1,482 @@
+"""`prove` and `assert_mesh_invariant`: a function on several meshes against one device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..core.compat import Frame
+from ..core.errors import AxonDistError, MeshError
+from . import relations
+from .inputs import draws_of
+from .locate import Found, Recorded, Search, align
+from .meshes import build_mesh, family, find_mesh, sizes_of
+from .program import DRAWS, Injected, Operation, Value, reads_of
+from .relations import Held
+from .report import Finding, Kind, Output, Place, Report
+from .trace import Subject, Traced, subject_of
+
+_NOISY_RUNS = 3
+_TIMES = 16.0
+"""What rounding may change is so many times what it changed when results were moved."""
+
+_UNITS = 8.0
+"""And so many units in the last place of the largest number, for what no draw has shown."""
+
+
+class MeshVariant(AxonDistError, AssertionError):
+    """A function is not the same on every mesh; `report` says where and why.
+
+    Args:
+        report: what the proof found.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"\n{report}")
+        self.report = report
+
+
+def assert_mesh_invariant(
+    function: Any,
+    *arguments: Any,
+    meshes: Any = None,
+    inputs: Callable[[int], tuple[Any, ...]] | None = None,
+    draws: int = 2,
+) -> Report:
+    """Asserts that a function computes on every mesh what it computes on one device.
+
+    For pytest. The arguments are those of `prove`.
+
+    Returns:
+        The report, where the assertion holds.
+
+    Raises:
+        MeshVariant: an `AssertionError`, where it does not, or where a mesh cannot be tried.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> import numpy as np
+        >>> def make(mesh):
+        ...     def mean(x):
+        ...         return jax.lax.pmean(x.mean(), "dp")
+        ...     return jax.shard_map(mean, mesh=mesh, in_specs=P("dp"), out_specs=P())
+        >>> assert_mesh_invariant(make, np.arange(8.0, dtype=np.float32), meshes="dp=4").ok
+        True
+    """
+    report = prove(function, *arguments, meshes=meshes, inputs=inputs, draws=draws)
+    if not report.ok:
+        raise MeshVariant(report)
+    return report
+
+
+def prove(
+    function: Any,
+    *arguments: Any,
+    meshes: Any = None,
+    inputs: Callable[[int], tuple[Any, ...]] | None = None,
+    draws: int = 2,
+    name: str | None = None,
+) -> Report:
+    """Compares a function on several meshes with itself on a mesh whose axes are all 1.
+
+    Args:
+        function: any program of JAX: a `shard_map`, a `jit` with shardings, a train step of NNX.
+            One with the parameter `mesh` alone is called with a mesh, and returns the function to
+            prove, or a pair of that and its arguments; one with `mesh` among others is given it by
+            name; of any other each mesh that it closes over is replaced.
+        *arguments: of the function: arrays, `jax.ShapeDtypeStruct` to draw at random, modules of
+            NNX; anything else is handed on as it is.
+        meshes: the real sizes, as `"dp=4,tp=2"`, a dict, a `Mesh`, or a list of these. Each is
+            tried whole and with each axis alone. By default the mesh that the function closes over.
+        inputs: instead of the arguments: the number of a draw -> arguments.
+        draws: how often shapes are drawn, or `inputs` is called.
+        name: of the function in the report.
+
+    Returns:
+        What was found.
+
+    Raises:
+        MeshError: when no mesh is found, or the devices do not suffice.
+        ConfigError: when what is given is no function.
+    """
+    drawn = [tuple(inputs(number)) for number in range(draws)] if inputs is not None else []
+    subject = subject_of(function, drawn[0] if drawn else arguments, name)
+    like, wanted = _wanted(function, subject, meshes)
+    tried: list[dict[str, int]] = []
+    for sizes in wanted:
+        tried += [one for one in family(sizes) if one not in tried]
+    return _Proof(subject, like, tried, drawn, draws).run()
+
+
+def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dict[str, int]]]:
+    found = find_mesh(function) or subject.context
+    if meshes is None and found is None:
+        raise MeshError(
+            f"[PROVE006] {subject.name} closes over no mesh, and none is given; say which sizes "
+            "to try, as in meshes='dp=4,tp=2'"
+        )
+    if meshes is None:
+        return found, [sizes_of(found)]
+    several = [meshes] if isinstance(meshes, (str, Mapping, jax.sharding.Mesh)) else list(meshes)
+    wanted = [sizes_of(mesh) for mesh in several]
+    names = set(found.axis_names) if found is not None else set()
+    for sizes in wanted:
+        if found is not None and set(sizes) != names:
+            raise MeshError(
+                f"[PROVE007] {subject.name} has a mesh with the axes {sorted(names)}, and it is "
+                f"to be tried with {sorted(sizes)}; give a size for each of its axes"
+            )
+        build_mesh(sizes, found)
+    return found, wanted
+
+
+@dataclasses.dataclass(eq=False)
+class _Proof:
+    """One proof: the programs on all meshes, the inputs, and what was found so far."""
+
+    subject: Subject
+    like: Any
+    tried: list[dict[str, int]]
+    drawn: list[tuple[Any, ...]]
+    count: int
+    checked: bool = True
+
+    def run(self) -> Report:
+        """Compares all meshes with the first."""
+        findings: list[Finding] = []
+        ones = self.tried[0]
+        titles = tuple(",".join(f"{n}={s}" for n, s in sizes.items()) for sizes in self.tried)
+        try:
+            oracle = self.subject.on(ones, self.like, self.checked)
+        except AxonDistError:
+            raise
+        except Exception as error:
+            return self._refused(error, titles)
+        return self._compared(oracle, titles, findings)
+
+    def _refused(self, error: Exception, titles: tuple[str, ...]) -> Report:
+        """What is wrong with a program that JAX refuses: its check of types says not what."""
+        refused = _refused(error, titles[0], self.tried[0], self.subject)
+        if self.checked and "check_vma" in str(error):
+            with contextlib.suppress(Exception):
+                report = dataclasses.replace(self, checked=False).run()
+                if report.mistakes:
+                    return report
+        return Report(self.subject.name, titles, 0, (), (refused,))
+
+    def _compared(
+        self, oracle: Traced, titles: tuple[str, ...], findings: list[Finding]
+    ) -> Report:
+        others = self.tried[1:]
+        inputs = self._inputs(oracle)
+        truths = _Truths(oracle, inputs)
+        outputs = {name: Output(name, "tried") for name in oracle.names}
+        for sizes, title in zip(others, titles[1:], strict=True):
+            alone = [a for f in findings for a in f.axes if f.mesh != title]
+            if sum(size > 1 for size in sizes.values()) > 1 and alone:
+                continue
+            try:
+                traced = self.subject.on(sizes, self.like, self.checked)
+            except AxonDistError:
+                raise
+            except Exception as error:
+                findings.append(_refused(error, title, sizes, self.subject))
+                continue
+            findings += _Comparison(oracle, traced, truths, inputs, outputs).run()
+        findings = list(dict.fromkeys(findings))
+        return Report(
+            self.subject.name, titles, len(inputs), tuple(outputs.values()), tuple(findings)
+        )
+
+    def _inputs(self, oracle: Traced) -> list[list[Any]]:
+        leaves = self.subject.leaves(oracle.mesh)
+        if not self.drawn:
+            return draws_of(leaves, self.count)
+        found = []
+        for arguments in self.drawn:
+            subject = subject_of(self.subject.make(oracle.mesh)[0], arguments)
+            found += draws_of(subject.leaves(oracle.mesh), 1)
+        return found
+
+
+def _refused(
+    error: Exception, title: str, sizes: Mapping[str, int], subject: Subject
+) -> Finding:
+    """A mesh that a function does not run on, with the user's line."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and "/axon_dist/" not in frame.filename
+    ]
+    places = [
+        Place(f.filename, f.lineno or 0, f.colno, f.end_colno if f.lineno == f.end_lineno else None,
+              f.name)
+        for f in reversed(frames)
+    ]  # fmt: skip
+    if not places:
+        places = [Place(*place) for place in subject.place(build_mesh(sizes))]
+    said = " ".join(str(error).split())
+    message = f"on mesh {title} it raised {type(error).__name__}: {said:.300}"
+    return Finding(None, tuple(places), tuple(sizes), title, message=message)
+
+
+class _Truths:
+    """What the program on one device gives for each input, and how rounding moves it."""
+
+    def __init__(self, oracle: Traced, inputs: list[list[Any]]) -> None:
+        self.oracle, self._inputs = oracle, inputs
+        self._run = oracle.compiled(frozenset(), with_noise=True)
+        self._recording: Any = None
+        self._known: dict[Any, Any] = {}
+        self.values = frozenset(oracle.program.values())
+
+    def outputs(
+        self, draw: int, bits: Mapping[int, Injected]
+    ) -> tuple[list[np.ndarray], list[float]]:
+        """The outputs for an input, and the bound of each."""
+        key = draw, tuple(bits)
+        if key not in self._known:
+            runs = [self._run(self._inputs[draw], n, float(n > 0), bits)[0] for n in _runs()]
+            self._known[key] = runs[0], [_bound(each) for each in zip(*runs, strict=True)]
+        return self._known[key]
+
+    def record(
+        self, draw: int, bits: Mapping[int, Injected]
+    ) -> tuple[dict[Value, np.ndarray], dict[Value, float]]:
+        """All values for an input, and the bound of each."""
+        if self._recording is None:
+            self._recording = self.oracle.compiled(self.values, with_noise=True)
+        runs = [self._recording(self._inputs[draw], n, float(n > 0), bits)[1] for n in _runs()]
+        return runs[0], {value: _bound([run[value] for run in runs]) for value in runs[0]}
+
+
+def _runs() -> range:
+    return range(_NOISY_RUNS + 1)
+
+
+def _bound(runs: Sequence[np.ndarray]) -> float:
+    """What rounding may change of a value, from runs whose results were moved."""
+    first = runs[0]
+    if first.dtype.kind not in "fcV" and not jax.numpy.issubdtype(first.dtype, np.floating):
+        return max(relations.differs(run, first, 0.0) for run in runs[1:])
+    wide = np.abs(first.astype(np.float64))
+    largest = float(wide[np.isfinite(wide)].max(initial=0.0))
+    eps = float(jax.numpy.finfo(first.dtype).eps)
+    moved = [relations.differs(run, first, 0.0) for run in runs[1:]]
+    return _TIMES * max(moved) + _UNITS * eps * largest
+
+
+class _Comparison:
+    """One mesh against one device."""
+
+    def __init__(
+        self,
+        oracle: Traced,
+        traced: Traced,
+        truths: _Truths,
+        inputs: list[list[Any]],
+        outputs: dict[str, Output],
+    ) -> None:
+        self._oracle, self._traced, self._truths = oracle, traced, truths
+        self._inputs, self._outputs = inputs, outputs
+        self._aligned = align(traced.program, oracle.program)
+        self._run = traced.compiled(frozenset(), with_noise=False)
+
+    def run(self) -> list[Finding]:
+        """The findings on this mesh."""
+        if len(self._traced.names) != len(self._oracle.names):
+            return [self._structure()]
+        keys = self._draws()
+        if isinstance(keys, list):
+            return keys
+        choices = [dict(zip(keys, splits, strict=True)) for splits in _product(keys.values())]
+        found: list[Finding] = []
+        for choice in choices[:4]:
+            found = self._with_bits(choice)
+            if not found:
+                return []
+        return found
+
+    def _structure(self) -> Finding:
+        names = len(self._oracle.names), len(self._traced.names)
+        message = f"on mesh {self._traced.title} it has {names[1]} outputs, on one device {names[0]}"
+        return Finding(None, (), tuple(self._traced.sizes), self._traced.title, message=message)
+
+    def _with_bits(self, choice: Mapping[Operation, Any]) -> list[Finding]:
+        rng = np.random.default_rng(7)
+        for_one: dict[int, Injected] = {}
+        for_all: dict[int, Injected] = {}
+        for operation, splits in choice.items():
+            other = self._aligned[operation]
+            aval = other.results[0].aval
+            bits = rng.integers(0, 2**32, aval.shape, dtype=np.uint64).astype(aval.dtype)
+            whole = ((),) * len(aval.shape)
+            for_one[other.number] = Injected(bits, whole)
+            for_all[operation.number] = Injected(bits, splits)
+        for draw, inputs in enumerate(self._inputs):
+            truth, bounds = self._truths.outputs(draw, for_one)
+            if draw and not all(np.isfinite(x).all() for x in truth if x.dtype.kind == "f"):
+                # An empty mask may leave nothing to divide by: that says nothing of the mesh.
+                continue
+            got, _ = self._run(inputs, injected=for_all)
+            wrong = self._compare(got, truth, bounds)
+            if wrong:
+                return self._locate(draw, wrong, for_one, for_all)
+        return []
+
+    def _compare(
+        self, got: Sequence[np.ndarray], truth: Sequence[np.ndarray], bounds: Sequence[float]
+    ) -> dict[int, tuple[float, float]]:
+        """The outputs that are wrong, with their difference and bound."""
+        wrong: dict[int, tuple[float, float]] = {}
+        for number, (mine, its, bound) in enumerate(zip(got, truth, bounds, strict=True)):
+            name = self._oracle.names[number]
+            old = self._outputs[name]
+            if mine.shape != its.shape:
+                flat, size = mine.ravel(), its.size
+                if mine.size > size and not relations.differs(flat[:size], its.ravel(), bound):
+                    continue
+                reason = f"its shape is {mine.shape} on {self._traced.title}, {its.shape} on one"
+                self._outputs[name] = dataclasses.replace(old, status="unjudged", reason=reason)
+                continue
+            gap = relations.differs(mine, its, bound)
+            if gap:
+                wrong[number] = gap, bound
+                old = dataclasses.replace(old, status="differs")
+            most = max(old.difference, relations.differs(mine, its, 0.0))
+            self._outputs[name] = dataclasses.replace(
+                old, difference=most, bound=max(old.bound, bound)
+            )
+        return wrong
+
+    def _locate(
+        self,
+        draw: int,
+        wrong: Mapping[int, tuple[float, float]],
+        for_one: Mapping[int, Injected],
+        for_all: Mapping[int, Injected],
+    ) -> list[Finding]:
+        whole, bounds = self._truths.record(draw, for_one)
+        recording = self._traced.compiled(
+            frozenset(self._traced.program.values()), with_noise=bool(for_all)
+        )
+        _, values = recording(self._inputs[draw], injected=for_all)
+        search = Search(
+            Recorded(self._traced.program, values),
+            Recorded(self._oracle.program, whole),
+            bounds,
+            self._traced.sizes,
+            self._aligned,
+        )
+        found: dict[Any, tuple[Found | None, list[int]]] = {}
+        for number in wrong:
+            blamed = search.blame(self._traced.program.region.outputs[number])
+            place = blamed.frames[:1] if blamed else ()
+            key = (blamed.kind if blamed else None, place)
+            found.setdefault(key, (blamed, []))[1].append(number)
+        return [self._finding(blamed, numbers, wrong) for blamed, numbers in found.values()]
+
+    def _finding(
+        self, blamed: Found | None, numbers: list[int], wrong: Mapping[int, tuple[float, float]]
+    ) -> Finding:
+        worst = max(numbers, key=lambda number: wrong[number][0])
+        names = tuple(self._oracle.names[number] for number in numbers)
+        gap, bound = wrong[worst]
+        traced = self._traced
+        if blamed is None:
+            axes = tuple(name for name, size in traced.sizes.items() if size > 1)
+            return Finding(Kind.DIFFERS, (), axes, traced.title, "", names, gap, bound)
+        places = _places(blamed.frames)
+        operation = blamed.operation.name if blamed.operation is not None else ""
+        if blamed.hard_coded is not None:
+            message = (
+                f"the size {blamed.hard_coded} of the mesh is written as a number, so the result "
+                "on other meshes is another one"
+            )
+            return Finding(None, places, blamed.axes, traced.title, operation, names, 0, 0, message)
+        return Finding(
+            blamed.kind, places, blamed.axes, traced.title, operation, names, gap, bound
+        )
+
+    def _draws(self) -> list[Finding] | dict[Operation, list[Any]]:
+        """Draws whose bits must be replaced, with the ways they may be split; or what is wrong."""
+        pairs = []
+        for operation, other in self._aligned.items():
+            if operation.name not in DRAWS or operation.name != other.name:
+                continue
+            if len(operation.results) == 1 and _shapes(operation) != _shapes(other):
+                pairs.append((operation, other))
+        if not pairs:
+            return {}
+        wanted = [self._asked(operation) for operation, _ in pairs]
+        mine = self._traced.compiled(frozenset(v for vs in wanted for v in vs), False)
+        theirs = self._oracle.compiled(frozenset(o.results[0] for _, o in pairs), False)
+        values = mine(self._inputs[0])[1]
+        whole = theirs(self._inputs[0])[1]
+        findings: list[Finding] = []
+        found: dict[Operation, list[Any]] = {}
+        for operation, other in pairs:
+            true = whole.get(other.results[0])
+            bits = values.get(operation.results[0])
+            if true is None or bits is None:
+                continue
+            true = true.reshape(true.shape[len(other.results[0].axes) :])
+            held = Held(bits, operation.results[0].axes)
+            if relations.find(held, true, 0.0, self._traced.sizes) is not None:
+                continue
+            same = self._same_along(held)
+            ways = [
+                way
+                for way in relations.ways_to_split(held.shape, true.shape, held.sizes)
+                if not any(axis in same for axes in way for axis in axes)
+            ]
+            if ways:
+                found[operation] = ways
+            elif held.shape != true.shape:
+                findings.append(self._one_key(operation, same, held, true))
+        return findings or found
+
+    def _asked(self, operation: Operation) -> list[Value]:
+        return [operation.results[0]]
+
+    def _same_along(self, held: Held) -> set[str]:
+        """The axes along which all ranks have the same."""
+        found = set()
+        for at, axis in enumerate(held.axes):
+            first = np.take(held.values, [0], axis=at)
+            if held.sizes[axis] > 1 and (held.values == first).all():
+                found.add(axis)
+        return found
+
+    def _one_key(
+        self, operation: Operation, same: set[str], held: Held, true: np.ndarray
+    ) -> Finding:
+        search = Search(
+            Recorded(self._traced.program, {}), Recorded(self._oracle.program, {}), {},
+            self._traced.sizes, self._aligned,
+        )  # fmt: skip
+        blamed = search._found(Kind.ONE_KEY, operation, tuple(sorted(same)))
+        places = _places(blamed.frames)
+        return Finding(Kind.ONE_KEY, places, blamed.axes, self._traced.title, operation.name)
+
+
+def _places(frames: Iterable[Frame]) -> tuple[Place, ...]:
+    return tuple(
+        Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2]) for f in frames
+    )
+
+
+def _shapes(operation: Operation) -> list[tuple[int, ...]]:
+    return [value.shape for value in [*operation.results, *reads_of(operation.reads)]]
+
+
+def _product(ways: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    return list(itertools.islice(itertools.product(*ways), 4))

@@ -1,0 +1,80 @@
+"""Inputs to try a function with: those that were given, drawn ones, and edges of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+MOST_INTEGERS = 8
+"""Integers are drawn below this where only their shape is known."""
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is traced; numbers of Python and the rest are fixed."""
+    return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct))
+
+
+def draws_of(leaves: Sequence[Any], count: int, seed: int = 0) -> list[list[Any]]:
+    """The inputs to try, each a list of arrays.
+
+    Arrays are taken as they are, shapes are drawn `count` times. Where an input holds zeros and
+    ones only, as a mask does, one more draw has it empty on the first part of its rows, and other
+    counts on the rest.
+
+    Args:
+        leaves: arrays, or shapes to draw.
+        count: how often shapes are drawn.
+        seed: of the draws.
+    """
+    is_drawn = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    found = []
+    for number in range(count if is_drawn else 1):
+        rng = np.random.default_rng([seed, number])
+        found.append([_drawn(leaf, rng) for leaf in leaves])
+    masks = [number for number, leaf in enumerate(found[0]) if _is_mask(leaf)]
+    if masks:
+        edge = list(found[-1])
+        for number in masks:
+            edge[number] = _uneven(edge[number])
+        found.append(edge)
+    return found
+
+
+def _drawn(leaf: Any, rng: np.random.Generator) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        seeds = rng.integers(0, 2**31, leaf.shape)
+        keys = jax.vmap(jax.random.key)(np.ravel(seeds))
+        return keys.reshape(leaf.shape)
+    if leaf.dtype == bool:
+        return rng.random(leaf.shape) < 0.6
+    if np.issubdtype(leaf.dtype, np.integer):
+        return rng.integers(0, MOST_INTEGERS, leaf.shape).astype(leaf.dtype)
+    return rng.normal(size=leaf.shape).astype(leaf.dtype)
+
+
+def _is_mask(leaf: Any) -> bool:
+    """Whether an array of at least four rows holds zeros and ones, one number a sample or token."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return False
+    if not 1 <= np.ndim(leaf) <= 2 or np.shape(leaf)[0] < 4:
+        return False
+    values = np.asarray(leaf)
+    if values.dtype == bool:
+        return True
+    is_number = values.dtype.kind in "iuf"
+    return is_number and bool(np.isin(values, (0, 1)).all()) and bool((values == 1).any())
+
+
+def _uneven(leaf: Any) -> np.ndarray:
+    """A mask that is empty on the first quarter of its rows, full on the last."""
+    values = np.array(leaf)
+    rows = values.shape[0]
+    quarter = max(1, rows // 4)
+    values[:quarter] = 0
+    values[-quarter:] = 1
+    return values

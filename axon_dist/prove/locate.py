@@ -1,0 +1,527 @@
+"""Where two runs part: the first operation whose value is not that of one device, and why.
+
+From a wrong output the search goes back through values that the numbers of one device do not
+explain. What is unexplained and comes to the right number again, as the blocks of a ring do, is
+never visited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
+
+from ..core.compat import Frame, map_axes, source_frames
+from . import relations
+from .program import DRAWS, Operation, Program, Region, Value, reads_of
+from .relations import MAX, MEAN, MIN, SUM, Held, Relation
+from .report import Finding, Kind
+
+_SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
+_PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
+_ROOTS = frozenset({"sqrt", "rsqrt", "pow", "integer_pow", "cbrt"})
+_SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
+_TAKES = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "dynamic_index_in_dim"})
+_PLAIN = frozenset(
+    {
+        "convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "pvary", "pcast", "copy",
+        "stop_gradient", "transpose", "neg", "reduce_precision", "name", "expand_dims",
+    }
+)  # fmt: skip
+"""Operations that hand a value on."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+    """A program with the values that one run of it recorded.
+
+    Args:
+        program: what ran.
+        values: of each recorded value the numbers, ranks in front.
+    """
+
+    program: Program
+    values: Mapping[Value, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """The operation to blame.
+
+    Args:
+        kind: of mistake.
+        operation: whose value is the first that is wrong; None where an output is.
+        axes: the mesh axes at fault, where that is known.
+        frames: the lines it comes from, the most useful first.
+        gap: by how much its value differs, and what rounding explains.
+        hard_coded: a size that is written in the program, where the result follows from that.
+    """
+
+    kind: Kind
+    operation: Operation | None
+    axes: tuple[str, ...]
+    frames: tuple[Frame, ...]
+    gap: tuple[float, float] = (math.inf, 0.0)
+    hard_coded: int | None = None
+
+
+def align(one: Program, other: Program) -> dict[Operation, Operation]:
+    """The operations of the second program that the operations of the first correspond to."""
+
+    def key(operation: Operation) -> tuple[str, int]:
+        frames = operation.equation.source_info.traceback
+        return operation.name, hash(str(frames)) if frames is not None else 0
+
+    names = [operation.name for operation in one.operations]
+    others = [operation.name for operation in other.operations]
+    if names == others:
+        return dict(zip(one.operations, other.operations, strict=True))
+    mine, theirs = ([key(o) for o in p.operations] for p in (one, other))
+    matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
+    found: dict[Operation, Operation] = {}
+    for block in matcher.get_matching_blocks():
+        for step in range(block.size):
+            found[one.operations[block.a + step]] = other.operations[block.b + step]
+    return found
+
+
+class Search:
+    """One search, on one mesh.
+
+    Args:
+        real: the program on the mesh, and its values.
+        oracle: the program on one device, and its values.
+        bounds: by how much rounding may move each value of one device.
+        sizes: of the axes of the mesh.
+        aligned: which operations correspond.
+    """
+
+    def __init__(
+        self,
+        real: Recorded,
+        oracle: Recorded,
+        bounds: Mapping[Value, float],
+        sizes: Mapping[str, int],
+        aligned: Mapping[Operation, Operation],
+    ) -> None:
+        self._real, self._oracle, self._bounds = real, oracle, bounds
+        self._sizes, self._aligned = dict(sizes), aligned
+        self._outer: dict[Value, Any] = {}
+        self._specs: dict[Value, Any] = {}
+        self._users: dict[Value, list[Operation]] = {}
+        for operation in real.program.operations:
+            for value in reads_of(operation.reads):
+                self._users.setdefault(value, []).append(operation)
+            self._enter(operation)
+
+    def _enter(self, operation: Operation) -> None:
+        """Notes which value outside is the input of a region."""
+        if operation.is_map:
+            region, specs = operation.regions[0], operation.equation.params["in_specs"]
+            for value, read, spec in zip(region.inputs, operation.reads, specs, strict=True):
+                self._outer[value] = read
+                self._specs[value] = spec
+        turn = operation.turn
+        if turn is not None:
+            given = operation.first_turn(operation.reads, lambda read: read)
+            for value, read in zip(turn.inputs, given or [], strict=True):
+                self._outer[value] = read
+
+    def _numbers(self, value: Value) -> tuple[Held, np.ndarray, float] | None:
+        """The value on the mesh, on one device, and the bound; None where one is not known."""
+        maker = value.maker
+        other = self._aligned.get(maker) if maker is not None else None
+        if maker is None or other is None:
+            return None
+        at = next(n for n, result in enumerate(maker.results) if result is value)
+        if at >= len(other.results):
+            return None
+        whole = self._oracle.values.get(other.results[at])
+        held = self._real.values.get(value)
+        if whole is None or held is None:
+            return None
+        whole = whole.reshape(whole.shape[len(other.results[at].axes) :])
+        return Held(held, value.axes), whole, self._bounds[other.results[at]]
+
+    @functools.cache  # noqa: B019
+    def relation(self, value: Value) -> Relation | None:
+        """How the ranks' values give that of one device; None where nothing explains them."""
+        if value.maker is None:
+            outer = self._outer.get(value)
+            known = Relation() if not isinstance(outer, Value) else self.relation(outer)
+            is_split = known is not None and value in self._specs
+            return self._by_spec(value) if is_split else known
+        numbers = self._numbers(value)
+        if numbers is None:
+            return None
+        held, whole, bound = numbers
+        found = relations.find(held, whole, bound, self._sizes)
+        # Indices of parts may add up to that of the whole by chance.
+        is_chance = found is not None and not found.is_whole and value.maker.name in _PICKS
+        return None if is_chance else found
+
+    def _by_spec(self, value: Value) -> Relation:
+        """A part of a right value, as the specification of a `shard_map` splits it."""
+        splits = []
+        for part in self._specs[value]:
+            names = (part,) if isinstance(part, str) else tuple(part or ())
+            splits.append(tuple(name for name in names if self._sizes.get(name, 1) > 1))
+        return Relation(tuple(splits))
+
+    @functools.cache  # noqa: B019
+    def is_coordinate(self, value: Value) -> bool:
+        """Whether a value follows from the number of the rank and constants alone."""
+        if value.maker is None:
+            outer = self._outer.get(value)
+            return isinstance(outer, Value) and self.is_coordinate(outer)
+        if value.maker.name == "axis_index":
+            return True
+        reads = reads_of(value.maker.reads)
+        if not reads or value.maker.regions:
+            return False
+        kinds = [self.is_coordinate(read) for read in reads]
+        return any(kinds) and all(
+            kind or self._is_fixed(read) for kind, read in zip(kinds, reads, strict=True)
+        )
+
+    @functools.cache  # noqa: B019
+    def _is_fixed(self, value: Value) -> bool:
+        if value.maker is None:
+            return value.constant is not None
+        return not value.maker.regions and all(map(self._is_fixed, reads_of(value.maker.reads)))
+
+    def blame(self, output: Any, is_whole: bool = False) -> Found | None:
+        """The operation that a wrong output is due to.
+
+        Args:
+            output: the value of the program's output on the mesh.
+            is_whole: whether the value itself is right; then nothing is to blame.
+        """
+        if not isinstance(output, Value) or is_whole:
+            return None
+        frontier, visited, exits = self._back(output)
+        found = [self._judge(operation, visited) for operation in frontier]
+        found += [self._at_exit(*one, visited) for one in exits]
+        found = [one for one in found if one is not None]
+        firsts = [o for o in found if o.kind in (Kind.POSITION, Kind.ONE_KEY)]
+        known = [o for o in found if o.kind is not Kind.DIFFERS]
+        return next(iter(firsts or known or found), None)
+
+    def _back(self, output: Value) -> tuple[list[Operation], set[Operation], list[tuple]]:
+        """Walks back from a wrong value; returns where it starts, and what it went through."""
+        frontier: set[Operation] = set()
+        visited: set[Operation] = set()
+        exits: list[tuple[Operation, Value, Any]] = []
+        waiting = [output]
+        seen: set[Value] = set()
+        while waiting:
+            value = waiting.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            if value.maker is None:
+                outer = self._outer.get(value)
+                if isinstance(outer, Value):
+                    waiting.append(outer)
+                continue
+            operation = value.maker
+            visited.add(operation)
+            inside = self._inside(operation, value, exits)
+            if inside is not None:
+                waiting.append(inside)
+                continue
+            bad = [r for r in reads_of(operation.reads) if self.relation(r) is None]
+            ahead = [read for read in bad if not self.is_coordinate(read)]
+            if ahead:
+                waiting += ahead
+            elif not any(operation is one[0] for one in exits):
+                frontier.add(operation)
+        return sorted(frontier, key=lambda o: o.number), visited, exits
+
+    def _inside(self, operation: Operation, value: Value, exits: list[tuple]) -> Value | None:
+        """The value within a region that a wrong result comes from."""
+        at = operation.results.index(value)
+        if operation.is_map:
+            inner = operation.regions[0].outputs[at]
+            if not isinstance(inner, Value):
+                return None
+            if self.relation(inner) is None:
+                return inner
+            exits.append((operation, inner, operation.equation.params["out_specs"][at]))
+            return None
+        turn = operation.turn
+        if turn is None or at >= len(turn.outputs):
+            return None
+        inner = turn.outputs[at]
+        is_bad = isinstance(inner, Value) and self.relation(inner) is None
+        return inner if is_bad and not self.is_coordinate(inner) else None
+
+    def _at_exit(
+        self, operation: Operation, value: Value, spec: Any, visited: set[Operation]
+    ) -> Found | None:
+        """A value that is right on the ranks, and is put together wrongly where it leaves them."""
+        del spec
+        relation = self.relation(value)
+        if relation is None:
+            return None
+        if not relation.is_whole:
+            kind = Kind.NOT_REDUCED
+            start = self._origin(value, relation)
+            return self._found(kind, start, relation.over, gradient=True)
+        if self._outer_bad(operation, value):
+            return None
+        axes = tuple(relation.split_axes)
+        return self._found(Kind.GATHER_ORDER, operation, axes)
+
+    def _outer_bad(self, operation: Operation, value: Value) -> bool:
+        return value.maker is None and isinstance(self._outer.get(value), Value) and (
+            self.relation(value) is None
+        )
+
+    def _origin(self, value: Value, relation: Relation) -> Operation | None:
+        """The operation that made a value a part of a sum over these axes."""
+        while True:
+            while value.maker is None:
+                outer = self._outer.get(value)
+                if not isinstance(outer, Value):
+                    return None
+                value = outer
+            follows = [r for r in reads_of(value.maker.reads) if self._is_part(r, relation)]
+            if not follows:
+                return value.maker
+            value = follows[0]
+
+    def _is_part(self, value: Value, relation: Relation) -> bool:
+        mine = self.relation(value)
+        return mine is not None and mine.joined is not None and set(mine.over) <= set(relation.over)
+
+    def _judge(self, operation: Operation, visited: set[Operation]) -> Found | None:
+        """What kind of mistake the first wrong operation is."""
+        reads = reads_of(operation.reads)
+        known = [(r, relation) for r in reads if (relation := self.relation(r)) is not None]
+        parts = [(read, relation) for read, relation in known if not relation.is_whole]
+        name = operation.name
+        if name in DRAWS:
+            return self._found(Kind.ONE_KEY, operation, ())
+        if name == "iota":
+            return self._found(Kind.POSITION, operation, ())
+        if (scaled := self._scaled(operation, parts, visited)) is not None:
+            return scaled
+        if name in _PICKS and any(relation.split_axes for _, relation in known):
+            axes = tuple(sorted({a for _, relation in known for a in relation.split_axes}))
+            return self._found(Kind.LOCAL_ARGMAX, operation, axes)
+        if parts:
+            return self._of_parts(operation, parts, visited)
+        return self._of_whole(operation, reads)
+
+    def _scaled(
+        self, operation: Operation, parts: list[tuple], visited: set[Operation]
+    ) -> Found | None:
+        """A value that is right but for a factor, which is a size of the mesh."""
+        numbers = self._numbers(operation.results[0])
+        if numbers is None or len(operation.results) != 1:
+            return None
+        factor = relations.scaled_by(*numbers, self._sizes)
+        if not factor:
+            return None
+        size = round(max(factor, 1 / factor))
+        axes = tuple(operation.equation.params.get("axes", ())) or tuple(
+            name for name, count in self._sizes.items() if count == size
+        )
+        axes = tuple(axis for axis in axes if isinstance(axis, str))
+        written = self._hard_coded(size, visited)
+        sums = operation.name in _SUMS or (operation.name == "reduce_sum" and parts)
+        kind = Kind.SUM_FOR_MEAN if factor > 1 else Kind.MEAN_FOR_SUM
+        blamed = operation
+        if sums and factor > 1:
+            again = self._reduced_again(operation, visited)
+            if again is not None:
+                kind, blamed = Kind.TWICE, again
+            elif not parts:
+                kind = Kind.TWICE
+        found = self._found(kind, blamed, axes, gradient=True)
+        return dataclasses.replace(found, hard_coded=size) if written else found
+
+    def _reduced_again(self, operation: Operation, visited: set[Operation]) -> Operation | None:
+        axes = operation.equation.params.get("axes")
+        for other in sorted(visited, key=lambda o: o.number):
+            is_later = other.number > operation.number and other.name in _SUMS
+            if is_later and other.equation.params.get("axes") == axes:
+                return other
+        return None
+
+    def _hard_coded(self, size: int, visited: set[Operation]) -> bool:
+        """Whether an operation on the way divides by the number that the size of the mesh is."""
+        for operation in visited:
+            other = self._aligned.get(operation)
+            if other is None or operation.name not in ("div", "mul"):
+                continue
+            mine = _numbers_in(operation)
+            if mine == _numbers_in(other) and any(
+                math.isclose(x, size) or math.isclose(x, 1 / size) for x in mine
+            ):
+                return True
+        return False
+
+    def _of_parts(
+        self, operation: Operation, parts: list[tuple], visited: set[Operation]
+    ) -> Found | None:
+        """An operation that reads parts of a sum, as if they were the sum."""
+        value, relation = parts[0]
+        start, name = self._origin(value, relation), operation.name
+        joined = {relation.joined for _, relation in parts}
+        others = len(reads_of(operation.reads)) - len(parts)
+        if name in ("add", "add_any", "sub") and joined == {SUM} and others == 1:
+            return self._found(Kind.BIAS, operation, relation.over)
+        if joined & {MAX, MIN}:
+            return self._found(Kind.LOCAL_SOFTMAX, start, relation.over)
+        if self._comes_from(value, "exp") and name in ("div", "log", "log1p", "max", "pow"):
+            return self._found(Kind.LOCAL_SOFTMAX, start, relation.over)
+        if joined == {SUM} and (name == "div" or self._is_divisor(operation, visited)):
+            return self._found(Kind.MEAN_OF_MEANS, operation, relation.over)
+        if name in _ROOTS and joined == {SUM} and self._is_of_squares(start):
+            return self._found(Kind.LOCAL_NORM, start, relation.over)
+        is_gradient = start is not None and source_frames(start.equation)[1] is not None
+        if joined == {MEAN} and not is_gradient and name not in _TAKES:
+            return self._found(Kind.LOCAL_STATISTICS, start, relation.over)
+        return self._found(Kind.NOT_REDUCED, start, relation.over, gradient=True)
+
+    def _is_divisor(self, operation: Operation, visited: set[Operation]) -> bool:
+        """Whether a count that may be empty is kept from zero here, and divides later."""
+        if operation.name not in ("max", "add", "clamp", "select_n", "eq", "gt", "ne"):
+            return False
+        value = operation.results[0]
+        for _ in range(8):
+            users = [o for o in self._users.get(value, []) if o in visited]
+            if any(o.name == "div" and o.reads[-1] is value for o in users):
+                return True
+            if len(users) != 1 or not users[0].results:
+                return False
+            value = users[0].results[0]
+        return False
+
+    def _comes_from(self, value: Value, name: str, depth: int = 6) -> bool:
+        """Whether a sum is one of results of an operation, looking back a few steps."""
+        for _ in range(depth):
+            maker = value.maker
+            if maker is None:
+                return False
+            if maker.name == name:
+                return True
+            reads = reads_of(maker.reads)
+            if not reads or maker.name not in _PLAIN | {"reduce_sum", "add", "mul"}:
+                return False
+            value = reads[0]
+        return False
+
+    def _is_of_squares(self, start: Operation | None) -> bool:
+        if start is None:
+            return False
+        if start.name == "dot_general":
+            return len(set(reads_of(start.reads))) == 1
+        makers = [read.maker for read in reads_of(start.reads)]
+        return any(maker is not None and _is_square(maker) for maker in makers)
+
+    def _of_whole(self, operation: Operation, reads: Sequence[Value]) -> Found | None:
+        """An operation that reads what is right, and whose result is wrong."""
+        coordinates = [r for r in reads if self.relation(r) is None and self.is_coordinate(r)]
+        if operation.name == "slice" and self._aligned.get(operation) is None:
+            # On one device the slice is of the whole length, and JAX leaves it out.
+            is_start = not any(operation.equation.params["start_indices"])
+            return self._found(Kind.POSITION if is_start else Kind.DIFFERS, operation, ())
+        for result in operation.results:
+            numbers = self._numbers(result)
+            if numbers is None or self.relation(result) is not None:
+                continue
+            if relations.is_first_part(*numbers, self._sizes):
+                return self._found(Kind.POSITION, operation, ())
+            if relations.is_permuted(*numbers, self._sizes):
+                axes = operation.equation.params.get("axis_name", ())
+                axes = (axes,) if isinstance(axes, str) else tuple(axes)
+                return self._found(Kind.GATHER_ORDER, operation, axes)
+        if coordinates:
+            return self._found(Kind.POSITION, operation, ())
+        return self._found(Kind.DIFFERS, operation, ())
+
+    def _found(
+        self,
+        kind: Kind,
+        operation: Operation | None,
+        axes: Sequence[str],
+        gradient: bool = False,
+    ) -> Found:
+        frames: tuple[Frame, ...] = ()
+        if operation is not None:
+            inner, asked = source_frames(operation.equation, operation.callers)
+            inner = [frame for frame in inner if "site-packages" not in frame.file] or inner
+            if gradient and asked is not None and "site-packages" not in asked.file:
+                inner = [asked, *(frame for frame in inner if frame != asked)]
+            frames = tuple(inner)
+        if not axes:
+            axes = [name for name, size in self._sizes.items() if size > 1]
+        gap = (math.inf, 0.0)
+        if operation is not None and operation.results:
+            numbers = self._numbers(operation.results[0])
+            if numbers is not None:
+                held, whole, bound = numbers
+                if held.shape == whole.shape:
+                    gap = max(relations.differs(r, whole, 0.0) for r in held.ranks()), bound
+                else:
+                    gap = math.inf, bound
+        return Found(kind, operation, tuple(axes), frames, gap)
+
+
+def _is_square(maker: Operation) -> bool:
+    while maker.name in _PLAIN | {"real"}:
+        inner = next((read.maker for read in reads_of(maker.reads)), None)
+        if inner is None:
+            return False
+        maker = inner
+    return maker.name in _SQUARES or (maker.name == "mul" and len(set(maker.reads)) == 1)
+
+
+def _numbers_in(operation: Operation) -> list[float]:
+    found = []
+    for read in operation.reads:
+        number = read.val if isinstance(read, Literal) else None
+        if number is None and isinstance(read, Value):
+            maker = read.maker
+            while maker is not None and maker.name in _PLAIN and maker.reads:
+                inner = maker.reads[0]
+                if isinstance(inner, Literal):
+                    number = inner.val
+                    break
+                maker = inner.maker
+        if number is not None and np.ndim(number) == 0:
+            found.append(float(number))
+    return found
+
+
+def all_regions(region: Region) -> list[Region]:
+    """A region and those within it."""
+    found = [region]
+    for operation in region.operations:
+        for inner in operation.regions:
+            found += all_regions(inner)
+    return found
+
+
+def out_spec_axes(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that a specification names."""
+    names: set[str] = set()
+    for part in spec:
+        if isinstance(part, str):
+            names.add(part)
+        elif part is not None:
+            names |= set(part)
+    return names
+
+
+__all__ = ["Found", "Recorded", "Search", "align", "all_regions", "map_axes", "out_spec_axes"]

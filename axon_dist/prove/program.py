@@ -1,0 +1,436 @@
+"""A traced program as a flat list of operations whose values can be recorded, moved and replaced.
+
+Calls are opened, so that each operation stands where it runs. A `shard_map`, a loop and a branch
+keep their programs as regions: the values within are recorded rank by rank, of a loop those of its
+first turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import PartitionSpec
+
+from ..core.compat import called, eval_equation, map_axes, scan_counts
+from ..core.reduction import varying
+from ..core.typing import Array, Shape
+from ..jaxpr.walk import OPENED
+
+DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+"""Primitives that draw random bits."""
+
+_EXACT = frozenset(
+    {
+        "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "select_n",
+        "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad", "rev", "copy",
+        "copy_p", "pvary", "pcast", "stop_gradient", "neg", "abs", "max", "min", "sign",
+        "reduce_max", "reduce_min", "all_gather", "all_gather_invariant", "all_to_all", "ppermute",
+        "pmax", "pmin", "sharding_constraint", "optimization_barrier", "iota", "device_put",
+        "reshard", "split", "sort", "real", "imag", "clamp", "floor", "ceil", "round",
+        "bitcast_convert_type", "copy_to_host_async", "name",
+    }
+)  # fmt: skip
+"""Primitives whose results rounding does not change."""
+
+_SUMS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated", "cumsum", "cumlogsumexp"})
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value of a program.
+
+    Args:
+        aval: its abstract value; within a `shard_map` that of one rank.
+        axes: the mesh axes around it that a rank has a number on, the outermost first.
+        maker: the operation that computes it; None for an input or a constant.
+        constant: what it holds, for a constant.
+    """
+
+    aval: Any
+    axes: tuple[str, ...]
+    maker: Operation | None = None
+    constant: Any = None
+
+    @property
+    def shape(self) -> Shape:
+        """The shape on one rank."""
+        return tuple(getattr(self.aval, "shape", ()))
+
+
+Read: TypeAlias = Value | Literal
+"""What an operation reads."""
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """A program within a program."""
+
+    inputs: list[Value]
+    constants: list[Value]
+    operations: list[Operation]
+    outputs: list[Read]
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """An equation in its place.
+
+    Args:
+        number: in the order of the program.
+        equation: of the jaxpr.
+        reads: its operands.
+        results: what it computes.
+        regions: the programs that it runs: of a `shard_map` or `scan` one, of a `while` its test
+            and its body, of a `cond` its branches.
+        callers: the calls that it stands in, the outermost first.
+    """
+
+    number: int
+    equation: JaxprEqn
+    reads: list[Read]
+    results: list[Value]
+    regions: list[Region]
+    callers: tuple[JaxprEqn, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.equation.primitive.name
+
+    @property
+    def is_map(self) -> bool:
+        """Whether it runs its region rank by rank."""
+        return self.name == "shard_map"
+
+    def first_turn(self, operands: Sequence[Any], row: Callable[[Any], Any]) -> list[Any] | None:
+        """What the region of a loop reads in its first turn; None where it is no loop.
+
+        Args:
+            operands: of the loop.
+            row: takes from a stacked operand what the first turn reads.
+        """
+        params = self.equation.params
+        if self.name == "scan":
+            consts, carry = scan_counts(self.equation)
+            return [*operands[: consts + carry], *map(row, operands[consts + carry :])]
+        if self.name == "while":
+            tests = params["cond_nconsts"]
+            return list(operands[tests:])
+        return None
+
+    @property
+    def turn(self) -> Region | None:
+        """What a loop repeats."""
+        return self.regions[-1] if self.name in ("scan", "while") else None
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A traced function, flat.
+
+    Args:
+        region: all of it.
+        operations: all operations at any depth, in order.
+    """
+
+    region: Region
+    operations: list[Operation]
+
+    def values(self) -> Iterator[Value]:
+        """The results of all operations."""
+        for operation in self.operations:
+            yield from operation.results
+
+
+def flatten(closed: ClosedJaxpr) -> Program:
+    """Opens the calls of a program and numbers its operations."""
+    operations: list[Operation] = []
+    region = _region(closed, (), operations, ())
+    return Program(region, operations)
+
+
+def _region(
+    closed: ClosedJaxpr,
+    axes: tuple[str, ...],
+    found: list[Operation],
+    callers: tuple[JaxprEqn, ...],
+) -> Region:
+    jaxpr = closed.jaxpr
+    inputs = [Value(variable.aval, axes) for variable in jaxpr.invars]
+    constants = [
+        Value(variable.aval, axes, constant=value)
+        for variable, value in zip(jaxpr.constvars, closed.consts, strict=True)
+    ]
+    region = Region(inputs, constants, [], [])
+    known = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *constants], strict=True))
+    region.outputs = _open(jaxpr, known, axes, region, found, callers)
+    return region
+
+
+def _open(
+    jaxpr: Jaxpr,
+    known: dict[Var, Value],
+    axes: tuple[str, ...],
+    region: Region,
+    found: list[Operation],
+    callers: tuple[JaxprEqn, ...],
+) -> list[Read]:
+    """Adds the operations of a jaxpr to a region; returns what it hands out."""
+
+    def read(atom: Any) -> Read:
+        return atom if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        reads = [read(atom) for atom in equation.invars]
+        inner = called(equation) if equation.primitive.name in OPENED else None
+        if inner is not None:
+            taken = reads[len(reads) - len(inner.jaxpr.invars) :]
+            within: dict[Var, Any] = dict(zip(inner.jaxpr.invars, taken, strict=True))
+            for variable, constant in zip(inner.jaxpr.constvars, inner.consts, strict=True):
+                within[variable] = Value(variable.aval, axes, constant=constant)
+                region.constants.append(within[variable])
+            at = (*callers, equation)
+            results: list[Any] = _open(inner.jaxpr, within, axes, region, found, at)
+        else:
+            operation = Operation(len(found), equation, reads, [], [], callers)
+            found.append(operation)
+            region.operations.append(operation)
+            operation.results = [Value(v.aval, axes, operation) for v in equation.outvars]
+            inside = (*axes, *map_axes(equation)) if operation.is_map else axes
+            operation.regions = [_region(p, inside, found, callers) for p in _programs(equation)]
+            results = list(operation.results)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _programs(equation: JaxprEqn) -> list[ClosedJaxpr]:
+    name, params = equation.primitive.name, equation.params
+    if name in ("scan", "shard_map"):
+        found = [params["jaxpr"]]
+    elif name == "while":
+        found = [params["cond_jaxpr"], params["body_jaxpr"]]
+    else:
+        found = params["branches"] if name == "cond" else []
+    return [one if isinstance(one, ClosedJaxpr) else ClosedJaxpr(one, ()) for one in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class Injected:
+    """Random bits that take the place of a draw.
+
+    Args:
+        bits: of the whole array.
+        splits: for each dim the mesh axes that split it, the slowest first.
+    """
+
+    bits: Any
+    splits: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How a program is computed; everything traced that a run needs.
+
+    Args:
+        wanted: the values to record.
+        noise: a seed and a size: results of arithmetic are moved by so many units in the last
+            place, up or down. None leaves them.
+        injected: bits for draws, by the number of the operation.
+    """
+
+    wanted: frozenset[Value] = frozenset()
+    noise: tuple[Array, Array] | None = None
+    injected: Mapping[int, Injected] = dataclasses.field(default_factory=dict)
+
+    def run(self, program: Program, values: Sequence[Array]) -> tuple[list[Array], dict]:
+        """Computes the outputs, and the recorded values by `Value`, ranks stacked in front."""
+        record: dict[Value, Array] = {}
+        with_noise = [self._moved(value, 977 + number, 1.0) for number, value in enumerate(values)]
+        return self._region(program.region, with_noise, record), record
+
+    @property
+    def _opens(self) -> bool:
+        return self.noise is not None or bool(self.injected)
+
+    def _region(self, region: Region, values: Sequence[Array], record: dict | None) -> list[Array]:
+        known: dict[Value, Any] = dict(zip(region.inputs, values, strict=True))
+        known.update((value, value.constant) for value in region.constants)
+
+        def read(atom: Read) -> Any:
+            return atom.val if isinstance(atom, Literal) else known[atom]
+
+        for operation in region.operations:
+            operands = [read(atom) for atom in operation.reads]
+            results = self._operation(operation, operands, record)
+            known.update(zip(operation.results, results, strict=True))
+            if record is not None:
+                record.update((v, known[v]) for v in operation.results if v in self.wanted)
+        return [
+            jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else known[atom]
+            for atom in region.outputs
+        ]
+
+    def _operation(self, operation: Operation, operands: list, record: dict | None) -> list[Array]:
+        if operation.number in self.injected:
+            return [_block(self.injected[operation.number], operation.results[0])]
+        if operation.is_map:
+            return self._map(operation, operands, record)
+        self._first_turn(operation, operands, record)
+        if self._opens and operation.name in _LOOPED:
+            return _LOOPED[operation.name](self, operation, operands)
+        results = eval_equation(operation.equation, operands)
+        if self.noise is None or operation.name in _EXACT:
+            return results
+        size = 1.0
+        if operation.name in _SUMS:
+            terms = sum(math.prod(jnp.shape(x)) for x in operands)
+            size = min(math.sqrt(max(1.0, terms / max(1, math.prod(results[0].shape)))), 64.0)
+        return [self._moved(x, operation.number, size) for x in results]
+
+    def _moved(self, x: Any, number: int, size: float) -> Any:
+        """A value moved up or down in its last place, as a hash of its own bits says."""
+        if self.noise is None or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        seed, scale = self.noise
+        return _moved(jnp.asarray(x), seed + jnp.uint32(number * 7919), scale * np.float32(size))
+
+    def _map(self, operation: Operation, operands: list, record: dict | None) -> list[Array]:
+        """Runs a `shard_map`, and hands out what is recorded on all of its ranks."""
+        equation, region = operation.equation, operation.regions[0]
+        params, axes = equation.params, map_axes(equation)
+        names: list[Value] = []
+
+        def body(operands: list, noise: Any, bits: dict) -> tuple[list, list]:
+            given = {n: Injected(bits[n], self.injected[n].splits) for n in bits}
+            inner = dataclasses.replace(self, noise=noise, injected=given)
+            within: dict[Value, Array] | None = None if record is None else {}
+            outputs = inner._region(region, operands, within)
+            names[:] = within or ()
+            stacked = [jnp.asarray(plain(x)) for x in (within or {}).values()]
+            return outputs, [varying(x, axes)[(None,) * len(axes)] for x in stacked]
+
+        specs = (list(params["in_specs"]), PartitionSpec(), PartitionSpec())
+        run = jax.shard_map(
+            body,
+            mesh=params["mesh"],
+            in_specs=specs,
+            out_specs=(list(params["out_specs"]), PartitionSpec(*axes)),
+            axis_names=set(axes),
+            check_vma=params["check_vma"],
+        )
+        bits = {n: one.bits for n, one in self.injected.items()}
+        outputs, stacked = run(list(operands), self.noise, bits)
+        if record is not None:
+            record.update(zip(names, stacked, strict=True))
+        return outputs
+
+    def _first_turn(self, operation: Operation, operands: list, record: dict | None) -> None:
+        turn = operation.turn
+        if record is None or turn is None or not _holds(turn, self.wanted):
+            return
+        at = -1 if operation.equation.params.get("reverse") else 0
+        self._region(turn, operation.first_turn(operands, lambda x: x[at]) or [], record)
+
+    def _scan(self, operation: Operation, operands: list) -> list[Array]:
+        consts, carry = scan_counts(operation.equation)
+        shared, start = operands[:consts], operands[consts : consts + carry]
+        params = operation.equation.params
+
+        def turn(carried: list, rows: list) -> tuple[list, list]:
+            outputs = self._region(operation.regions[0], [*shared, *carried, *rows], None)
+            return outputs[:carry], outputs[carry:]
+
+        rows = operands[consts + carry :]
+        ends = {"length": params["length"], "reverse": params["reverse"]}
+        carried, stacked = jax.lax.scan(turn, start, rows, **ends)
+        return [*carried, *stacked]
+
+    def _while(self, operation: Operation, operands: list) -> list[Array]:
+        params = operation.equation.params
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        for_test, for_body = operands[:tests], operands[tests : tests + consts]
+        test, body = operation.regions
+
+        def runs(carry: list) -> Array:
+            return self._region(test, [*for_test, *carry], None)[0]
+
+        def turn(carry: list) -> list[Array]:
+            return self._region(body, [*for_body, *carry], None)
+
+        return jax.lax.while_loop(runs, turn, operands[tests + consts :])
+
+    def _cond(self, operation: Operation, operands: list) -> list[Array]:
+        def branch(region: Region) -> Callable[..., list[Array]]:
+            return lambda *values: self._region(region, values, None)
+
+        which, *values = operands
+        return jax.lax.switch(which, [branch(r) for r in operation.regions], *values)
+
+
+_LOOPED: Mapping[str, Callable[..., list[Array]]] = {
+    "scan": Evaluation._scan,
+    "while": Evaluation._while,
+    "cond": Evaluation._cond,
+}
+
+
+@jax.jit
+def _moved(x: Array, seed: Array, scale: Array) -> Array:
+    """Each number moved by `scale` units in its last place, up or down by a hash of its bits."""
+    mixed = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ seed
+    for factor, shift in ((2654435761, 15), (2246822519, 13)):
+        mixed = mixed * jnp.uint32(factor)
+        mixed = mixed ^ (mixed >> shift)
+    kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
+    step = (float(jnp.finfo(x.dtype).eps) * scale).astype(kind)
+    wide = x.astype(kind)
+    moved = (wide + wide * jnp.where(mixed & jnp.uint32(1), step, -step)).astype(x.dtype)
+    return jnp.where(jnp.isfinite(x), moved, x)
+
+
+def _holds(region: Region, wanted: frozenset[Value]) -> bool:
+    """Whether a region computes one of the values, at any depth."""
+    for operation in region.operations:
+        if not wanted.isdisjoint(operation.results):
+            return True
+        if any(_holds(inner, wanted) for inner in operation.regions):
+            return True
+    return False
+
+
+def plain(x: Any) -> Any:
+    """An array of numbers: keys of random numbers as their data."""
+    is_key = jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def _block(injected: Injected, result: Value) -> Array:
+    """The part of injected bits that this rank would draw."""
+    block, varies = injected.bits, set()
+    for dim, axes in enumerate(injected.splits):
+        size = result.shape[dim]
+        index = 0
+        for axis in axes:
+            index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+            varies.add(axis)
+        if axes:
+            block = jax.lax.dynamic_slice_in_dim(block, index * size, size, dim)
+    return varying(block, tuple(a for a in varying_axes(result.aval) if a not in varies))
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes over which a value is typed as varying; none where types are not checked."""
+    kinds = getattr(aval, "mat", None)
+    return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()))
+
+
+def reads_of(values: Iterable[Read]) -> list[Value]:
+    """The reads that are values, not literals."""
+    return [value for value in values if not isinstance(value, Literal)]

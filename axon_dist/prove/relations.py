@@ -1,0 +1,276 @@
+"""How the numbers of all ranks make up the number of one device: equal, split, or parts of a sum.
+
+The value of one device is known, so a relation is found by trying: for each way in which the axes
+of the mesh can split the dims of an array, what the remaining axes hold is compared, or added up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
+
+_JOINS = {SUM: np.sum, MEAN: np.mean, MAX: np.max, MIN: np.min}
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """How the values of the ranks give that of one device.
+
+    Args:
+        splits: for each dim the mesh axes that split it, the slowest first.
+        joined: how the values along the axes `over` are put together: their sum, mean, maximum or
+            minimum is the value. None where all of them are the value.
+        over: these axes.
+    """
+
+    splits: tuple[tuple[str, ...], ...] = ()
+    joined: str | None = None
+    over: tuple[str, ...] = ()
+
+    @property
+    def split_axes(self) -> set[str]:
+        """The axes that split a dim."""
+        return {axis for axes in self.splits for axis in axes}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank has the value, or its part of it."""
+        return self.joined is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A value on all ranks of a mesh.
+
+    Args:
+        values: the ranks' values, stacked in front along each of the axes.
+        axes: the mesh axes, in the order of the first dims.
+    """
+
+    values: np.ndarray
+    axes: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis."""
+        return dict(zip(self.axes, self.values.shape, strict=False))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape on one rank."""
+        return self.values.shape[len(self.axes) :]
+
+    def ranks(self) -> np.ndarray:
+        """The values, with all axes as one first dim."""
+        return self.values.reshape(-1, *self.shape)
+
+
+def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
+    """By how much two arrays differ beyond a bound; 0.0 where they do not."""
+    if one.shape != other.shape:
+        return math.inf
+    if one.dtype == bool or other.dtype == bool:
+        one, other = one.astype(np.int8), other.astype(np.int8)
+    with np.errstate(all="ignore"):
+        left, right = one.astype(np.float64), other.astype(np.float64)
+        gap = np.abs(left - right)
+        same = (left == right) | (np.isnan(left) & np.isnan(right))
+        gap = np.where(same, 0.0, np.where(np.isnan(gap), np.inf, gap))
+    most = float(gap.max(initial=0.0))
+    return most if most > bound else 0.0
+
+
+def with_axes_of_dims(held: Held, whole: np.ndarray, sizes: Mapping[str, int]) -> tuple:
+    """Takes dims that hold one entry for each rank as axes of the mesh, and drops those of one.
+
+    Programs outside a `shard_map` write `x.reshape(mesh.shape["dp"], -1)` and map over the rows;
+    on one device that dim has one entry.
+    """
+    if len(held.shape) != whole.ndim or held.shape == whole.shape:
+        return held, whole
+    values, axes = held.values, list(held.axes)
+    for name, size in sizes.items():
+        offset = len(axes)
+        dims = zip(values.shape[offset:], whole.shape, strict=True)
+        at = [d for d, (mine, its) in enumerate(dims) if mine == size and its == 1]
+        if size == 1 or not at:
+            continue
+        if name in axes:
+            # A stack of all ranks' parts, which all of them have.
+            rank = axes.index(name)
+            if not (values == np.take(values, [0], rank)).all():
+                continue
+            values = np.take(values, 0, rank)
+            axes.pop(rank)
+            offset -= 1
+        values = np.moveaxis(values, offset + at[0], 0)
+        whole = np.squeeze(whole, at[0])
+        axes.insert(0, name)
+    return Held(values, tuple(axes)), whole
+
+
+def ways_to_split(
+    shape: Sequence[int], whole: Sequence[int], sizes: Mapping[str, int]
+) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Each way in which axes can split the dims of `whole` so that a rank has `shape`.
+
+    Example:
+        >>> list(ways_to_split((2, 3), (8, 3), {"dp": 4, "tp": 2}))
+        [(('dp',), ())]
+    """
+    if len(shape) != len(whole):
+        return
+    ratios = []
+    for mine, its in zip(shape, whole, strict=True):
+        if mine == its:
+            ratios.append(1)
+        elif mine == 0 or its % mine:
+            return
+        else:
+            ratios.append(its // mine)
+    axes = [name for name, size in sizes.items() if size > 1]
+
+    def from_dim(dim: int, left: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+        if dim == len(ratios):
+            yield ()
+            return
+        if ratios[dim] == 1:
+            choices: Iterator[tuple[str, ...]] = iter([()])
+        else:
+            choices = (
+                order
+                for count in range(1, len(left) + 1)
+                for order in itertools.permutations(left, count)
+                if math.prod(sizes[name] for name in order) == ratios[dim]
+            )
+        for order in choices:
+            rest = tuple(name for name in left if name not in order)
+            for others in from_dim(dim + 1, rest):
+                yield (order, *others)
+
+    yield from from_dim(0, tuple(axes))
+
+
+def assembled(held: Held, splits: tuple[tuple[str, ...], ...]) -> Held:
+    """The values with the parts of their dims put together; the other axes stay in front."""
+    names = [*held.axes, *range(len(held.shape))]
+    values = held.values
+    for dim, axes in enumerate(splits):
+        for axis in reversed(axes):
+            at = names.index(axis)
+            to = names.index(dim)
+            values = np.moveaxis(values, at, to - 1)
+            names.pop(at)
+            names.insert(names.index(dim), axis)
+            to = names.index(axis)
+            shape = values.shape
+            values = values.reshape(*shape[:to], shape[to] * shape[to + 1], *shape[to + 2 :])
+            names.pop(to)
+    rest = tuple(name for name in names if isinstance(name, str))
+    return Held(values, rest)
+
+
+def find(
+    held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
+) -> Relation | None:
+    """How the values of the ranks give that of one device, or None.
+
+    Args:
+        held: the values of all ranks.
+        whole: that of one device.
+        bound: what rounding alone may change.
+        sizes: of the axes of the mesh.
+    """
+    given, true = held, whole
+    held, whole = with_axes_of_dims(held, whole, sizes)
+    for splits in ways_to_split(held.shape, whole.shape, held.sizes):
+        relation = _joined(assembled(held, splits), whole, bound, splits)
+        if relation is not None:
+            return relation
+    if given.shape != true.shape and given.values.size == true.size and not given.axes:
+        same = not differs(given.values.reshape(true.shape), true, bound)
+        return Relation() if same else None
+    return None
+
+
+def _joined(
+    held: Held, whole: np.ndarray, bound: float, splits: tuple[tuple[str, ...], ...]
+) -> Relation | None:
+    ranks = held.ranks()
+    if not any(differs(one, whole, bound) for one in ranks):
+        return Relation(splits)
+    is_number = whole.dtype.kind in "fiu"
+    axes = [name for name, size in held.sizes.items() if size > 1]
+    for count in range(1, len(axes) + 1 if is_number else 0):
+        for over in itertools.combinations(axes, count):
+            dims = tuple(held.axes.index(name) for name in over)
+            for name, join in _JOINS.items():
+                wide = held.values.astype(np.float64)
+                with np.errstate(all="ignore"):
+                    got = join(wide, axis=dims).reshape(-1, *whole.shape)
+                if not any(differs(one, whole, bound) for one in got):
+                    return Relation(splits, name, over)
+    return None
+
+
+def scaled_by(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> float:
+    """The number by which all ranks have more than one device: a product of sizes, or its inverse.
+
+    Returns:
+        The factor; 0.0 where it is none of these.
+    """
+    axes = [name for name, size in sizes.items() if size > 1]
+    for count in range(1, len(axes) + 1):
+        for over in itertools.combinations(axes, count):
+            times = math.prod(sizes[name] for name in over)
+            for factor in (float(times), 1.0 / times):
+                wide = whole.astype(np.float64) * factor
+                relation = find(held, wide, bound * max(factor, 1.0), sizes)
+                if relation is not None and relation.is_whole:
+                    return factor
+    return 0.0
+
+
+def is_permuted(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> bool:
+    """Whether each rank has parts of the value of one device, in another order or another's part."""
+    counts = [size for size in sizes.values() if size > 1]
+    several = range(1, len(counts) + 1)
+    blocks = {math.prod(c) for n in several for c in itertools.combinations(counts, n)}
+    held, whole = with_axes_of_dims(held, whole, sizes)
+    if held.shape == whole.shape and whole.size > 8 and whole.dtype.kind == "f":
+        one = np.sort(whole, axis=None)
+        if not any(differs(np.sort(rank, axis=None), one, bound) for rank in held.ranks()):
+            return True
+    if len(held.shape) != whole.ndim:
+        return False
+    for dim in range(whole.ndim):
+        for count in sorted(blocks):
+            length, rest = divmod(whole.shape[dim], count)
+            if rest or length == 0 or held.shape[dim] % length:
+                continue
+            parts = _parts(whole, length, dim)
+            own = [part for rank in held.ranks() for part in _parts(rank, length, dim)]
+            if all(any(not differs(p, part, bound) for part in parts) for p in own):
+                return True
+    return False
+
+
+def _parts(array: np.ndarray, length: int, dim: int) -> list[np.ndarray]:
+    return np.split(array, array.shape[dim] // length, axis=dim)
+
+
+def is_first_part(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> bool:
+    """Whether all ranks have the first part of the value of one device."""
+    held, whole = with_axes_of_dims(held, whole, sizes)
+    if held.shape == whole.shape or len(held.shape) != whole.ndim:
+        return False
+    if any(mine > its for mine, its in zip(held.shape, whole.shape, strict=True)):
+        return False
+    first = whole[tuple(slice(0, size) for size in held.shape)]
+    return not any(differs(one, first, bound) for one in held.ranks())

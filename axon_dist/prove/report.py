@@ -1,0 +1,373 @@
+"""What a proof says: findings with their lines, as text, JSON and SARIF."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import linecache
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+
+class Kind(enum.StrEnum):
+    """What kind of mistake a finding is."""
+
+    MEAN_OF_MEANS = "mean of means"
+    NOT_REDUCED = "not reduced"
+    TWICE = "reduced twice"
+    SUM_FOR_MEAN = "sum for mean"
+    MEAN_FOR_SUM = "mean for sum"
+    BIAS = "bias before the sum"
+    ONE_KEY = "one key for all"
+    POSITION = "position not offset"
+    LOCAL_STATISTICS = "local statistics"
+    LOCAL_NORM = "local norm"
+    GATHER_ORDER = "gather order"
+    LOCAL_ARGMAX = "local argmax"
+    LOCAL_SOFTMAX = "local softmax"
+    DIFFERS = "differs"
+
+    @property
+    def code(self) -> str:
+        """A short name that stays."""
+        return f"PROVE1{list(Kind).index(self):02d}"
+
+    @property
+    def says(self) -> str:
+        """What is wrong, with {axes} for the mesh axes."""
+        return _WORDS[self][0]
+
+    @property
+    def repair(self) -> str:
+        """What to do, with {axes} for the mesh axes."""
+        return _WORDS[self][1]
+
+
+_WORDS = {
+    Kind.MEAN_OF_MEANS: (
+        "each rank of {axes} divides by its own count, and the counts differ",
+        "sum numerator and denominator over {axes} by jax.lax.psum, then divide once",
+    ),
+    Kind.NOT_REDUCED: (
+        "each rank of {axes} has its part of a sum or a mean, and it is used as the whole",
+        "reduce it over {axes}: jax.lax.psum for a sum, jax.lax.pmean for a mean",
+    ),
+    Kind.TWICE: (
+        "this is reduced over {axes} although it was reduced already",
+        "reduce once: leave out this reduction, or the one before it; under check_vma=True "
+        "jax.grad sums over {axes} by itself where the parameters do not vary over it",
+    ),
+    Kind.SUM_FOR_MEAN: (
+        "the ranks of {axes} have means, and their sum is taken",
+        "take jax.lax.pmean over {axes}, or divide by jax.lax.axis_size",
+    ),
+    Kind.MEAN_FOR_SUM: (
+        "the ranks of {axes} have parts of a sum, and it is divided by their number",
+        "take jax.lax.psum over {axes} without dividing",
+    ),
+    Kind.BIAS: (
+        "this is added on every rank of {axes} to a part of a sum, so it counts once for each rank",
+        "add it behind the jax.lax.psum over {axes}",
+    ),
+    Kind.ONE_KEY: (
+        "all ranks of {axes} draw the same random bits for different samples",
+        "fold the rank into the key: jax.random.fold_in(key, jax.lax.axis_index({axes}))",
+    ),
+    Kind.POSITION: (
+        "each rank of {axes} counts from the same start, whatever part of the whole it has",
+        "add the offset of the rank's part: jax.lax.axis_index({axes}) times its length",
+    ),
+    Kind.LOCAL_STATISTICS: (
+        "the statistics are those of the samples of one rank of {axes}",
+        "take jax.lax.pmean of the statistics over {axes} before they are used",
+    ),
+    Kind.LOCAL_NORM: (
+        "the norm is that of one rank's part along {axes}",
+        "take jax.lax.psum of the squares over {axes} before the root",
+    ),
+    Kind.GATHER_ORDER: (
+        "the parts come in another order, or from another rank of {axes}",
+        "gather over the axes in the order of the PartitionSpec that split them, and check the "
+        "pairs of jax.lax.ppermute",
+    ),
+    Kind.LOCAL_ARGMAX: (
+        "the index is that within one rank's part along {axes}",
+        "add the offset of the part, and compare the values of all ranks of {axes}",
+    ),
+    Kind.LOCAL_SOFTMAX: (
+        "the maximum or the sum of a softmax is that of one rank's part along {axes}",
+        "take jax.lax.pmax of the maximum and jax.lax.psum of the sum over {axes}",
+    ),
+    Kind.DIFFERS: (
+        "its value is not that of one device, nor a part of it",
+        "compare what it reads with the program on one device",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A line of a program.
+
+    Args:
+        file: its path.
+        line: from 1.
+        column: of the first letter, from 0, or None.
+        end_column: behind the last letter, or None.
+        function: the qualified name of the function it is in.
+    """
+
+    file: str
+    line: int
+    column: int | None = None
+    end_column: int | None = None
+    function: str = ""
+
+    def __str__(self) -> str:
+        """As `file.py:12`, relative to the working folder where it is in that."""
+        path = os.path.relpath(self.file)
+        return f"{self.file if path.startswith('..') else path}:{self.line}"
+
+    def text(self) -> str:
+        """The line and a caret below what is meant, indented."""
+        line = linecache.getline(self.file, self.line).rstrip()
+        if not line:
+            return ""
+        start = len(line) - len(line.lstrip()) if self.column is None else self.column
+        end = len(line) if self.end_column is None else self.end_column
+        shown = line.lstrip()
+        cut = len(line) - len(shown)
+        carets = " " * max(0, start - cut) + "^" * max(1, min(end, len(line)) - start)
+        return f"    {shown}\n    {carets}\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One mistake, or one thing that could not be tried.
+
+    Args:
+        kind: what kind of mistake; None where the function cannot be tried on a mesh.
+        places: the lines it comes from, the one to look at first.
+        axes: the mesh axes at fault.
+        mesh: the mesh it shows on.
+        operation: the JAX operation whose value is the first that differs.
+        outputs: the outputs that are wrong for it.
+        difference: by how much the worst of them differs.
+        bound: how much of that rounding explains.
+        message: what could not be tried, and why; empty for a mistake.
+    """
+
+    kind: Kind | None
+    places: tuple[Place, ...]
+    axes: tuple[str, ...]
+    mesh: str
+    operation: str = ""
+    outputs: tuple[str, ...] = ()
+    difference: float = 0.0
+    bound: float = 0.0
+    message: str = ""
+
+    @property
+    def code(self) -> str:
+        """A short name that stays."""
+        return "PROVE010" if self.kind is None else self.kind.code
+
+    @property
+    def place(self) -> Place | None:
+        """The line to look at."""
+        return self.places[0] if self.places else None
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong."""
+        if self.kind is None:
+            return self.message
+        return self.kind.says.format(axes=_axes(self.axes))
+
+    @property
+    def repair(self) -> str:
+        """What to do."""
+        if self.kind is None:
+            return "take the size from the mesh, as jax.lax.axis_size does, or give make(mesh)"
+        return self.kind.repair.format(axes=_axes(self.axes))
+
+    def __str__(self) -> str:
+        """The finding as a compiler would print it."""
+        where = f"{self.place}: " if self.place else ""
+        head = "cannot be tried" if self.kind is None else f"{self.kind}"
+        text = f"{where}{head} [{self.code}]: {self.sentence}\n"
+        if self.place is not None:
+            text += self.place.text()
+        for place in self.places[1:]:
+            text += f"    called from {place} in {place.function}\n"
+        if self.kind is not None and self.outputs:
+            outputs = ", ".join(self.outputs[:3]) + (" …" if len(self.outputs) > 3 else "")
+            gap = "not a number" if math.isinf(self.difference) else f"{self.difference:.3g}"
+            text += (
+                f"    on mesh {self.mesh}, operation {self.operation}: {outputs} differs from one "
+                f"device by {gap}; rounding explains {self.bound:.1g}\n"
+            )
+        return f"{text}    repair: {self.repair}"
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    names = [repr(axis) for axis in axes]
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What is known about one output of the function.
+
+    Args:
+        name: its path in what the function returns.
+        status: "proven" where it holds for every input, "tried" where it held for all that were
+            drawn, "differs", or "unjudged" where the two cannot be compared.
+        difference: the largest difference from one device.
+        bound: what rounding explains of it.
+        reason: why it is unjudged.
+    """
+
+    name: str
+    status: str
+    difference: float = 0.0
+    bound: float = 0.0
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a proof found.
+
+    Args:
+        function: the name of what was proven.
+        meshes: those that were compared; the first is that of one device.
+        draws: how many inputs were tried.
+        outputs: what is known about each output.
+        findings: the mistakes, and what could not be tried.
+    """
+
+    function: str
+    meshes: tuple[str, ...]
+    draws: int
+    outputs: tuple[Output, ...]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def mistakes(self) -> tuple[Finding, ...]:
+        """The findings that are mistakes."""
+        return tuple(one for one in self.findings if one.kind is not None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every mesh was tried and no mistake was found."""
+        return not self.findings
+
+    @property
+    def exit_code(self) -> int:
+        """0, 1 where a mistake was found, 2 where a mesh could not be tried."""
+        return 1 if self.mistakes else 2 if self.findings else 0
+
+    def __str__(self) -> str:
+        """The findings, and a line that sums up."""
+        return "\n".join([*map(str, self.findings), self.summary()])
+
+    def summary(self) -> str:
+        """One line: what was tried and what came out."""
+        meshes = ", ".join(self.meshes[1:])
+        draws = f"{self.draws} input{'s' * (self.draws != 1)}"
+        if self.mistakes:
+            count = len(self.mistakes)
+            return f"{self.function}: {count} mistake{'s' * (count != 1)} on {meshes} ({draws})"
+        if self.findings:
+            return f"{self.function}: not all could be tried on {meshes} ({draws})"
+        proven = sum(output.status == "proven" for output in self.outputs)
+        left = [output.name for output in self.outputs if output.status == "unjudged"]
+        text = (
+            f"{self.function}: the same on {meshes} as on one device: of {len(self.outputs)} "
+            f"outputs {proven} for every input, the others for {draws}"
+        )
+        return f"{text}; not compared: {', '.join(left)}" if left else text
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "function": self.function,
+            "ok": self.ok,
+            "meshes": list(self.meshes),
+            "draws": self.draws,
+            "outputs": [_finite(dataclasses.asdict(output)) for output in self.outputs],
+            "findings": [
+                {
+                    **_finite(dataclasses.asdict(finding)),
+                    "kind": finding.kind and str(finding.kind),
+                    "code": finding.code,
+                    "sentence": finding.sentence,
+                    "repair": finding.repair,
+                }
+                for finding in self.findings
+            ],
+        }
+
+    def as_sarif(self) -> dict[str, Any]:
+        """The report in SARIF 2.1.0, as code review tools read it."""
+        rules = {finding.code: finding for finding in self.findings}
+        return {
+            "version": "2.1.0",
+            "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+            "runs": [
+                {
+                    "tool": {
+                        "driver": {
+                            "name": "axon prove",
+                            "rules": [
+                                {
+                                    "id": code,
+                                    "name": str(finding.kind or "cannot be tried"),
+                                    "shortDescription": {"text": str(finding.kind or "not tried")},
+                                    "help": {"text": finding.repair},
+                                }
+                                for code, finding in rules.items()
+                            ],
+                        }
+                    },
+                    "results": [_sarif(finding) for finding in self.findings],
+                }
+            ],
+        }
+
+    def dumps(self, form: str) -> str:
+        """The report as text in one of the forms `json` and `sarif`."""
+        return json.dumps(self.as_json() if form == "json" else self.as_sarif(), indent=1)
+
+
+def _finite(data: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: that is null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in data.items()
+    }
+
+
+def _sarif(finding: Finding) -> dict[str, Any]:
+    return {
+        "ruleId": finding.code,
+        "level": "warning" if finding.kind is None else "error",
+        "message": {"text": f"{finding.sentence}; {finding.repair}"},
+        "locations": list(_locations(finding.places[:1])),
+        "relatedLocations": list(_locations(finding.places[1:])),
+    }
+
+
+def _locations(places: tuple[Place, ...]) -> Iterator[dict[str, Any]]:
+    for place in places:
+        region: dict[str, Any] = {"startLine": place.line}
+        if place.column is not None:
+            region["startColumn"] = place.column + 1
+        if place.end_column is not None:
+            region["endColumn"] = place.end_column + 1
+        uri = os.path.relpath(place.file).replace(os.sep, "/")
+        yield {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}

@@ -1,0 +1,268 @@
+"""A function on one mesh: traced, compiled, and its outputs by name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from ..core.errors import ConfigError
+from .inputs import is_array
+from .meshes import build_mesh, rebind, unchecked
+from .program import Evaluation, Injected, Program, Value, flatten, plain
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A function as it is on one mesh.
+
+    Args:
+        program: its operations.
+        names: of its outputs.
+        mesh: which it was traced on.
+        context: the mesh in context, if the function takes its mesh from that.
+        specs: how the arrays among the arguments were placed.
+    """
+
+    program: Program
+    names: tuple[str, ...]
+    mesh: Mesh
+    context: Mesh | None
+    specs: tuple[Any, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis of the mesh."""
+        return {str(name): size for name, size in self.mesh.shape.items()}
+
+    @property
+    def title(self) -> str:
+        """The mesh as it is written."""
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items())
+
+    def compiled(self, wanted: frozenset[Value], with_noise: bool) -> Callable[..., Any]:
+        """(inputs, seed, scale, bits) -> outputs and the recorded values, as NumPy arrays.
+
+        Args:
+            wanted: the values to record.
+            with_noise: whether results are moved by `scale` units in the last place.
+        """
+        return functools.partial(self._call, _jitted(self, wanted, with_noise))
+
+    def _call(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[Any],
+        seed: int = 0,
+        scale: float = 0.0,
+        injected: Mapping[int, Injected] | None = None,
+    ) -> tuple[list[np.ndarray], dict[Value, np.ndarray]]:
+        placed = [self._placed(x, spec) for x, spec in zip(inputs, self.specs, strict=True)]
+        bits = {number: one.bits for number, one in (injected or {}).items()}
+        splits = tuple((number, one.splits) for number, one in (injected or {}).items())
+        noise = (np.uint32(seed * 2654435761 % 2**32), np.float32(scale))
+        with self.within():
+            outputs, values = run(splits, placed, noise, bits)
+        return [np.asarray(x) for x in outputs], {v: np.asarray(x) for v, x in values.items()}
+
+    def _placed(self, x: Any, spec: Any) -> Any:
+        if spec is None or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jax.device_put(np.asarray(x), NamedSharding(self.mesh, spec))
+
+    def within(self) -> Any:
+        """The mesh in context, for a function that takes its mesh from there."""
+        return contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context)
+
+
+def _jitted(traced: Traced, wanted: frozenset[Value], with_noise: bool) -> Callable[..., Any]:
+    order: list[Value] = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def compute(splits: Any, values: list, noise: tuple, bits: dict) -> tuple[list, list]:
+        given = {number: Injected(bits[number], split) for number, split in splits}
+        evaluation = Evaluation(wanted, noise if with_noise else None, given)
+        outputs, record = evaluation.run(traced.program, values)
+        order[:] = record
+        return [plain(x) for x in outputs], [plain(x) for x in record.values()]
+
+    def run(*arguments: Any) -> tuple[list, dict[Value, Any]]:
+        outputs, values = compute(*arguments)
+        return outputs, dict(zip(order, values, strict=True))
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A function and its arguments, to be traced on one mesh after the other.
+
+    Args:
+        make: gives the function and the arguments on a mesh.
+        name: of the function.
+        context: a mesh in context that the function takes its own from, if it does.
+    """
+
+    make: Callable[[Mesh], tuple[Callable[..., Any], tuple[Any, ...]]]
+    name: str
+    context: Mesh | None = None
+
+    def leaves(self, mesh: Mesh) -> list[Any]:
+        """The arrays and shapes among the arguments."""
+        _, arguments = self.make(mesh)
+        return [leaf for leaf in _flat(arguments)[0] if is_array(leaf)]
+
+    def place(self, mesh: Mesh) -> list[tuple[str, int]]:
+        """The file and the line at which the function begins, where that is known."""
+        with contextlib.suppress(Exception):
+            code = inspect.unwrap(self.make(mesh)[0]).__code__
+            return [(code.co_filename, code.co_firstlineno)]
+        return []
+
+    def on(self, sizes: Mapping[str, int], like: Mesh | None, checked: bool = True) -> Traced:
+        """Traces the function on a mesh of these sizes.
+
+        Args:
+            sizes: of each axis.
+            like: a mesh whose types of axes it takes.
+            checked: False has no `shard_map` check what varies, whatever it says itself.
+        """
+        with contextlib.nullcontext() if checked else unchecked():
+            return self._on(build_mesh(sizes, like))
+
+    def _on(self, mesh: Mesh) -> Traced:
+        function, arguments = self.make(mesh)
+        leaves, rebuild = _flat(arguments)
+        # Drawn numbers take the place of shapes later; a program is traced once.
+        dynamic = [leaf for leaf in leaves if is_array(leaf)]
+        names: list[str] = []
+
+        def run(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            filled = [next(given) if is_array(leaf) else leaf for leaf in leaves]
+            inputs = rebuild(filled)
+            result = _outputs(function(*inputs), inputs, arguments)
+            pairs = jax.tree_util.tree_leaves_with_path(result)
+            pairs = [(path, x) for path, x in pairs if hasattr(x, "dtype")]
+            names[:] = [_path(path) for path, _ in pairs]
+            return [x for _, x in pairs]
+
+        context = mesh if self.context is not None else None
+        within = contextlib.nullcontext() if context is None else jax.set_mesh(context)
+        specs = tuple(_spec(leaf, mesh) for leaf in dynamic)
+        with within:
+            placed = [_struct(x, s, mesh) for x, s in zip(dynamic, specs, strict=True)]
+            closed = jax.make_jaxpr(run)(*placed)
+        program = flatten(closed)
+        _release(program)
+        return Traced(program, tuple(names), mesh, context, specs)
+
+
+def _path(path: Any) -> str:
+    return f"output{jax.tree_util.keystr(path)}"
+
+
+def _spec(leaf: Any, mesh: Mesh) -> Any:
+    """How an argument was placed, where the mesh has these axes."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(leaf, jax.Array):
+        return None
+    return sharding.spec if set(sharding.mesh.axis_names) <= set(mesh.axis_names) else None
+
+
+def _struct(leaf: Any, spec: Any, mesh: Mesh) -> Any:
+    sharding = None if spec is None else NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
+
+
+def _is_module(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Pytree)
+
+
+def _flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of arguments, and what puts them together again, modules of NNX included."""
+    if any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_module))):
+        graph, state = nnx.split(list(arguments))
+        leaves, structure = jax.tree.flatten(state)
+        return leaves, lambda new: nnx.merge(graph, structure.unflatten(new))
+    leaves, structure = jax.tree.flatten(arguments)
+    return leaves, structure.unflatten
+
+
+def _outputs(result: Any, inputs: Any, arguments: Any) -> Any:
+    """What a function returns, and the modules that it was given and may have changed."""
+    if any(map(_is_module, jax.tree.leaves(result, is_leaf=_is_module))):
+        result = nnx.state(result)
+    modules = [x for x in inputs if _is_module(x)]
+    if not modules:
+        return result
+    return {"returned": result, "updated": [nnx.state(module) for module in modules]}
+
+
+def _release(program: Program) -> None:
+    """Makes constants that were placed on the devices of another mesh plain arrays."""
+    regions = [program.region, *(r for o in program.operations for r in o.regions)]
+    for region in regions:
+        for value in region.constants:
+            held = value.constant
+            is_key = jax.dtypes.issubdtype(getattr(held, "dtype", None), jax.dtypes.prng_key)
+            if isinstance(held, jax.Array) and not is_key and len(held.sharding.device_set) > 1:
+                value.constant = np.asarray(held)
+
+
+def subject_of(function: Any, arguments: tuple[Any, ...], name: str | None = None) -> Subject:
+    """How a function is tried on other meshes.
+
+    A function that takes `mesh` alone is called with it, and returns the function to prove, or
+    that and its arguments. One that takes `mesh` among others is given it by name. Any other is
+    copied with each mesh in what it closes over replaced.
+    """
+    if not callable(function):
+        raise ConfigError(f"[PROVE004] got {function!r:.60} to prove; it must be a function")
+    name = name or getattr(function, "__qualname__", type(function).__name__)
+    parameters = _parameters(function)
+    if parameters[:1] == ["mesh"] and len(parameters) == 1:
+        return Subject(functools.partial(_made, function, arguments, name), name)
+    if "mesh" in parameters:
+        given = functools.partial
+        return Subject(lambda mesh: (given(function, mesh=mesh), arguments), name)
+    current = _mesh_in_context()
+
+    def rebound(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        sizes = {str(axis): size for axis, size in mesh.shape.items()}
+        return rebind(function, sizes), arguments
+
+    return Subject(rebound, name, current)
+
+
+def _made(
+    function: Callable[..., Any], arguments: tuple[Any, ...], name: str, mesh: Mesh
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    made = function(mesh)
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
+        return made[0], tuple(made[1])
+    if not callable(made):
+        raise ConfigError(
+            f"[PROVE005] {name}(mesh) returned {type(made).__name__}; it must return a function, "
+            "or a pair of a function and its arguments"
+        )
+    return made, arguments
+
+
+def _parameters(function: Any) -> list[str]:
+    with contextlib.suppress(ValueError, TypeError):
+        return list(inspect.signature(function).parameters)
+    return []
+
+
+def _mesh_in_context() -> Mesh | None:
+    mesh = jax.sharding.get_mesh()
+    return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
