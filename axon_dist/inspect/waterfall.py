@@ -71,7 +71,7 @@ _KERNELS: Mapping[str, re.Pattern[str]] = MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LostLine:
     """A line of the program, and what a step loses there.
 
     Args:
@@ -88,7 +88,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class LostTime:
     """One row of a waterfall.
 
     Args:
@@ -100,7 +100,7 @@ class Loss:
 
     kind: str
     seconds: float
-    places: tuple[Place, ...] = ()
+    places: tuple[LostLine, ...] = ()
     advice: str = ""
 
 
@@ -129,7 +129,7 @@ class Waterfall:
     peak_source: str
     flops: float
     useful_seconds: float
-    losses: tuple[Loss, ...]
+    losses: tuple[LostTime, ...]
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -188,10 +188,10 @@ class Waterfall:
         """
         try:
             losses = tuple(
-                Loss(
+                LostTime(
                     kind=row["kind"],
                     seconds=float(row["seconds"]),
-                    places=tuple(Place(**place) for place in row["places"]),
+                    places=tuple(LostLine(**place) for place in row["places"]),
                     advice=str(row["advice"]),
                 )
                 for row in plain["losses"]
@@ -463,7 +463,7 @@ def _at_peak(
     return {name: count / peak_flops for name, count in done.items()}
 
 
-def _loss(kind: str, rows: Iterable[tuple[str, str, float, float]]) -> Loss:
+def _loss(kind: str, rows: Iterable[tuple[str, str, float, float]]) -> LostTime:
     """Joins what is lost in one line."""
     by_source: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
     for source, name, seconds, count in rows:
@@ -475,6 +475,6 @@ def _loss(kind: str, rows: Iterable[tuple[str, str, float, float]]) -> Loss:
         seconds = sum(part[1] for part in parts)
         count = sum(part[2] for part in parts)
         source = "" if place in (part[0] for part in parts) else place
-        places.append(Place(source, heaviest, seconds, count))
+        places.append(LostLine(source, heaviest, seconds, count))
     places.sort(key=lambda place: -place.seconds)
-    return Loss(kind, sum(place.seconds for place in places), tuple(places))
+    return LostTime(kind, sum(place.seconds for place in places), tuple(places))
