@@ -28,6 +28,8 @@ from .measure import variants as variants
 from .numerics import Finding as Finding
 from .numerics import check_numerics as check_numerics
 from .page import report_page as report_page
+from .profile import profile_run as profile_run
+from .profile import profile_step as profile_step
 from .run_model import export_run as export_run
 from .run_model import load_model as load_model
 from .runs import Run as Run

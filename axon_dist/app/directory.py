@@ -75,6 +75,8 @@ class RunDirectory:
     """What the compiled step is made of, as JSON."""
     profile = _Entry("profile")
     """Traces of the steps that `train.profile` asks for."""
+    waterfall = _Entry("waterfall.json")
+    """Where the time of a step goes, as `axon profile` measured it, as JSON."""
     plot = _Entry("loss.png")
     """The loss curves."""
 
@@ -232,7 +234,7 @@ def _unfinished(path: Path) -> Path:
     return path.with_suffix(".tmp")
 
 
-RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json")
+RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json", "waterfall.json")
 """What is read of a run, and copied from a bucket before."""
 
 

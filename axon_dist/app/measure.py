@@ -180,7 +180,7 @@ def tune(
     tried = variants(device.platform) if tried is None else tried
     rows: dict[str, Timed] = {}
     steps: dict[str, Any] = {}
-    batch = {name: _drawn(shape, config) for name, shape in abstract_batch(config).items()}
+    batch = drawn_batch(config)
     for variant in tried:
         try:
             step, compiled, seconds = _compiled(config, world, variant, batch)
@@ -243,6 +243,11 @@ def _alternate(
                 continue
             times[name] += [seconds] if number else []  # the first round compiles and warms up
     return times
+
+
+def drawn_batch(config: RunConfig) -> dict[str, np.ndarray]:
+    """A global batch of a config's shapes; its data are not read."""
+    return {name: _drawn(shape, config) for name, shape in abstract_batch(config).items()}
 
 
 def _drawn(shape: Any, config: RunConfig) -> np.ndarray:

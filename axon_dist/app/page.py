@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from axon_dist.core.errors import ConfigError
 from axon_dist.core.words import byte_size, clock_time, duration
+from axon_dist.inspect import Waterfall
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
 from .run_records import Curve, Recorded, Runs, bars, compared, lines, read_recorded
@@ -262,6 +264,27 @@ _KINDS = {
 
 
 @_of_each
+def _waterfall(one: Recorded) -> str | None:
+    if not one.waterfall:
+        return None
+    try:
+        found = Waterfall.from_dict(one.waterfall)
+    except ConfigError as error:
+        return _say(f"waterfall.json is broken: {error}")
+    rows = found.rows()
+    words = {label: duration(seconds) for label, _, seconds, _, _ in rows}
+    drawn = bars({label: seconds for label, _, seconds, _, _ in rows}, words)
+    shown = [
+        [label, f"{percent:.1f}", lines, advice]
+        for label, percent, _, lines, advice in rows
+        if lines
+    ]
+    head = ["lost to", "% of the step", "lines", "what gives it back"]
+    said = "".join(f"<p>{escape(line)}</p>" for line in found.summary())
+    return f"{said}{drawn}{_table(shown, head)}"
+
+
+@_of_each
 def _memory(one: Recorded) -> str | None:
     sizes = {str(k): float(v) for k, v in (one.program.get("memory") or {}).items()}
     if not sizes:
@@ -395,6 +418,12 @@ PARTS: tuple[Part, ...] = (
     Part("throughput", "Throughput", _throughput, _NOT_MEASURED),
     Part("steps", "Step time", _step_time, _NOT_MEASURED),
     Part("time", "Where the time went", _time, "Unknown: summary.json, of the end, does not say."),
+    Part(
+        "waterfall",
+        "From the peak to the step",
+        _waterfall,
+        "No step was profiled: axon profile RUN does, and keeps it in the folder of the run.",
+    ),
     Part("memory", "Memory per device", _memory, _NO_PROGRAM),
     Part("collectives", "Collectives", _collectives, _NO_PROGRAM),
     Part("schedule", "Schedule", _timeline, "There is no pipeline, so there is no schedule."),

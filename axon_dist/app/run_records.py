@@ -34,6 +34,7 @@ class Recorded:
         program: of `program.json`; empty where it cannot be read.
         config: the text of `config.yaml`.
         notes: a sentence for everything that is missing or broken.
+        waterfall: of `waterfall.json`; empty where there is none, or it cannot be read.
         called: a name that tells it from another run of its name; empty for its own.
     """
 
@@ -43,6 +44,7 @@ class Recorded:
     program: JsonDict
     config: str
     notes: tuple[str, ...]
+    waterfall: JsonDict = dataclasses.field(default_factory=dict)
     called: str = ""
 
     @property
@@ -178,6 +180,9 @@ def read_recorded(folder: str | Path) -> Recorded:
     words = (x for row in rows for x in row.values() if isinstance(x, str))
     if bad := sum(x in ("nan", "inf", "-inf") for x in words):
         notes.append(f"{plural(bad, 'number')} of the metrics not finite, left out of curves")
+    waterfall: JsonDict = {}
+    if kind_at(directory.waterfall) is not None:
+        waterfall = _object(directory.waterfall, "where a step's time goes is not known", notes)
     recorded = Recorded(
         folder=directory.place,
         rows=rows,
@@ -185,6 +190,7 @@ def read_recorded(folder: str | Path) -> Recorded:
         program=_object(directory.program, "the run never got past its first step", notes),
         config=_text(directory.config, "nobody knows what the run was made from", notes),
         notes=tuple(notes),
+        waterfall=waterfall,
     )
     if not (recorded.rows or recorded.summary or recorded.program or recorded.config):
         raise ConfigError(f"{str(folder)!r} holds nothing of a run: {'; '.join(notes)}")

@@ -22,6 +22,8 @@ from axon_dist.app import (
     examine,
     export_run,
     generate_text,
+    profile_run,
+    profile_step,
     report_page,
     tiny,
     train,
@@ -32,7 +34,7 @@ from axon_dist.app.summary import two_columns
 from axon_dist.app.verify import SPREAD
 from axon_dist.config import RunConfig, describe, load_config, to_markdown, to_text
 from axon_dist.core.errors import ConfigError, MeshError
-from axon_dist.core.files import as_place
+from axon_dist.core.files import as_place, kind_at
 from axon_dist.core.words import plural, printable
 from axon_dist.launch import INTERRUPTED
 from axon_dist.mesh import process_index
@@ -215,6 +217,25 @@ def tune_step(arguments: argparse.Namespace) -> int:
     tuning = tune(config, arguments.rounds, arguments.calls)
     Console().print(tuning)
     _write_json(arguments, tuning.to_dict())
+    return 0
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Traces some steps of a config or a run, and prints where their time goes."""
+    place = as_place(arguments.place, "CONFIG or RUN")
+    if isinstance(place, Path) and kind_at(place) != "a folder":
+        config = load_config(arguments.place, arguments.overrides)
+        found = profile_step(config, arguments.steps)
+    else:
+        found = profile_run(
+            arguments.place, arguments.overrides, arguments.steps, trust=arguments.trust
+        )
+    if process_index():
+        return 0
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(console.width, 140))
+    console.print(found, highlight=False)
+    _write_json(arguments, found.to_dict())
     return 0
 
 

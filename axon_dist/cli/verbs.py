@@ -310,6 +310,25 @@ VERBS: tuple[Verb, ...] = (
         ),
     ),
     _verb(
+        "profile",
+        "Measure where the time of a step goes, line by line.",
+        "runs:profile",
+        _argument(
+            "place",
+            "a YAML file, or the folder of a run, which keeps the figures for axon report",
+            metavar="CONFIG|RUN",
+        ),
+        _CONFIG[1],
+        _int("--steps", "steps that are measured (3)", default=3),
+        _TRUST,
+        _file("--json", "write the figures to this file too"),
+        examples=(
+            "axon profile configs/quickstart.yaml",
+            "axon profile configs/fsdp8.yaml train.global_batch=16 --json waterfall.json",
+            "axon profile runs/a mesh=dp=4",
+        ),
+    ),
+    _verb(
         "launch",
         "Start several processes on this host, and watch over them.",
         "machine:launch_processes",

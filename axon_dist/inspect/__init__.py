@@ -11,6 +11,8 @@ strategy, so that it can check what one claims. Times follow from the rates of `
   into tests; `recomputed` is what XLA rematerialises unasked.
 * `flops` counts matrix operations with the trip counts of loops.
 * `report` joins the three.
+* `read_trace` reads what `jax.profiler` traced, and `waterfall` says with the program what the
+  time of a step went to.
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
   `target_options` the compiler options of their chip, which a step built for them has already.
 
@@ -53,4 +55,10 @@ from .report import memory as memory
 from .report import report as report
 from .report import target_devices as target_devices
 from .report import target_mesh as target_mesh
+from .timeline import Event as Event
+from .timeline import read_trace as read_trace
 from .transfers import collectives as collectives
+from .waterfall import LostLine as LostLine
+from .waterfall import LostTime as LostTime
+from .waterfall import Waterfall as Waterfall
+from .waterfall import waterfall as waterfall

@@ -106,6 +106,41 @@ def source_lines(lines: list[str]) -> dict[int, str]:
     }
 
 
+_LIBRARIES = re.compile(r"site-packages/(?:flax|jax|jaxlib|optax)/")
+
+
+def own_lines(lines: list[str]) -> dict[int, str]:
+    """Joins the same tables as `source_lines`, but passes over the frames of Flax, JAX and optax.
+
+    The innermost frame of every product of a model is the same line of `flax/nnx/nn/linear.py`;
+    the line that called it says which layer it is.
+
+    Args:
+        lines: the text of the module, by lines.
+
+    Returns:
+        `{stack_frame_id: "file.py:line"}`, of the innermost frame of another package; where there
+        is none, of the innermost of all.
+    """
+    tables, innermost = _read_tables(lines), source_lines(lines)
+    files = tables["FileNames"]
+    is_library = {
+        key: bool(_LIBRARIES.search(files.get(_field(row, "file_name_id"), "")))
+        for key, row in tables["FileLocations"].items()
+    }
+    frames = tables["StackFrames"]
+    # XLA writes the number of the parent, counted from 1, or one more.
+    more = int(any(_field(row, "parent_frame_id") == key for key, row in frames.items()))
+    found: dict[int, str] = {}
+    for key, row in sorted(frames.items()):
+        parent = found.get(_field(row, "parent_frame_id") - more, "")
+        inside = is_library.get(_field(row, "file_location_id"), False)
+        line = parent if inside and parent else innermost.get(key, "")
+        if line:
+            found[key] = line
+    return found
+
+
 def _read_tables(lines: list[str]) -> dict[str, dict[int, str]]:
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     current: dict[int, str] | None = None
@@ -142,6 +177,7 @@ def origin(attributes: str, sources: dict[int, str]) -> tuple[str, str]:
     return (op_name.group(1) if op_name else ""), source
 
 
+_MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)\s(?:.*\s)?\{$")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"')
 _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -212,12 +248,23 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations, and what its header and tables say."""
+    """A compiled program: its computations, and what its header and tables say.
+
+    Args:
+        computations: by name.
+        entry: where it begins.
+        num_devices: that it runs on.
+        sources: the innermost line of each stack frame, see `source_lines`.
+        name: of the module, such as `jit_train_step`.
+        own_lines: the innermost line outside of libraries, see `own_lines`.
+    """
 
     computations: dict[str, Computation]
     entry: Computation
     num_devices: int
     sources: dict[int, str]
+    name: str = ""
+    own_lines: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def called(self, instruction: Instruction) -> list[Computation]:
         """The computations that an instruction runs; a reducer is not counted as run."""
@@ -285,6 +332,8 @@ def parse(text: str) -> Module:
         entry=computations[entry or next(reversed(computations))],
         num_devices=_field(lines[0], "num_partitions", 1) * _field(lines[0], "replica_count", 1),
         sources=source_lines(lines),
+        own_lines=own_lines(lines),
+        name=match.group(1) if (match := _MODULE.match(lines[0])) else "",
     )
 
 

@@ -335,32 +335,70 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossP
     classes = at.kernel.shape[1]
     start = 0 if axis is None else jax.lax.axis_index(axis) * classes
     num_classes = classes * (1 if axis is None else jax.lax.axis_size(axis))
-    # One row of ids: those of all positions would not change, and be kept in memory by a loop.
+    # JAX moves out of a loop whatever does not depend on it, and keeps it in memory: of the ids one
+    # row, and no array of all logits, as `jnp.where(is_label, logits, 0.0)` makes of its zero.
     ids = jax.lax.broadcasted_iota(at.labels.dtype, (1, classes), 1) + start
     is_label = ids == at.labels[:, None]
 
     logits, slope = _logits(how, at)
-    largest = over(all_max, jax.lax.stop_gradient(logits).max(-1))
-    total = over(all_sum, jnp.exp(logits - largest[:, None]).sum(-1))
+    is_narrow = jnp.dtype(at.hidden.dtype).itemsize < 4
+    largest, total = (_online if is_narrow else _in_turn)(logits, over)
     log_total = jnp.log(total) + largest
     smooth = how.label_smoothing
-    losses = log_total - (1 - smooth) * over(all_sum, jnp.where(is_label, logits, 0.0).sum(-1))
+    losses = log_total - (1 - smooth) * over(all_sum, _of_labels(logits, at.labels - start))
     if smooth:
         losses = losses - smooth / num_classes * over(all_sum, logits.sum(-1))
     if how.z_loss:
         losses = losses + how.z_loss * log_total**2
     hits = jnp.zeros(())
     if how.scores:
-        first = jnp.where(logits == largest[:, None], ids, num_classes).min(-1)
+        is_less = (logits != largest[:, None]).astype(jnp.int32)
+        first = (ids.astype(jnp.int32) + num_classes * is_less).min(-1)
         hits = jnp.sum(at.weights * (over(all_min, first) == at.labels))
     grads: Gradients = (None, None, None)
     if any(wants):
         # From the logits again: an exponential costs less than an array of them in memory.
         back = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
-        back = back - jnp.where(is_label, 1 - smooth, 0.0) - smooth / num_classes
+        back = back - (1 - smooth) * is_label.astype(jnp.float32) - smooth / num_classes
         back = back * at.weights[:, None] * (1.0 if slope is None else slope)
         grads = _gradients(at, back, wants)
     return LossParts(jnp.sum(losses * at.weights), hits, losses, grads)
+
+
+def _in_turn(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
+    """The largest of each row, and the sum of the exponentials beside it: two passes."""
+    largest = over(all_max, jax.lax.stop_gradient(logits).max(-1))
+    return largest, over(all_sum, jnp.exp(logits - largest[:, None]).sum(-1))
+
+
+def _online(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
+    """The same in one pass (Milakov and Gimelshein, arXiv:1805.02867).
+
+    It rounds otherwise, by less than a float32 has digits, so that products in float32 keep to
+    two passes. Of logits in memory a pass is most of what the loss costs a GPU.
+    """
+
+    def join(a, b):
+        (one, sum_one), (other, sum_other) = a, b
+        apart = one - other
+        scale = jnp.exp(-jnp.abs(apart))
+        total = jnp.where(apart > 0, sum_one + sum_other * scale, sum_one * scale + sum_other)
+        return jnp.maximum(one, other), total
+
+    # Ones that depend on the logits: see `_chunk`.
+    ones = (logits == logits).astype(logits.dtype)
+    least = jnp.asarray(jnp.finfo(logits.dtype).min), jnp.zeros((), logits.dtype)
+    largest, total = jax.lax.reduce((logits, ones), least, join, (1,))
+    all_largest = over(all_max, largest)
+    return all_largest, over(all_sum, total * jnp.exp(largest - all_largest))
+
+
+def _of_labels(logits: Array, labels: Array) -> Array:
+    """The logit of each label, `[N]`; 0 for one that is none of these classes."""
+    classes = logits.shape[1]
+    at = jnp.clip(labels, 0, classes - 1)[:, None]
+    chosen = jnp.take_along_axis(logits, at, axis=1)[:, 0]
+    return jnp.where((labels >= 0) & (labels < classes), chosen, 0.0)
 
 
 def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:

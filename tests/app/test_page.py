@@ -45,6 +45,16 @@ SUMMARY = {
     "unit": "nats/byte", "seconds": {"compile": 3.0, "data": 0.5, "save": 1.0, "validation": 2.0},
     "step_percentiles": {"50": 0.1, "100": 0.4}, "jax": "0.12", "devices": 4, "first_step": 2,
 }  # fmt: skip
+KINDS = ("products", "attention", "recomputed", "kernels", "copies", "wire", "gaps", "host")
+LOST = [
+    {"kind": kind, "seconds": 0.01, "advice": EVIL,
+     "places": [{"source": EVIL, "operation": "dot.1", "seconds": 0.01, "count": 2.0}]}
+    for kind in KINDS
+]  # fmt: skip
+WATERFALL = {
+    "device": EVIL, "num_devices": 4, "num_steps": 3, "step_seconds": 0.1, "peak_flops": 1e12,
+    "peak_source": EVIL, "flops": 2e10, "useful_seconds": 0.02, "losses": LOST, "notes": [EVIL],
+}  # fmt: skip
 
 
 def row(step, unix, elapsed):
@@ -70,6 +80,7 @@ def folder(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (run / "program.json").write_text(json.dumps(PROGRAM))
     (run / "summary.json").write_text(json.dumps(SUMMARY))
+    (run / "waterfall.json").write_text(json.dumps(WATERFALL))
     (run / "config.yaml").write_text(f"name: '{EVIL}'\n")
     return run
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from axon_dist import load_model
-from axon_dist.app import evaluate, export_run, generate_text
+from axon_dist.app import evaluate, export_run, generate_text, profile_run
 from axon_dist.cli.main import main
 from axon_dist.config.parse import load_untrusted
 from axon_dist.core.errors import ConfigError
@@ -14,6 +14,7 @@ VERBS = {
     "load_model": load_model,
     "eval": evaluate,
     "generate": lambda run, **more: generate_text(run, ["a"], 1, **more),
+    "profile": profile_run,
     "export": lambda run, **more: export_run(run, run / "out.safetensors", **more),
 }
 CONFIGS = (

@@ -1,0 +1,270 @@
+"""What each operation of a program took in a trace of `jax.profiler`.
+
+Every moment of a device belongs to one operation, or to none. Where several run at once, as on the
+streams of a GPU, it belongs to the one that the step would wait for anyway: a product before a
+copy, and a copy before a transfer. A transfer therefore keeps only the time that nothing hides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from ..core.errors import UnsupportedError
+
+_DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
+_TPU_NAME = re.compile(r"%?([\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One execution of an operation.
+
+    Args:
+        name: of the HLO instruction; of a kernel without one, its own.
+        program: the name of the HLO module; "" where the trace does not say.
+        device: the number of the device.
+        start: nanoseconds.
+        end: nanoseconds.
+        run: a number that the operations of one execution of a program share; None where the
+            trace does not say.
+    """
+
+    name: str
+    program: str
+    device: int
+    start: float
+    end: float
+    run: int | None = None
+
+
+def read_trace(folder: str | Path) -> list[Event]:
+    """Reads the newest trace in a folder.
+
+    Args:
+        folder: that `jax.profiler.trace` was given.
+
+    Returns:
+        The executions of operations: of GPUs those on their streams, of TPUs those of the line
+        `XLA Ops`, of CPUs those that name an HLO instruction.
+
+    Raises:
+        UnsupportedError: when there is no trace, or none of operations.
+    """
+    files = sorted(Path(folder).glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise UnsupportedError(
+            f"{str(folder)!r} holds no trace (*.xplane.pb); give the folder that "
+            "jax.profiler.trace was given"
+        )
+    with warnings.catch_warnings():
+        # The types of the reader lack the attribute __module__, of which Python warns.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
+        events = [event for plane in planes for event in _events(plane)]
+    if not events:
+        raise UnsupportedError(
+            f"the trace {str(files[-1])!r} has no operation of a CPU, GPU or TPU; trace a step "
+            "that runs, and wait for its result before the trace ends"
+        )
+    return events
+
+
+def _events(plane: Any) -> Iterable[Event]:
+    if match := _DEVICE.fullmatch(plane.name):
+        device = int(match.group(1))
+        for line in plane.lines:
+            if line.name.startswith("Stream") or line.name == "XLA Ops":
+                yield from (_event(one, device) for one in line.events)
+    elif plane.name == "/host:CPU":
+        for line in plane.lines:
+            for one in line.events:
+                stats = dict(one.stats)
+                if "hlo_op" in stats:
+                    yield _event(one, int(stats.get("device_ordinal", 0)), stats)
+
+
+def _event(one: Any, device: int, stats: Mapping[str, Any] | None = None) -> Event:
+    stats = dict(one.stats) if stats is None else stats
+    match = _TPU_NAME.match(one.name)
+    name = str(stats.get("hlo_op") or (match.group(1) if match else one.name))
+    run = stats.get("run_id")
+    start = float(one.start_ns)
+    return Event(
+        name=name,
+        program=str(stats.get("hlo_module", "")),
+        device=device,
+        start=start,
+        end=start + float(one.duration_ns),
+        run=None if run is None else int(run),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """The time of one step, of all devices the mean.
+
+    Args:
+        step: seconds from the start of a step to that of the next.
+        by_name: seconds that belong to each operation.
+        counts: how often a device runs each.
+        gaps: seconds within a step in which a device runs nothing, by the operation that follows.
+        between: seconds in which a device waits for the next step to begin.
+        num_steps: how many steps were traced whole.
+        num_devices: how many devices were traced.
+    """
+
+    step: float
+    by_name: Mapping[str, float]
+    counts: Mapping[str, float]
+    gaps: Mapping[str, float]
+    between: float
+    num_steps: int
+    num_devices: int
+
+
+def spent(events: Sequence[Event], num_runs: int, rank: Callable[[Event], int]) -> Spent:
+    """Adds up what the operations of a step took.
+
+    Args:
+        events: of so many steps after one another, of all devices.
+        num_runs: steps that were traced. The first is left out, in which the trace begins, and the
+            last only says where the one before it ends.
+        rank: of events that run at once, the moment belongs to those of the lowest rank, in equal
+            shares.
+
+    Raises:
+        UnsupportedError: when fewer than three steps can be told apart.
+    """
+    by_device: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_device[event.device].append(event)
+    runs = {device: _runs(own, num_runs) for device, own in by_device.items()}
+    found = min(map(len, runs.values()), default=0)
+    if found < 3:
+        raise UnsupportedError(
+            f"the trace tells {found} steps apart of {num_runs}; a profile needs 3: one in which "
+            "the trace begins, one that is measured, and one that says where it ends"
+        )
+    begin = min(spans[1][0] for spans in runs.values())
+    end = min(spans[-1][0] for spans in runs.values())
+    scale = 1e-9 / (found - 2) / len(runs)
+    totals: dict[str, dict[str, float]] = {
+        name: defaultdict(float) for name in ("by_name", "counts", "gaps")
+    }
+    between = 0.0
+    for device, own in by_device.items():
+        between += _sweep(own, runs[device], (begin, end), rank, totals)
+    counts = {name: x / (found - 2) / len(runs) for name, x in totals["counts"].items()}
+    return Spent(
+        step=(end - begin) * 1e-9 / (found - 2),
+        by_name={name: x * scale for name, x in totals["by_name"].items()},
+        counts=counts,
+        gaps={name: x * scale for name, x in totals["gaps"].items()},
+        between=between * scale,
+        num_steps=found - 2,
+        num_devices=len(runs),
+    )
+
+
+def _runs(events: Sequence[Event], num_runs: int) -> list[tuple[float, float]]:
+    """Where each execution of the step begins and ends on one device, in order."""
+    groups: dict[int, list[Event]] = defaultdict(list)
+    if all(event.run is not None for event in events):
+        for event in events:
+            groups[event.run or 0].append(event)
+    else:
+        # What a step runs once occurs as often as there are steps.
+        counts = Counter((event.program, event.name) for event in events)
+        seen: Counter[tuple[str, str]] = Counter()
+        for event in sorted(events, key=lambda event: event.start):
+            key = event.program, event.name
+            if counts[key] == num_runs:
+                groups[seen[key]].append(event)
+                seen[key] += 1
+    # The longest: other programs run between steps, such as one that reads a metric.
+    spans = [(min(e.start for e in own), max(e.end for e in own)) for own in groups.values()]
+    longest = sorted(spans, key=lambda span: span[0] - span[1])[:num_runs]
+    return sorted(longest)
+
+
+def _sweep(
+    events: Sequence[Event],
+    runs: Sequence[tuple[float, float]],
+    window: tuple[float, float],
+    rank: Callable[[Event], int],
+    totals: Mapping[str, dict[str, float]],
+) -> float:
+    """Gives every moment of a window to operations; returns what lies between steps."""
+    begin, end = window
+    inside = sorted((e for e in events if e.end > begin and e.start < end), key=lambda e: e.start)
+    for event in inside:
+        totals["counts"][event.name] += event.start >= begin
+    ranks = [rank(event) for event in inside]
+    running: set[int] = set()
+    ends: list[tuple[float, int]] = []
+    between, clock = 0.0, begin
+    for number, event in itertools.chain(enumerate(inside), [(None, None)]):
+        until = end if event is None else max(begin, event.start)
+        while ends and ends[0][0] <= until:
+            stop, ended = heapq.heappop(ends)
+            _share(inside, ranks, running, stop - clock, totals["by_name"])
+            running.discard(ended)
+            clock = max(clock, stop)
+        if running:
+            _share(inside, ranks, running, until - clock, totals["by_name"])
+        elif until > clock:
+            idle = _outside(clock, until, runs)
+            between += idle
+            totals["gaps"][event.name if event else inside[-1].name] += until - clock - idle
+        clock = max(clock, until)
+        if event is not None and number is not None:
+            running.add(number)
+            heapq.heappush(ends, (min(event.end, end), number))
+    return between
+
+
+def _share(
+    events: Sequence[Event],
+    ranks: Sequence[int],
+    running: set[int],
+    time: float,
+    total: dict[str, float],
+) -> None:
+    """Gives a time to those of the running events that have the lowest rank."""
+    if time <= 0:
+        return
+    lowest = min(ranks[number] for number in running)
+    owners = [number for number in running if ranks[number] == lowest]
+    for number in owners:
+        total[events[number].name] += time / len(owners)
+
+
+def _outside(begin: float, end: float, runs: Sequence[tuple[float, float]]) -> float:
+    """How much of an interval lies in no run."""
+    covered = (min(end, stop) - max(begin, start) for start, stop in runs)
+    return (end - begin) - sum(x for x in covered if x > 0)
+
+
+RANKS: Mapping[str, int] = MappingProxyType(
+    {
+        "products": 0,
+        "attention": 0,
+        "recomputed": 0,
+        "kernels": 1,
+        "copies": 2,
+        "wire": 3,
+        "gaps": 4,
+    }
+)
+"""Which kind of work a moment belongs to where several run at once: the lowest."""
