@@ -112,6 +112,10 @@ def kind_at(path: Path) -> str | None:
     return next((kind for test, kind in _KINDS if test(mode)), "a file")
 
 
+NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EMLINK})
+"""The numbers of the errors of `open_regular` about a link, or about anything but a file."""
+
+
 def open_regular(
     path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False
 ) -> int:

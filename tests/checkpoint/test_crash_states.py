@@ -1,4 +1,4 @@
-"""Every state that a kill or a power cut can leave of a save: the older one or the newer is there."""
+"""Every state that a kill or a power cut leaves of a save: the older one or the newer is there."""
 
 import dataclasses
 
