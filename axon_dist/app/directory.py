@@ -19,20 +19,25 @@ from flax.traverse_util import flatten_dict
 from axon_dist.core.checks import is_whole
 from axon_dist.core.errors import ConfigError, StoreError, reworded
 from axon_dist.core.files import (
+    TEMPORARY,
     Address,
     Place,
     as_place,
     host_memory,
     json_section,
     kind_at,
+    open_regular,
     read_bytes,
+    remove_abandoned,
+    replace_text,
+    replacing,
     snapshot,
 )
 from axon_dist.core.typing import JsonDict
 
 from ..config import RunConfig
 from ..core.plain_yaml import read_yaml
-from .lock import Lease, locked
+from .lock import LOCK, Lease, locked
 
 AUTO = "auto"
 """Where to resume from: the newest good checkpoint of the run itself, if there is one."""
@@ -79,6 +84,8 @@ class RunDirectory:
     """Where the time of a step goes, as `axon profile` measured it, as JSON."""
     plot = _Entry("loss.png")
     """The loss curves."""
+    memory = _Entry("memory.prof")
+    """What was in the memory of the devices when it was full; `pprof` reads it."""
 
     @property
     def place(self) -> Place:
@@ -97,7 +104,11 @@ class RunDirectory:
         for name in RECORDS:
             contents, path = (self.address / name).read(), self.path / name
             if contents is not None:
-                path.write_bytes(contents)
+                with (
+                    reworded(f"cannot write {str(path)!r}", "make room there", StoreError),
+                    replacing(path, durable=False) as file,
+                ):
+                    file.write(contents)
                 self._copied[name] = path.stat().st_mtime_ns, path.stat().st_size
 
     def copy(self) -> None:
@@ -111,12 +122,20 @@ class RunDirectory:
             lease.check()
         if self.address is None:
             return
-        there = {str(p.relative_to(self.path)): p for p in self.path.rglob("*") if p.is_file()}
+        there = {
+            str(path.relative_to(self.path)): path
+            for path in self.path.rglob("*")
+            if path.is_file() and not path.is_symlink() and not path.name.endswith(TEMPORARY)
+        }
         for name, path in there.items():
-            stamp = path.stat().st_mtime_ns, path.stat().st_size
-            if self._copied.get(name) != stamp:
-                (self.address / name).write(path.read_bytes())
-                self._copied[name] = stamp
+            with reworded(f"cannot read {str(path)!r}", "look at the disk", StoreError):
+                stamp = path.stat().st_mtime_ns, path.stat().st_size
+                if self._copied.get(name) == stamp:
+                    continue
+                with open(open_regular(path), "rb") as file:
+                    contents = file.read()
+            (self.address / name).write(contents)
+            self._copied[name] = stamp
         self.address.remove(gone := self._copied.keys() - there.keys())
         for name in gone:
             del self._copied[name]
@@ -145,18 +164,43 @@ class RunDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def check_files(self) -> None:
-        """Checks that what a run writes in the end replaces nothing but files.
+        """Checks that what a run writes replaces nothing but files, and follows no link.
 
         Raises:
             ConfigError: naming what is there instead, such as a pipe that nobody reads.
         """
-        for file in (self.config, self.metrics, self.summary, self.program, self.plot):
-            for path in (file, _unfinished(file)):
-                if (kind := kind_at(path)) not in (None, "a file"):
-                    raise ConfigError(
-                        f"run_dir: {str(path)!r} is {kind} and no file, and a run writes it: "
-                        "remove it, or name another folder"
-                    )
+        files = (self.config, self.metrics, self.summary, self.program, self.plot, self.memory)
+        for path in files:
+            if (kind := kind_at(path)) not in (None, "a file"):
+                raise ConfigError(
+                    f"run_dir: {str(path)!r} is {kind} and no file, and a run writes it: "
+                    "remove it, or name another folder"
+                )
+        for path in (*files, *(self.path / name for name in (*_WRITTEN_INTO, LOCK))):
+            if path.is_symlink():
+                raise ConfigError(
+                    f"run_dir: {str(path)!r} is a link, and a run writes there: what it leads to "
+                    "would be overwritten. Remove it, or name another folder; checkpoint.dir puts "
+                    "checkpoints elsewhere"
+                )
+
+    def begin_config(self, config: RunConfig) -> None:
+        """Writes `config.yaml` of a new run.
+
+        Raises:
+            FileExistsError: when there is one.
+            OSError: when it cannot be written; nothing of it stays.
+        """
+        text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+        descriptor = open_regular(self.config, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(text.encode())
+        except OSError:
+            # Else half a config would say that there is a run already.
+            with suppress(OSError):
+                self.config.unlink()
+            raise
 
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.yaml`, whole or not at all."""
@@ -189,7 +233,7 @@ class RunDirectory:
         try:
             if kind_at(self.config) is None:
                 return []
-            before = flat(read_yaml(self.config))
+            before = flat(read_yaml(self.config, links=False))
         except ConfigError as error:
             return [f"{self.config.name} cannot be read ({str(error).splitlines()[0]}): replaced"]
         after = flat(config.to_dict())
@@ -208,7 +252,8 @@ class RunDirectory:
         """
         if kind_at(self.metrics) is None:
             return []
-        contents = read_bytes(self.metrics, str(self.metrics), most=host_memory() // 8)
+        most = host_memory() // 8
+        contents = read_bytes(self.metrics, str(self.metrics), most=most, links=False)
         lines = contents.decode(errors="replace").splitlines(keepends=True)
         rows = [_row(line) for line in lines]
         # A run that was killed leaves half a last line, which is no damage.
@@ -219,19 +264,26 @@ class RunDirectory:
                 f"dropped, the first is line {broken[0]}"
             )
         pairs = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None]
+        pairs = _without_retaken(pairs)
         pairs = [(line, row) for line, row in pairs if row["step"] <= step]
-        self._replace(self.metrics, "".join(line for line, _ in pairs))
+        text = "".join(line for line, _ in pairs)
+        if text.encode() != contents:
+            try:
+                self._replace(self.metrics, text)
+            except OSError as error:
+                tell(
+                    f"{self.metrics.name}: the lines of steps after {step} stay, for it cannot be "
+                    f"written ({error.strerror}); of two lines of a step the later one counts"
+                )
         return [row for _, row in pairs]
 
     def _replace(self, path: Path, text: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        unfinished = _unfinished(path)
-        unfinished.write_text(text)
-        os.replace(unfinished, path)
+        replace_text(path, text)
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_suffix(".tmp")
+_WRITTEN_INTO = ("checkpoints", "profile", "tensorboard", "wandb", "mlflow.db")
+"""Folders and files in that of a run that checkpoints, traces and loggers write to."""
 
 
 RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json", "waterfall.json")
@@ -267,8 +319,7 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
         path.mkdir(parents=True, exist_ok=True)
         directory.check_files()
         if resume is None:
-            with open(directory.config, "x") as file:
-                yaml.safe_dump(config.to_dict(), file, sort_keys=False)
+            directory.begin_config(config)
         check_writable(path)
     except FileExistsError as error:
         _check_folder("run_dir", path)
@@ -347,6 +398,7 @@ def take_folders(
         ConfigError: when another run is at work in one of them, or it cannot be written.
     """
     _take_folder(directory, directory.place, "run_dir", stack, tell)
+    remove_abandoned(directory.path)
     if directory.address is not None:
         directory.fetch()
         stack.enter_context(directory.copied_to_bucket())
@@ -412,6 +464,16 @@ def _row(line: str) -> JsonDict | None:
     """One line of `metrics.jsonl`, or None where it is none."""
     row = json_section(line) if line.endswith("\n") else None
     return row if row is not None and is_whole(row.get("step")) else None
+
+
+def _without_retaken(pairs: list[tuple[str, JsonDict]]) -> list[tuple[str, JsonDict]]:
+    """Lines and rows without those of steps that were taken again, by lines behind them."""
+    last: list[tuple[str, JsonDict]] = []
+    for line, row in pairs:
+        while last and last[-1][1]["step"] > row["step"]:
+            last.pop()
+        last.append((line, row))
+    return last
 
 
 _WHOLE = (("mesh",), ("parallel",))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from axon_dist.core.errors import ConfigError, StoreError, reworded
-from axon_dist.core.files import Address, json_section, read_text
+from axon_dist.core.files import Address, json_section, open_regular, read_text
 
 LOCK = "run.lock"
 """The file in a folder that says who writes to it."""
@@ -91,8 +91,10 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
             break
         # The run before removed it between our opening and our locking it.
         os.close(file)
-    os.ftruncate(file, 0)
-    os.write(file, json.dumps(_this_process()).encode())
+    # On a full disk the lock is held all the same, and only says less.
+    with suppress(OSError):
+        os.ftruncate(file, 0)
+        os.write(file, json.dumps(_this_process()).encode())
     return file
 
 
@@ -105,12 +107,12 @@ def _open(path: Path, key: str) -> int:
     """Opens the file of the lock; refuses a link or a device in its place."""
     what = f"{key}: cannot open {str(path)!r}, which says who writes there"
     with reworded(what, "remove it, or name another folder"):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        return open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
 def _holder(path: Path) -> str:
     try:
-        holder = json.loads(read_text(path, str(path), most=2**12))
+        holder = json.loads(read_text(path, str(path), most=2**12, links=False))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"another run, see {str(path)!r}"

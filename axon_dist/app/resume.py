@@ -9,7 +9,6 @@ import hashlib
 import os
 import platform
 import stat
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -33,7 +32,15 @@ from axon_dist.core.errors import (
     DamagedCheckpointError,
     StoreError,
 )
-from axon_dist.core.files import Address, Place, as_path, as_place
+from axon_dist.core.files import (
+    Address,
+    Place,
+    as_path,
+    as_place,
+    open_regular,
+    remove_abandoned,
+    replacing,
+)
 from axon_dist.core.typing import PyTree
 from axon_dist.launch import MEMORY
 from axon_dist.step import PortableForm, TrainState
@@ -315,26 +322,29 @@ class ProgramStore:
         """The program of a key, or None."""
         file = self._file(key)
         try:
-            contents = file.read_bytes()
-            os.utime(file)
-        except FileNotFoundError:
+            with open(open_regular(file), "rb") as opened:
+                contents = opened.read()
+                os.utime(opened.fileno())
+        except OSError:
+            # There is none, or what has its name is no file; JAX compiles.
             return None
         program = contents[_DIGEST:]
         if hashlib.sha256(program).digest() != contents[:_DIGEST]:
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.unlink()
             return None
         return program
 
     def put(self, key: str, value: bytes) -> None:
         """Keeps the program of a key."""
-        with tempfile.NamedTemporaryFile(dir=self.path, suffix=_NAME, delete=False) as file:
+        with replacing(self._file(key), 0o600, durable=False) as file:
             file.write(hashlib.sha256(value).digest() + value)
-        os.replace(file.name, self._file(key))
 
     def _file(self, key: str) -> Path:
         return self.path / (key + _NAME)
 
     def _drop_oldest(self, most_bytes: int) -> None:
+        remove_abandoned(self.path)
         entries = []
         for file in self.path.glob("*" + _NAME):
             with contextlib.suppress(FileNotFoundError):  # another run may do the same

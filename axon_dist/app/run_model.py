@@ -109,6 +109,11 @@ def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = 
             f"there is no run in {str(run)!r}, for it has no {directory.config.name}; name a "
             "folder that axon train has made, such as runs/<name>-<time>"
         )
+    if directory.config.is_symlink():
+        raise ConfigError(
+            f"{str(directory.config)!r} is a link, and of the folder of a run none is followed; "
+            "put a copy of the file in its place"
+        )
     return load_untrusted(directory.config, overrides, trust=trust)
 
 

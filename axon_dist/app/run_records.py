@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import Place, json_section, kind_at, read_bytes
+from axon_dist.core.files import Place, json_section, kind_at, open_regular, read_bytes
 from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, clock_time, plural, si
 
@@ -203,7 +203,7 @@ _MOST_READ, _BLOCK = 2**24, 2**18
 
 def _text(path: Path, otherwise: str, notes: list[str]) -> str:
     try:
-        return read_bytes(path, path.name, most=_MOST_READ).decode(errors="replace")
+        return read_bytes(path, path.name, most=_MOST_READ, links=False).decode(errors="replace")
     except ConfigError as error:
         reason = str(error).removeprefix(f"cannot read {path.name}: ").partition(";")[0]
         notes.append(f"{path.name} cannot be read ({reason}): {otherwise}")
@@ -229,7 +229,8 @@ def _rows(path: Path, notes: list[str]) -> list[JsonDict]:
 
 def _lines(path: Path, notes: list[str]) -> list[str]:
     """The lines of a file; of a large one those of blocks at even distances, both ends included."""
-    size = path.stat().st_size if kind_at(path) == "a file" else 0
+    is_file = kind_at(path) == "a file" and not path.is_symlink()
+    size = path.stat().st_size if is_file else 0
     if size <= _MOST_READ:
         return _text(path, "nothing was measured yet", notes).splitlines()
     notes.append(
@@ -238,7 +239,7 @@ def _lines(path: Path, notes: list[str]) -> list[str]:
     )
     lines: list[bytes] = []
     gaps = _MOST_READ // _BLOCK - 1
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         for number in range(gaps + 1):
             start = file.seek((size - _BLOCK) * number // gaps)
             # What a block begins and ends with may be half a line.

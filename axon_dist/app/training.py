@@ -23,11 +23,13 @@ from axon_dist.core.errors import (
     OutOfMemoryError,
     install_command,
 )
+from axon_dist.core.files import replacing
 from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
+    LastingWriter,
     MetricWriter,
     MlflowWriter,
     Progress,
@@ -113,7 +115,7 @@ def train(
         state = saved.find_start(resume, tell)
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
-            return _finished_already(run, directory, state)
+            return _finished_already(run, directory, state, tell)
         history = _go_on(config, directory, state, tell) if run.is_main else []
         on_main(directory.copy)
         state = run.first_state(tell) if state is None else state
@@ -121,7 +123,7 @@ def train(
         with contextlib.ExitStack() as inner:
             writers = [
                 inner.enter_context(contextlib.closing(writer))
-                for writer in (_writers(config, directory) if run.is_main else ())
+                for writer in (_writers(config, directory, progress.note) if run.is_main else ())
             ]
             checkpoints = inner.enter_context(saved.checkpoints)
             checkpoints.tell = progress.note
@@ -141,8 +143,8 @@ def train(
                 result = _fit(trainer, state, checkpoints)
         summary = summarize(run, result)
         if run.is_main:
-            directory.write_summary(summary)
-            _plot(run, result, directory)
+            _record(directory.summary, tell, lambda: directory.write_summary(summary))
+            _record(directory.plot, tell, lambda: _plot(run, result, directory))
         # All wait for that: a scheduler may end the other processes as soon as one has ended.
         on_main(lambda: None)
         _print_closing(console, result, summary, directory, time.perf_counter() - start)
@@ -168,10 +170,18 @@ def _go_on(
     """Writes the config of a run that may resume, reports its changes, and reads the metrics."""
     for change in directory.changes(config):
         tell(f"config: {change}")
-    directory.write_config(config)
+    _record(directory.config, tell, lambda: directory.write_config(config))
     # The summary of an earlier leg does not describe this one.
-    directory.summary.unlink(missing_ok=True)
+    _record(directory.summary, tell, lambda: directory.summary.unlink(missing_ok=True))
     return directory.take_metrics(0 if state is None else int(state.step), tell)
+
+
+def _record(path: Path, tell: Callable[[str], None], write: Callable[[], object]) -> None:
+    """Writes a record of a run; a disk that refuses is told of, and does not end the run."""
+    try:
+        write()
+    except OSError as error:
+        tell(f"{path.name} is not written: {error.strerror or error}")
 
 
 def _check_not_removed(
@@ -179,7 +189,8 @@ def _check_not_removed(
 ) -> None:
     """Raises `ConfigError` if what a run had written was taken away while it ran."""
     if any(isinstance(writer, JsonlWriter) and writer.was_removed for writer in writers):
-        directory.write_config(config)
+        with contextlib.suppress(OSError):
+            directory.write_config(config)
         raise ConfigError(
             f"{str(directory.path)!r} was removed or emptied while the run was writing to it; what "
             "it wrote before that is gone, what it wrote after is there"
@@ -217,7 +228,9 @@ def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointMana
         raise
 
 
-def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> RunResult:
+def _finished_already(
+    run: Run, directory: RunDirectory, state: TrainState, tell: Callable[[str], None]
+) -> RunResult:
     """The result of a run that has no step left; its summary is written if it was cut off."""
     result = TrainResult(
         state=state,
@@ -227,27 +240,33 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
     )
     summary = summarize(run, result)
     if run.is_main:
-        directory.write_missing(run.config, summary)
+        _record(directory.summary, tell, lambda: directory.write_missing(run.config, summary))
     return RunResult(result, directory, summary)
 
 
-def _writers(config: RunConfig, directory: RunDirectory) -> Iterator[MetricWriter]:
+def _writers(
+    config: RunConfig, directory: RunDirectory, tell: Callable[[str], None]
+) -> Iterator[MetricWriter]:
     """Opens, one by one, what writes to the run directory and to the places that a config names."""
-    name, plain, folder = config.name, config.to_dict(), directory.path
-    yield JsonlWriter(directory.metrics)
+    yield JsonlWriter(directory.metrics, tell)
     for logger in config.loggers:
-        match logger:
-            case TensorBoard():
-                yield TensorBoardWriter(folder / "tensorboard")
-            case Wandb(project=project, mode=mode):
-                yield WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
-            case Trackio(project=project):
-                yield TrackioWriter(project=project, name=name, config=plain)
-            case Mlflow(experiment=experiment, uri=uri):
-                uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
-                yield MlflowWriter(uri, experiment=experiment, name=name, config=plain)
-            case _:
-                raise TypeError(f"no writer for the logger {logger}; add one here")
+        writer = _open_writer(logger, config, directory.path)
+        yield LastingWriter(writer, type(logger).__name__, tell)
+
+
+def _open_writer(logger: object, config: RunConfig, folder: Path) -> MetricWriter:
+    name, plain = config.name, config.to_dict()
+    match logger:
+        case TensorBoard():
+            return TensorBoardWriter(folder / "tensorboard")
+        case Wandb(project=project, mode=mode):
+            return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
+        case Trackio(project=project):
+            return TrackioWriter(project=project, name=name, config=plain)
+        case Mlflow(experiment=experiment, uri=uri):
+            uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+            return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+    raise TypeError(f"no writer for the logger {logger}; add one here")
 
 
 def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
@@ -280,10 +299,6 @@ def _print_closing(
         _print_line(console, "--resume auto continues this run")
 
 
-PROFILE = "memory.prof"
-"""The file in the folder of a run that says what was in memory; `pprof` reads it."""
-
-
 @contextlib.contextmanager
 def explained(run: Run, folder: Path) -> Iterator[None]:
     """Turns the error of a device without memory left into one that says what to change.
@@ -300,9 +315,10 @@ def explained(run: Run, folder: Path) -> Iterator[None]:
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        place, profiled = str(folder / PROFILE), []
+        place, profiled = str(RunDirectory(folder).memory), []
         with contextlib.suppress(OSError, RuntimeError):
-            jax.profiler.save_device_memory_profile(place)
+            with replacing(Path(place), durable=False) as file:
+                file.write(jax.profiler.device_memory_profile())
             profiled = [f"what it held is in {place!r}, for pprof"]
         first, advised = str(error).splitlines()[0], "; ".join([*profiled, *advice(run)])
         raise OutOfMemoryError(f"a device has no memory left ({first}); {advised}") from error

@@ -1,6 +1,6 @@
 """The files of a copy in a host's memory: the pieces of one process each, and their headers.
 
-    step_00000012-<generation>-<process>.copy       `.tmp` in place of `.copy` while it is written
+    step_00000012-<generation>-<process>.copy
 
 A safetensors file: a header as JSON, the place of each piece in its leaf, the pieces as bytes, and
 a CRC-32 of each.
@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 
 from ..core.errors import MALFORMED
 from ..core.typing import Path as LeafPath
-from .layout import UNFINISHED, LeafSpec, leaf_specs, step_name
+from .layout import LeafSpec, leaf_specs, step_name
 from .stores import open_tensors, write_tensors
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
@@ -104,7 +103,6 @@ def write_copy(
         pieces: their values, each made when it is written, if this is a generator.
     """
     name = f"{step_name(header.step)}-{header.generation}-{header.process}"
-    unfinished = folder / f"{name}{UNFINISHED}"
     texts = header.to_json(), json.dumps([[path, place] for path, place, _ in rows])
     blocks = [np.frombuffer(text.encode(), np.uint8) for text in texts]
     sizes = [size_of(place) * dtype.itemsize for _, place, dtype in rows]
@@ -121,13 +119,8 @@ def write_copy(
             yield raw
         yield np.array(sums, np.uint32)
 
-    try:
-        write_tensors(unfinished, specs, values())
-        os.replace(unfinished, folder / f"{name}.copy")
-    except OSError:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+    # It is in memory, which a power cut empties.
+    write_tensors(folder / f"{name}.copy", specs, values(), durable=False)
 
 
 Part: TypeAlias = tuple[int, Sequence[int], Mapping[LeafPath, Sequence[Slices]]]

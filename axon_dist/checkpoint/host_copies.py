@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from ..core.files import remove_abandoned
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
@@ -230,6 +231,8 @@ class HostCopies:
 
     def __init__(self, folder: Path, tell: Callable[[str], None] = lambda text: None):
         self.folder, self.tell = folder, tell
+        # Of processes that were killed while they wrote; none writes before all have come here.
+        remove_abandoned(folder, 0.0)
         location = f"{socket.gethostname()} {folder.resolve()}"
         self._ring = HostRing(tuple(_gathered(zlib.crc32(location.encode()) >> 1)))
         # Steps are counted again after a loss: files of before must not be mixed with later ones.

@@ -46,7 +46,9 @@ ARRAYS = "arrays"
 ZARR = "zarr"
 """The folder of the values in a bucket, in place of `ARRAYS`."""
 UNFINISHED = ".tmp"
-"""The suffix of a folder that no reader opens."""
+"""The suffix of a folder that is half written, or to be removed."""
+OLD = ".old"
+"""What stands before that suffix in the name of a checkpoint that is being replaced."""
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,18})")
 
@@ -94,7 +96,7 @@ def staging_of(folder: Path) -> Path:
 
 def replaced_of(folder: Path) -> Path:
     """The name of the checkpoint that had this name, while another one replaces it."""
-    return folder.with_name(f"{folder.name}.old{UNFINISHED}")
+    return folder.with_name(f"{folder.name}{OLD}{UNFINISHED}")
 
 
 def is_part(name: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..core.checks import COUNT, NUMBER, SIZE, ArgumentKind
@@ -16,10 +18,11 @@ from ..core.errors import (
     StoreError,
     reworded,
 )
-from ..core.files import Address, Place, as_place, kind_at
+from ..core.files import Address, Place, as_place, kind_at, sync_path
 from ..core.typing import PyTree
 from .layout import (
     MARKER,
+    OLD,
     UNFINISHED,
     Manifest,
     StateDictType,
@@ -30,7 +33,7 @@ from .layout import (
     step_of,
 )
 from .save import PendingSave, check_type, load_checkpoint
-from .seal import check_replaceable, foreign_in, is_checkpoint, read_manifest, remove
+from .seal import check_replaceable, foreign_in, is_checkpoint, put_back, read_manifest, remove
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,12 +285,20 @@ class CheckpointManager:
         else:
             for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
                 with contextlib.suppress(OSError):
+                    put_back(self.folder / _name_without(leftover))
+                    # What is removed may be all that the disk has under another name.
+                    sync_path(self.folder)
                     if foreign_in(leftover, may_be_partial=True) is None:
                         shutil.rmtree(leftover)
         return 1 + max((entry.serial for entry in self.entries()), default=-1)
 
     def _remove_outdated(self) -> None:
-        for entry in self.retention.outdated(self.entries()):
+        try:
+            outdated = self.retention.outdated(self.entries())
+        except (CheckpointError, StoreError) as error:
+            self.tell(f"could not look for old checkpoints: {error}")
+            return
+        for entry in outdated:
             path = self.folder / step_name(entry.step)
             try:
                 remove(path)
@@ -308,7 +319,10 @@ class CheckpointManager:
             return []
         what = f"cannot look into the folder {str(self.folder)!r}"
         with reworded(what, "allow this program to read it, or name another", CheckpointError):
-            return [p for p in sorted(self.folder.iterdir()) if step_of(p.name) is not None]
+            names = {_name_without(path) for path in self.folder.iterdir()}
+        named = [self.folder / name for name in sorted(names) if step_of(name) is not None]
+        # One that was being replaced is found without having its name.
+        return [path for path in named if os.path.lexists(path) or is_checkpoint(path)]
 
     def _newest_first(self) -> list[Place]:
         """Every checkpoint; one whose manifest cannot be read is listed at the step of its name."""
@@ -320,3 +334,8 @@ class CheckpointManager:
             return entries.get(step, max(before, default=-1.0) + 0.5)
 
         return sorted(self._paths(), key=age, reverse=True)
+
+
+def _name_without(path: Path) -> str:
+    """The name of a checkpoint, of one that is half written, or of one that is being replaced."""
+    return path.name.removesuffix(UNFINISHED).removesuffix(OLD)

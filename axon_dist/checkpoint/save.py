@@ -22,7 +22,7 @@ from ..core.errors import (
     DamagedCheckpointError,
     StoreError,
 )
-from ..core.files import Address, Place, as_place, snapshot
+from ..core.files import Address, Place, as_place, make_folder, snapshot
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
@@ -50,6 +50,7 @@ from .layout import (
 from .seal import (
     check_files,
     check_replaceable,
+    found_at,
     leaf_checksums,
     publish,
     read_manifest,
@@ -210,7 +211,8 @@ class PendingSave:
                 return
             staging = staging_of(self.folder)
             shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+            make_folder(staging.parent)
+            staging.mkdir()
             # Refused before the first byte: the stores would fail in every thread that writes.
             if (free := shutil.disk_usage(staging).free) < size:
                 raise OSError(f"the disk has {byte_size(free)} left for its {byte_size(size)}")
@@ -342,6 +344,8 @@ def _read(
         if isinstance(there, Address):
             # It was written on a disk and copied to the bucket; so it is copied back.
             there = snapshot(there, lambda name: name in manifest.files)
+        else:
+            there = found_at(there)
         return STORES[manifest.type].restore(there, stored)
     except (StoreError, DamagedCheckpointError):
         raise

@@ -8,6 +8,7 @@ after it came back, and so covers the whole path; the checksum of a file names t
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import os
@@ -21,7 +22,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.errors import CheckpointError, DamagedCheckpointError, reworded
-from ..core.files import Address, Place, as_place, json_section, kind_at, read_bytes
+from ..core.files import (
+    Address,
+    Place,
+    as_place,
+    json_section,
+    kind_at,
+    open_regular,
+    read_bytes,
+    sync,
+    sync_path,
+)
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
@@ -97,7 +108,7 @@ def leaf_checksums(leaves: Mapping[LeafPath, Array]) -> dict[LeafPath, Array]:
 def file_checksum(path: Path) -> int:
     """The CRC-32 of a file, read in blocks."""
     crc = 0
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         while block := file.read(_BLOCK):
             crc = zlib.crc32(block, crc)
     return crc
@@ -144,23 +155,58 @@ def seal(folder: Path, manifest: Manifest) -> None:
     }
     text = dataclasses.replace(manifest, files=files).to_json().encode()
     for name in files:
-        _sync(folder / name)
+        sync_path(folder / name)
     write_durably(folder / MANIFEST, text)
     write_durably(folder / MARKER, marker_of(text))
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        _sync(inner)
+        sync_path(inner)
 
 
 def publish(folder: Path) -> None:
-    """Gives a sealed checkpoint its name, in place of one that had it."""
+    """Gives a sealed checkpoint its name, in place of one that had it.
+
+    The older one is renamed and stays until the disk has the new one under its name. Between the
+    two renames nothing has the name, and `found_at` says where the older one is.
+    """
     replaced = replaced_of(folder)
-    if folder.exists():
-        # Of a save that was killed after its checkpoint had the name.
-        shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(folder):
+        if os.path.lexists(replaced):
+            # Of a save that was killed after its checkpoint had the name, perhaps not on the disk.
+            sync_path(folder.parent)
+            _discard(replaced)
         os.rename(folder, replaced)
-    os.rename(staging_of(folder), folder)
-    _sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+        try:
+            os.rename(staging_of(folder), folder)
+        except OSError:
+            os.rename(replaced, folder)
+            raise
+    else:
+        os.rename(staging_of(folder), folder)
+    sync_path(folder.parent)
+    with contextlib.suppress(OSError):
+        _discard(replaced)
+
+
+def found_at(folder: Path) -> Path:
+    """Where the checkpoint of a name is.
+
+    Args:
+        folder: its name.
+
+    Returns:
+        The folder; or that of the checkpoint before, where the save that was to replace it was
+        killed between its two renames.
+    """
+    replaced = replaced_of(folder)
+    is_between = not os.path.lexists(folder) and is_sealed(replaced)
+    return replaced if is_between else folder
+
+
+def put_back(folder: Path) -> None:
+    """Renames a checkpoint that `found_at` finds under another name; for the only writer there."""
+    there = found_at(folder)
+    if there != folder:
+        os.rename(there, folder)
 
 
 def remove(folder: Place) -> None:
@@ -168,17 +214,29 @@ def remove(folder: Place) -> None:
     if isinstance(folder, Address):
         bucket.clear(folder)
         return
+    # Else this one, which may be half removed, would be found in the place of the other.
+    _discard(replaced_of(folder))
     doomed = staging_of(folder)
     os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    sync_path(folder.parent)
+    _discard(doomed)
+
+
+def _discard(folder: Path) -> None:
+    """Removes what is left of a checkpoint; its marker first, so that no half of it is found."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / MARKER).unlink()
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def write_durably(path: Path, contents: bytes) -> None:
-    """Writes a file, and returns when the disk has it."""
-    with open(path, "wb") as file:
+    """Writes a new file, and returns when the disk has it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with open(open_regular(path, flags), "wb") as file:
         file.write(contents)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def is_checkpoint(folder: str | Place) -> bool:
@@ -186,7 +244,12 @@ def is_checkpoint(folder: str | Place) -> bool:
     folder = as_place(folder, "the checkpoint", CheckpointError)
     if isinstance(folder, Address):
         return (folder / MARKER).read() is not None
-    return (folder / MARKER).is_file()
+    return is_sealed(found_at(folder))
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether a folder of this very name has a marker; see `found_at`."""
+    return os.path.isfile(folder / MARKER)
 
 
 def read_manifest(folder: str | Place) -> Manifest:
@@ -217,6 +280,7 @@ def read_manifest(folder: str | Place) -> Manifest:
 
 def _files_of(folder: Path) -> tuple[bytes, bytes]:
     """The manifest and the marker of a checkpoint on a disk."""
+    folder = found_at(folder)
     kind = kind_at(folder)
     if kind not in (None, "a folder") or (kind is None and os.path.lexists(folder)):
         raise DamagedCheckpointError(
@@ -225,14 +289,14 @@ def _files_of(folder: Path) -> tuple[bytes, bytes]:
         )
     if kind is None:
         raise CheckpointError(f"there is no checkpoint {str(folder)!r}; name a folder of one")
-    if not is_checkpoint(folder):
+    if not is_sealed(folder):
         raise DamagedCheckpointError(
             f"checkpoint {str(folder)!r} has no {MARKER} file: it was never finished, or is no "
             "checkpoint; use another one"
         )
     try:
-        text = read_bytes(folder / MANIFEST, MANIFEST, CheckpointError, _MOST_BYTES)
-        return text, read_bytes(folder / MARKER, MARKER, CheckpointError)
+        text = read_bytes(folder / MANIFEST, MANIFEST, CheckpointError, _MOST_BYTES, links=False)
+        return text, read_bytes(folder / MARKER, MARKER, CheckpointError, links=False)
     except CheckpointError as error:
         raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
 
@@ -263,8 +327,8 @@ def check_files(folder: Place, manifest: Manifest) -> None:
         lost = sorted(manifest.files.keys() - set(folder.names()))
         problems = ((name, "is missing") for name in lost)
     else:
-        records = manifest.files.items()
-        problems = ((name, _problem_of(folder / name, record)) for name, record in records)
+        records, there = manifest.files.items(), found_at(folder)
+        problems = ((name, _problem_of(there / name, record)) for name, record in records)
     for name, problem in problems:
         if problem is not None:
             raise DamagedCheckpointError(
@@ -277,6 +341,7 @@ def stray_in(folder: Place, manifest: Manifest) -> str | None:
     known = {*manifest.files, MANIFEST, MARKER}
     if isinstance(folder, Address):
         return next((name for name in folder.names() if name not in known), None)
+    folder = found_at(folder)
     there = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     return next((name for name in there if name not in known), None)
 
@@ -285,23 +350,16 @@ _MOST_BYTES = 2**30
 """Bytes of a manifest, which has some hundreds for every leaf."""
 
 
-def _sync(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _problem_of(path: Path, record: FileRecord) -> str | None:
-    if not path.is_file():
-        return "is missing"
-    size = path.stat().st_size
-    if size != record.size:
-        return f"has {size} bytes, {record.size} were written"
+    if path.is_symlink():
+        return "is a link, which is not followed"
     try:
+        size = path.stat().st_size
+        if size != record.size:
+            return f"has {size} bytes, {record.size} were written"
         crc = file_checksum(path)
+    except FileNotFoundError:
+        return "is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if crc != record.crc32:
@@ -366,11 +424,12 @@ def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
         names = sorted(entry.name for entry in path.iterdir())
     others = [name for name in names if not is_part(name)]
     if others:
-        what = "a checkpoint together with" if is_checkpoint(path) else "a folder that holds"
+        is_one = is_checkpoint(path) if isinstance(path, Address) else is_sealed(path)
+        what = "a checkpoint together with" if is_one else "a folder that holds"
         return f"{what} {first_few([*map(repr, others)])}"
     if isinstance(path, Address) or not names or may_be_partial:
         return None
-    if is_checkpoint(path) or _is_manifest(path / MANIFEST):
+    if is_sealed(path) or _is_manifest(path / MANIFEST):
         return None
     return (
         f"a folder that holds {first_few([*map(repr, names)])} but no {MARKER} file and no manifest"
@@ -379,5 +438,9 @@ def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
 
 def _is_manifest(path: Path) -> bool:
     """Whether a file is a manifest of this library, rather than of anything else of that name."""
-    manifest = json_section(path.read_bytes()) if path.exists() else None
+    try:
+        text = read_bytes(path, MANIFEST, CheckpointError, _MOST_BYTES, links=False)
+    except CheckpointError:
+        return False
+    manifest = json_section(text)
     return manifest is not None and {"format", "leaves", "checksums"} <= manifest.keys()

@@ -38,7 +38,7 @@ from ..core.compat import (
     stop_leaks_of_saves,
 )
 from ..core.errors import MALFORMED, CheckpointError, UnsupportedError, reworded
-from ..core.files import as_path, kind_at
+from ..core.files import as_path, kind_at, open_regular, remove_abandoned, replacing
 from ..core.typing import Array, JsonDict, PyTree
 from ..core.typing import Path as LeafPath
 from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
@@ -92,14 +92,17 @@ def write_tensors(
     specs: Mapping[str, Any],
     arrays: Iterable[np.ndarray],
     metadata: Mapping[str, str] | None = None,
+    *,
+    durable: bool = True,
 ) -> None:
     """Writes arrays one after the other.
 
     Args:
-        path: where the safetensors file goes.
+        path: where the safetensors file goes; it appears under its name when it is complete.
         specs: dtype and shape by name, in the order of `plan_order`.
         arrays: the values, in the same order; made when they are written, if this is a generator.
         metadata: texts to put into the header.
+        durable: whether the disk has the file when this returns.
     """
     header: JsonDict = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
@@ -114,7 +117,7 @@ def write_tensors(
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with open(path, "wb") as file:
+    with replacing(path, durable=durable) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for array in arrays:
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -183,7 +186,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
         if (kind := kind_at(path)) not in (None, "a file"):
             raise ValueError(f"it is {kind} and no file")
         # Something else may have the name by now, and must not block the open either.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open(open_regular(path, links=True), "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             size = os.fstat(file.fileno()).st_size
             if length > min(size - 8, _MOST_HEADER):
@@ -367,7 +370,8 @@ class FullStore:
         def write() -> None:
             if is_main():
                 (folder / ARRAYS).mkdir()
-                write_tensors(folder / ARRAYS / _FILE, specs, values)
+                # Sealing waits for the disk.
+                write_tensors(folder / ARRAYS / _FILE, specs, values, durable=False)
 
         return write
 
@@ -459,12 +463,10 @@ def write_gathered(
     if is_main():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_tensors(Path(f"{path}.tmp"), specs, values, metadata)
-            os.replace(f"{path}.tmp", path)
+            remove_abandoned(path.parent)
+            write_tensors(path, specs, values, metadata)
         except OSError as caught:
             error = caught
-            with contextlib.suppress(OSError):
-                os.unlink(f"{path}.tmp")
     collections.deque(values, maxlen=0)
     on_main(lambda: _check_written(path, error))
 

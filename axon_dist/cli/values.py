@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..core.errors import ConfigError, reworded
-from ..core.files import as_path, kind_at
+from ..core.files import as_path, kind_at, replace_text
 from ..core.words import printable
 
 
@@ -69,7 +69,13 @@ def check_output(option: str, path: str | Path | None) -> None:
         raise ConfigError(f"{option} {path}: this is a folder; name a file in it")
     if (kind := kind_at(file)) not in (None, "a file", "a device"):
         raise ConfigError(f"{option} {path}: this is {kind} and no file; name another one")
-    if not os.access(file if file.exists() else folder, os.W_OK):
+    if _is_foreign_link(file):
+        raise ConfigError(
+            f"{option} {path}: this is a link, which is not followed; name the file it leads to, "
+            "or another one"
+        )
+    is_device = kind_at(file) == "a device"
+    if not os.access(file if is_device else folder, os.W_OK):
         raise ConfigError(f"{option} {path}: this cannot be written; name another file")
 
 
@@ -99,4 +105,16 @@ def write_output(option: str, path: Path, text: str) -> None:
         ConfigError: when the disk refuses.
     """
     with reworded(f"{option} {path}: cannot be written", "name another file"):
-        path.write_text(text, encoding="utf-8")
+        if kind_at(path) == "a device" or str(path).startswith(_STREAMS):
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            replace_text(path, text)
+
+
+_STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/")
+"""Links of the system to what this program writes to."""
+
+
+def _is_foreign_link(path: Path) -> bool:
+    return path.is_symlink() and not str(path).startswith(_STREAMS)

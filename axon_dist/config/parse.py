@@ -51,12 +51,13 @@ def load_untrusted(
     Raises:
         ConfigError: as `load_config`, and when the file names a function and is not trusted.
     """
+    # Read once: between two reads whoever wrote it could write another one.
+    data = read_yaml(path)
+    theirs = functions_in(data)
+    ours: JsonDict = {}
+    for override in overrides:
+        ours, data = apply_override(ours, override), apply_override(data, override)
     if not trust:
-        theirs = functions_in(read_yaml(path))
-        ours: JsonDict = {}
-        data = read_yaml(path)
-        for override in overrides:
-            ours, data = apply_override(ours, override), apply_override(data, override)
         called = [
             function
             for function in functions_in(data)
@@ -69,7 +70,7 @@ def load_untrusted(
                 "as your own code; read that function, and add --trust, or trust=True in Python, "
                 "if whoever wrote the file may run code here"
             )
-    return load_config(path, overrides)
+    return RunConfig.from_dict(data)
 
 
 _CODE = ("factory", "function")

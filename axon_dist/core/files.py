@@ -8,18 +8,22 @@ not answered, and returns the version of an object, a generation of GCS or an ET
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib
 import json
 import os
 import re
+import secrets
+import shutil
 import stat
-import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import AxonDistError, ConfigError, StoreError, reworded
 
@@ -108,8 +112,167 @@ def kind_at(path: Path) -> str | None:
     return next((kind for test, kind in _KINDS if test(mode)), "a file")
 
 
+NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EMLINK})
+"""The numbers of the errors of `open_regular` about a link, or about anything but a file."""
+
+
+def open_regular(
+    path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False
+) -> int:
+    """Opens a regular file; never a link, and never waits for a pipe or a device.
+
+    Whoever can write to a folder can put a link or a pipe in the place of any file that this
+    library reads or adds to there. So every file of the library's own is opened here, or by
+    `replacing`. A file that is written to must not have a second name either: a hard link would
+    have the same effect as a symbolic one.
+
+    Args:
+        path: of the file.
+        flags: of `os.open`.
+        mode: of a file that is made.
+        links: whether a link at the path is followed, as for files that the user names.
+
+    Returns:
+        The descriptor, which the caller closes.
+
+    Raises:
+        OSError: when there is anything else, with what it is as its reason.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise _refusal(errno.ELOOP, "it is a link, which is not followed", path) from error
+        if error.errno == errno.ENXIO:
+            raise _refusal(errno.ENXIO, f"it is {kind_at(path)} and no file", path) from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        kind = next((kind for test, kind in _KINDS if test(status.st_mode)), None)
+        if kind is not None:
+            raise _refusal(errno.EINVAL, f"it is {kind} and no file", path)
+        if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
+            raise _refusal(errno.EMLINK, "it is a hard link to a file with another name", path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refusal(number: int, reason: str, path: Path) -> OSError:
+    return OSError(number, reason, str(path))
+
+
+TEMPORARY = ".axon.tmp"
+"""The end of the name of a file that is being written, and that no reader opens."""
+
+_ABANDONED = 3600.0
+"""Seconds without a write after which a file of that name was left by a process that is gone."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of another one when all of it is there.
+
+    It is written under a name that nobody can guess, and made anew, so that no link is followed. A
+    link at the path itself is replaced, and what it leads to stays as it is.
+
+    Args:
+        path: the name that it gets; after an error, what was there stays there.
+        mode: of the new file, from which the mask of the process is taken.
+        durable: whether the disk has the file when this ends; without it a power cut may leave an
+            empty file.
+
+    Yields:
+        The file.
+
+    Raises:
+        OSError: when it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "a.txt")
+        >>> with replacing(path) as file:
+        ...     _ = file.write(b"whole")
+        >>> [(one.name, one.read_bytes()) for one in path.parent.iterdir()]
+        [('a.txt', b'whole')]
+    """
+    temporary = path.with_name(f".{secrets.token_hex(8)}{TEMPORARY}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = open(os.open(temporary, flags, mode), "wb")  # noqa: SIM115 (closed below)
+    try:
+        with file:
+            yield file
+            file.flush()
+            if durable:
+                sync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_path(path.parent)
+
+
+def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Writes a text as the contents of a file, whole or not at all; as `replacing`."""
+    with replacing(path, durable=durable) as file:
+        file.write(text.encode())
+
+
+def remove_abandoned(folder: Path, seconds: float = _ABANDONED) -> None:
+    """Removes the files that `replacing` of killed processes has left in a folder.
+
+    Args:
+        folder: where to look.
+        seconds: for which such a file was not written to.
+    """
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f".{'[0-9a-f]' * 16}{TEMPORARY}"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.lstat().st_mtime >= seconds:
+                    path.unlink()
+
+
+_UNKNOWN_CALL = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+
+
+def sync(descriptor: int) -> None:
+    """Waits until the disk has a file, or the names in a folder."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Buckets that are mounted as folders have no such call for some of their files.
+        if error.errno not in _UNKNOWN_CALL:
+            raise
+
+
+def sync_path(path: Path) -> None:
+    """Waits until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those that it is in; the disk has the names of all when this returns."""
+    missing = [one for one in (path, *path.absolute().parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        sync_path(one.parent)
+
+
 def read_bytes(
-    path: Path, what: str, error: type[AxonDistError] = ConfigError, most: int = MOST_TEXT
+    path: Path,
+    what: str,
+    error: type[AxonDistError] = ConfigError,
+    most: int = MOST_TEXT,
+    *,
+    links: bool = True,
 ) -> bytes:
     """The contents of a file; of nothing else, so that no pipe or device blocks it.
 
@@ -118,6 +281,7 @@ def read_bytes(
         what: it is, to follow "cannot read".
         error: the kind of error.
         most: bytes that it may have.
+        links: whether a link is followed, as for files that the user names.
 
     Raises:
         AxonDistError: of that kind, when there is no file, it cannot be read, or is too large.
@@ -132,8 +296,7 @@ def read_bytes(
     if kind not in (None, "a file"):
         raise error(f"cannot read {what}: it is {kind} and no file; name a file")
     rewording = reworded(f"cannot read {what}", "name another file", error)
-    # A pipe may have been put there meanwhile, which must not block either.
-    with rewording, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    with rewording, open(open_regular(path, links=links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         contents = file.read(most + 1) if size <= most else b""
     if size > most or len(contents) > most:
@@ -145,11 +308,16 @@ def read_bytes(
 
 
 def read_text(
-    path: Path, what: str, error: type[AxonDistError] = ConfigError, most: int = MOST_TEXT
+    path: Path,
+    what: str,
+    error: type[AxonDistError] = ConfigError,
+    most: int = MOST_TEXT,
+    *,
+    links: bool = True,
 ) -> str:
     """The contents of a file as UTF-8, with or without a mark of it in front; as `read_bytes`."""
     try:
-        return read_bytes(path, what, error, most).decode("utf-8-sig")
+        return read_bytes(path, what, error, most, links=links).decode("utf-8-sig")
     except UnicodeDecodeError as cause:
         raise error(
             f"cannot read {what}: not a text of UTF-8 (byte {cause.start}); convert it, or "
@@ -290,12 +458,12 @@ class Address:
         advice = "make room there, or set XDG_CACHE_HOME to another folder"
         with reworded(what, advice, StoreError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            remove_abandoned(path.parent)
+            with replacing(path, 0o600) as file:
                 for block in self._blocks():
                     if block.stamp.generation != version:
                         raise StoreError(f"{self} was replaced or removed meanwhile; try again")
                     file.write(block.value)
-            os.replace(file.name, path)
         return path
 
     def _blocks(self) -> Iterator[Any]:
@@ -402,9 +570,22 @@ def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
     for name, copy in zip(names, copies, strict=True):
         link = path / name
         link.parent.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink():
+            link.unlink(missing_ok=True)
         if not link.exists():
-            link.symlink_to(copy)
+            _link(copy, link)
     return path
+
+
+def _link(copy: Path, link: Path) -> None:
+    """Gives a file a second name; a hard link, for readers of a run follow no other one."""
+    try:
+        os.link(copy, link)
+    except FileExistsError:
+        pass  # Another process has made it.
+    except OSError:
+        with open(copy, "rb") as source, replacing(link, 0o600) as file:
+            shutil.copyfileobj(source, file)
 
 
 def _cache_path(what: str) -> Path:

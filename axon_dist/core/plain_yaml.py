@@ -19,18 +19,23 @@ if TYPE_CHECKING:
     from .typing import JsonDict
 
 
-def read_yaml(path: str | Path) -> JsonDict:
+def read_yaml(path: str | Path, *, links: bool = True) -> JsonDict:
     """Reads a YAML file that holds a section of keys.
 
     `<<: *name` takes over the keys of the section `&name`. Sections at the top whose name begins
     with `x-` are there for that alone, and left out.
+
+    Args:
+        path: of the file.
+        links: whether a link at the path is followed.
 
     Raises:
         ConfigError: when the file cannot be read, is no YAML, holds something else, or has
             a key twice.
     """
     what = f"the config {str(path)!r}"
-    return sections_of(read_text(as_path(path, "the config"), what, most=_MOST_BYTES), what)
+    file = as_path(path, "the config")
+    return sections_of(read_text(file, what, most=_MOST_BYTES, links=links), what)
 
 
 def sections_of(text: str, what: str) -> JsonDict:

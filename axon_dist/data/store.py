@@ -2,13 +2,17 @@
 
 A part of the data is made tokens by one process, and appears under its name when it is complete:
 
-    8 bytes      "axontok1"
+    8 bytes      "axontok2"
     4 x 8 bytes  N documents, T tokens of W bytes, and whether they say what is learned
     N x 8 bytes  where each document ends
     T bytes      which tokens are learned, if they say so
     T x W bytes  the tokens
+    B x 4 bytes  the CRC-32 of each 64 KiB of the three before it
+    4 bytes      the CRC-32 of the first 40 bytes and of these checksums
 
-Its name is a digest of its source and of the options, so that a part that is there is right.
+Its name is a digest of its source and of the options. Some of its blocks are checked when it is
+opened, all of them if it is small, and a part that is damaged is made anew; every other block is
+checked when it is first read from.
 """
 
 from __future__ import annotations
@@ -21,14 +25,22 @@ import json
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from ..core.errors import ConfigError, reworded
-from ..core.files import kind_at
+from ..core.files import (
+    NO_FILE,
+    json_section,
+    open_regular,
+    read_bytes,
+    remove_abandoned,
+    replacing,
+)
 from ..core.typing import JsonDict
 from .files import TextFile
 
@@ -39,8 +51,11 @@ Span = tuple[int, int, int, int]
 """A part of a file: where it begins and ends, and the numbers of documents in it and before it."""
 
 _FOLDER = ".axon_tokens"
-_MAGIC = b"axontok1"
+_MAGIC = b"axontok2"
 _HEAD = 40
+_BLOCK = 2**16
+_SAMPLE = 2**12
+"""Blocks of all parts together that are checked when they are opened."""
 _WAIT = 0.05
 _SETTLED = 2 * 10**9
 """Nanoseconds after which a file whose times are the same has the same contents."""
@@ -56,6 +71,7 @@ class FileNumbers:
         start: the byte at which they begin.
         length: how many there are.
         inode: of the file, so that another file under its name is noticed.
+        sums: the checksums of the file, if it has any.
     """
 
     path: Path
@@ -63,6 +79,7 @@ class FileNumbers:
     start: int
     length: int
     inode: int
+    sums: BlockSums | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -88,10 +105,12 @@ class FileNumbers:
         size = (stop - first) * width
         moved = "leave files where they are while they are read"
         rewording = reworded(f"{self.path} cannot be read any more", moved)
-        flags = os.O_RDONLY | os.O_NONBLOCK
-        with rewording, open(os.open(self.path, flags), "rb", buffering=0) as file:
+        with rewording, open(open_regular(self.path, links=True), "rb", buffering=0) as file:
             is_same = os.fstat(file.fileno()).st_ino == self.inode
             data = os.pread(file.fileno(), size, self.start + first * width)
+            if self.sums is not None and is_same:
+                place = self.start + first * width
+                self.sums.check(file.fileno(), place, place + size)
         if len(data) < size or not is_same:
             what = "has shrunk" if is_same else "was replaced by another file"
             raise ConfigError(
@@ -99,6 +118,45 @@ class FileNumbers:
                 "again"
             )
         return np.frombuffer(data, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockSums:
+    """The checksums of the blocks of a file; each is compared once, when it is first read from.
+
+    Args:
+        path: the file.
+        sums: the CRC-32 of each block.
+        size: bytes in the blocks, which begin behind the head.
+        checked: which were compared.
+    """
+
+    path: Path
+    sums: np.ndarray
+    size: int
+    checked: np.ndarray
+
+    def check(self, descriptor: int, start: int, stop: int) -> None:
+        """Compares the blocks of some bytes of the file.
+
+        Raises:
+            ConfigError: when one is not what was written.
+        """
+        blocks = range((start - _HEAD) // _BLOCK, -(-(stop - _HEAD) // _BLOCK))
+        for block in (number for number in blocks if not self.checked[number]):
+            if not self.is_good(descriptor, block):
+                raise ConfigError(
+                    f"{self.path}: the {_BLOCK} bytes from {_HEAD + block * _BLOCK} on are not "
+                    "what was written there; remove the file, which is made anew, and look at the "
+                    "disk"
+                )
+
+    def is_good(self, descriptor: int, block: int) -> bool:
+        """Whether a block is what was written."""
+        first = block * _BLOCK
+        data = os.pread(descriptor, min(_BLOCK, self.size - first), _HEAD + first)
+        self.checked[block] = zlib.crc32(data) == self.sums[block]
+        return bool(self.checked[block])
 
 
 class TokenStore:
@@ -109,7 +167,7 @@ class TokenStore:
     """
 
     def __init__(self, paths: Sequence[Path]):
-        self._parts = [_Part.open(path) for path in paths]
+        self._parts = [_Part.open(path, _sample_of(paths)) for path in paths]
         self._firsts = np.cumsum([0, *(len(part.ends) for part in self._parts)])
 
     def __len__(self) -> int:
@@ -144,28 +202,36 @@ class _Part:
     learned: FileNumbers | None
 
     @staticmethod
-    def open(path: Path) -> _Part:
-        """Reads where documents end.
+    def open(path: Path, most: int = _SAMPLE) -> _Part:
+        """Reads where documents end, and checks some of the file.
+
+        Args:
+            path: of the file.
+            most: blocks of it that are compared with their checksums.
 
         Raises:
-            ValueError: when the file is not complete.
+            ValueError: when the file is not complete, or not what was written.
         """
-        if kind_at(path) != "a file":
-            raise ValueError(f"{path} is no file")
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             head = file.read(_HEAD)
             count, total, width, has_mask = np.frombuffer(head[8:], "<i8").tolist()
             status = os.fstat(file.fileno())
             if head[:8] != _MAGIC or not 0 <= 8 * count <= status.st_size or width not in (1, 2, 4):
                 raise ValueError(f"{path} holds no tokens")
+            if not 0 <= total <= status.st_size:
+                raise ValueError(f"{path} holds no tokens")
+            place = _HEAD + 8 * count
+            stop = place + total * (width + bool(has_mask))
+            sums = _read_sums(file, path, head, stop, status.st_size)
+            _check_some(sums, file.fileno(), place, most)
+            file.seek(_HEAD)
             ends = np.frombuffer(file.read(8 * count), "<i8")
-        place, last = _HEAD + 8 * count, int(ends[-1]) if count else 0
-        fits = status.st_size == place + total * (width + bool(has_mask))
-        if not fits or last != total or (np.diff(ends, prepend=0) < 0).any():
+        last = int(ends[-1]) if count else 0
+        if last != total or (np.diff(ends, prepend=0) < 0).any():
             raise ValueError(f"{path} is not complete")
 
         def numbers(dtype: str, start: int) -> FileNumbers:
-            return FileNumbers(path, np.dtype(dtype), start, total, status.st_ino)
+            return FileNumbers(path, np.dtype(dtype), start, total, status.st_ino, sums)
 
         tokens = numbers(f"<u{width}", place + (total if has_mask else 0))
         return _Part(ends, tokens, numbers("i1", place) if has_mask else None)
@@ -178,14 +244,64 @@ class _Part:
         ends = np.cumsum([len(row[0]) for row in rows], dtype="<i8")
         has_mask = any(row[1] is not None for row in rows)
         total = int(ends[-1]) if len(ends) else 0
-        with _written(path) as file:
-            file.write(_MAGIC + np.array([len(rows), total, width, has_mask], "<i8").tobytes())
-            file.write(ends.tobytes())
+        head = _MAGIC + np.array([len(rows), total, width, has_mask], "<i8").tobytes()
+
+        def pieces() -> Iterator[bytes]:
+            yield ends.tobytes()
             for ids, learned in rows if has_mask else ():
                 is_learned = np.ones(len(ids), bool) if learned is None else learned
-                file.write(is_learned.astype(np.int8).tobytes())
+                yield is_learned.astype(np.int8).tobytes()
             for ids, _ in rows:
-                file.write(ids.astype(f"<u{width}").tobytes())
+                yield ids.astype(f"<u{width}").tobytes()
+
+        with _written(path) as file:
+            file.write(head)
+            sums = np.array([*_write_blocks(file, pieces())], "<u4").tobytes()
+            file.write(sums + zlib.crc32(head + sums).to_bytes(4, "little"))
+
+
+def _write_blocks(file: BinaryIO, pieces: Iterator[bytes]) -> Iterator[int]:
+    """Writes bytes; yields the CRC-32 of each block of them."""
+    waiting = bytearray()
+    for piece in pieces:
+        file.write(piece)
+        waiting += piece
+        while len(waiting) >= _BLOCK:
+            yield zlib.crc32(memoryview(waiting)[:_BLOCK])
+            del waiting[:_BLOCK]
+    if waiting:
+        yield zlib.crc32(waiting)
+
+
+def _read_sums(file: BinaryIO, path: Path, head: bytes, stop: int, size: int) -> BlockSums:
+    """The checksums behind the blocks of a file, which end at a byte of it."""
+    count = -(-(stop - _HEAD) // _BLOCK)
+    if size != stop + 4 * count + 4:
+        raise ValueError(f"{path} is not complete")
+    file.seek(stop)
+    sums, own = file.read(4 * count), file.read(4)
+    if zlib.crc32(head + sums) != int.from_bytes(own, "little"):
+        raise ValueError(f"{path} has other checksums than were written")
+    return BlockSums(path, np.frombuffer(sums, "<u4"), stop - _HEAD, np.zeros(count, bool))
+
+
+def _check_some(sums: BlockSums, descriptor: int, place: int, most: int) -> None:
+    """Compares the blocks that say where documents end, and some others at even distances.
+
+    Raises:
+        ValueError: when one is not what was written.
+    """
+    count = len(sums.sums)
+    said = range(-(-(place - _HEAD) // _BLOCK))
+    some = np.linspace(0, count - 1, min(count, most)).astype(int).tolist() if count else []
+    for block in sorted({*said, *some}):
+        if not sums.is_good(descriptor, block):
+            raise ValueError(f"{sums.path} is not what was written")
+
+
+def _sample_of(paths: Sequence[Path]) -> int:
+    """How many blocks of each part are checked when it is opened."""
+    return max(2, _SAMPLE // max(1, len(paths)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +334,7 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
+            remove_abandoned(self.path)
         except OSError as error:
             if wanted is not None:
                 raise ConfigError(
@@ -257,8 +374,9 @@ class Folder:
                 known[str(file.path)] = row
             indexed.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
         if changed:
+            text = json.dumps(known)
             with _written(place) as file:
-                file.write(json.dumps(known).encode())
+                file.write(f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
         return indexed
 
     def tokens(
@@ -278,7 +396,8 @@ class Folder:
         parts = [(file.digest, span[:2], [*how]) for file, span in spans]
         names = [digest_of(repr(part).encode()) for part in parts]
         paths = [self.path / f"{name}.tokens" for name in names]
-        left = [number for number, path in enumerate(paths) if not _is_complete(path)]
+        most = _sample_of(paths)
+        left = [number for number, path in enumerate(paths) if not _is_complete(path, most)]
         # Each process begins with another part, so that they seldom make the same one.
         turn = os.getpid() % max(1, len(left))
         left = left[turn:] + left[:turn]
@@ -286,14 +405,14 @@ class Folder:
             rest = []
             for number in left:
                 with _claimed(paths[number].with_suffix(".lock")) as is_ours:
-                    if is_ours and not _is_complete(paths[number]):
+                    if is_ours and not _is_complete(paths[number], most):
                         file, span = spans[number]
                         _Part.write(paths[number], make(file.path, span))
                     elif not is_ours:
                         rest.append(number)
             if len(rest) == len(left):
                 time.sleep(_WAIT)
-            left = [number for number in rest if not _is_complete(paths[number])]
+            left = [number for number in rest if not _is_complete(paths[number], most)]
         return TokenStore(paths)
 
     def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
@@ -304,12 +423,14 @@ class Folder:
             make: computes them.
         """
         path = self.path / f"{name}.npz"
-        try:
-            if kind_at(path) == "a file":
-                with np.load(path, allow_pickle=False) as arrays:
-                    return [arrays[key] for key in sorted(arrays.files)]
-        except Exception:  # numpy raises a dozen kinds; what cannot be read is made anew
-            path.unlink(missing_ok=True)
+        # numpy raises a dozen kinds of errors, and compares the checksums; what cannot be read is
+        # made anew.
+        with (
+            contextlib.suppress(Exception),
+            open(open_regular(path), "rb") as file,
+            np.load(file, allow_pickle=False) as arrays,
+        ):
+            return [arrays[key] for key in sorted(arrays.files)]
         arrays = make()
         with _written(path) as file:
             np.savez(file, *arrays)
@@ -327,20 +448,30 @@ def digest_of(*texts: bytes) -> str:
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
     """Whether this process has a lock, which is released when it ends."""
-    # A pipe in its place must not block.
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "rb") as file:
+    advice = "remove it, or name another folder"
+    with reworded(f"data.cache: {str(path)!r} cannot be locked", advice):
+        try:
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            # A link or a pipe; only its name is removed.
+            path.unlink(missing_ok=True)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    with open(descriptor, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             yield False
             return
         yield True
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
-def _is_complete(path: Path) -> bool:
+def _is_complete(path: Path, most: int) -> bool:
     try:
-        _Part.open(path)
+        _Part.open(path, most)
     except (OSError, ValueError):
         return False
     return True
@@ -353,7 +484,11 @@ def _stamp(path: Path) -> list[int]:
 
 def _read_index(path: Path) -> JsonDict:
     try:
-        known = json.loads(path.read_text()) if kind_at(path) == "a file" else {}
+        contents = read_bytes(path, "the index", most=_MOST_INDEX, links=False)
+        text, _, own = contents.rstrip(b"\n").rpartition(b"\n")
+        if own != f"{zlib.crc32(text):08x}".encode():
+            return {}
+        known = json_section(text) or {}
         rows = {
             str(name): [[*map(int, a)], int(b), str(c), d] for name, (a, b, c, d) in known.items()
         }
@@ -363,8 +498,12 @@ def _read_index(path: Path) -> JsonDict:
             for row in rows.values()
         )
         return rows if is_whole else {}
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError):
+    except (ValueError, TypeError, AttributeError, RuntimeError, OverflowError):
+        # A ConfigError is a ValueError.
         return {}
+
+
+_MOST_INDEX = 2**30
 
 
 @contextlib.contextmanager
@@ -372,12 +511,6 @@ def _written(path: Path) -> Iterator[Any]:
     """A file to write, which appears under its name when all of it is there."""
     advice = "make room, remove what is there, or name another folder"
     rewording = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
-    folder = path.parent
-    with rewording, tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-        try:
-            yield file
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    # What a power cut leaves has other checksums, and is made anew.
+    with rewording, replacing(path, durable=False) as file:
+        yield file

@@ -21,6 +21,7 @@ from .meters import model_flops_utilization as model_flops_utilization
 from .meters import profile as profile
 from .meters import time_step as time_step
 from .metrics import JsonlWriter as JsonlWriter
+from .metrics import LastingWriter as LastingWriter
 from .metrics import MetricWriter as MetricWriter
 from .metrics import MlflowWriter as MlflowWriter
 from .metrics import TensorBoardWriter as TensorBoardWriter

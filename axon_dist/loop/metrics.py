@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from flax.traverse_util import flatten_dict
 
-from axon_dist.core.errors import ConfigError, require
-from axon_dist.core.files import as_path, kind_at
+from axon_dist.core.errors import ConfigError, require, warn
+from axon_dist.core.files import as_path, kind_at, open_regular, replacing
+from axon_dist.core.words import plural
 
 
 def has_module(name: str) -> bool:
@@ -36,13 +38,15 @@ class MetricWriter(Protocol):
 class JsonlWriter:
     """One JSON object a line, readable during the run.
 
-    A number that JSON cannot hold (a loss that became infinite or NaN) is written as a text.
+    A number that JSON cannot hold (a loss that became infinite or NaN) is written as a text. A disk
+    that refuses a line ends nothing: it is written before the next one, as soon as there is room.
 
     Args:
         path: the file; lines are added to it. Where it is removed meanwhile, a new one is begun.
+        tell: takes a sentence when the disk begins to refuse lines, and when some are lost.
 
     Attributes:
-        was_removed: whether that has happened, so that earlier lines are gone.
+        was_removed: whether the file was removed, so that earlier lines are gone.
 
     Example:
         >>> import tempfile
@@ -54,28 +58,107 @@ class JsonlWriter:
         '{"step": 1, "train/loss": 5.5}\\n'
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, tell: Callable[[str], None] = warn):
         self._path, self.was_removed = as_path(path, "the file of metrics"), False
         if (kind := kind_at(self._path)) not in (None, "a file"):
             raise ConfigError(f"{str(path)!r} is {kind}; name a file, which metrics are added to")
-        self._open()
+        if self._path.is_symlink():
+            raise ConfigError(
+                f"{str(path)!r} is a link, which is not followed; name the file it leads to"
+            )
+        self._tell, self._waiting, self._is_refused = tell, bytearray(), False
+        self._file: int | None = None
+        if not self._path.parent.is_dir():
+            raise ConfigError(
+                f"{str(path)!r}: there is no folder {str(self._path.parent)!r}; make it first"
+            )
+        self._flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds a line."""
         values = {n: x if math.isfinite(x) else str(x) for n, x in metrics.items()}
-        if not os.fstat(self._file.fileno()).st_nlink:
-            self.was_removed = True
-            self.close()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._open()
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-
-    def _open(self) -> None:
-        self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 (`close` closes it)
+        line = json.dumps({"step": step, **values}).encode() + b"\n"
+        if len(self._waiting) + len(line) > _MOST_WAITING:
+            self._drop()
+        self._waiting += line
+        self._flush()
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Writes what is left, and closes the file."""
+        if self._waiting:
+            self._flush()
+        if self._waiting:
+            self._drop()
+        self._close_file()
+
+    def _flush(self) -> None:
+        """Writes what the disk takes of the lines that wait."""
+        try:
+            if self._file is not None and not os.fstat(self._file).st_nlink:
+                self.was_removed = True
+                self._close_file()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._file is None:
+                self._file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            while self._waiting:
+                # Part of a line may be written, and the rest of it comes next.
+                del self._waiting[: os.write(self._file, self._waiting)]
+            self._is_refused = False
+        except OSError as error:
+            # It may be another file by the next time, as after a server of files came back.
+            self._close_file()
+            if not self._is_refused:
+                self._tell(
+                    f"{self._path.name}: lines wait to be written ({error.strerror}); the run goes "
+                    "on"
+                )
+            self._is_refused = True
+
+    def _drop(self) -> None:
+        count = self._waiting.count(b"\n")
+        self._tell(f"{self._path.name}: {plural(count, 'line')} could not be written and are lost")
+        self._waiting.clear()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+        self._file = None
+
+
+_MOST_WAITING = 2**24
+"""Bytes of lines that wait for a disk."""
+
+
+class LastingWriter:
+    """A writer whose errors are told once and end nothing: a tracker is not worth a run.
+
+    Args:
+        writer: what keeps the numbers.
+        name: of it, for the sentence.
+        tell: takes the sentence.
+    """
+
+    def __init__(self, writer: MetricWriter, name: str, tell: Callable[[str], None]):
+        self.writer, self._name, self._tell = writer, name, tell
+        self._has_failed = False
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps the metrics of a step, if the writer can."""
+        self._try(lambda: self.writer.write(step, metrics))
+
+    def close(self) -> None:
+        """Closes the writer, if it can."""
+        self._try(self.writer.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # of whatever kind a tracker raises
+            if not self._has_failed:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._tell(f"{self._name}: metrics are not kept ({reason:.300}); the run goes on")
+            self._has_failed = True
 
 
 class TensorBoardWriter:
@@ -235,7 +318,8 @@ def plot_losses(
     rows[0].set_title(title, loc="left", color=_INK, fontweight="bold")
     rows[0].legend(frameon=False)
     rows[-1].set_xlabel("step", color=_INK)
-    figure.savefig(path)
+    with replacing(Path(path), durable=False) as file:
+        figure.savefig(file, format="png")
 
 
 def _draw(axes: Any, label: str, train: Curve, validation: Curve) -> None:

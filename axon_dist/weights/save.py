@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -17,8 +18,8 @@ from flax import nnx
 
 from ..checkpoint import gather, on_main, plan_order, write_gathered
 from ..core.checks import COUNT, is_dtype
-from ..core.errors import ConfigError, DTypeError
-from ..core.files import as_path, read_bytes
+from ..core.errors import CheckpointError, ConfigError, DTypeError, reworded
+from ..core.files import as_path, read_bytes, replace_text
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, JsonDict, Path, Shape
 from ..models.formats import FORMATS, config_of, rules_for
@@ -277,6 +278,7 @@ class _Export:
     def write(self, weights: Mapping[Path, Array]) -> None:
         """Writes everything; all processes call it."""
         on_main(self._check_free)
+        on_main(self._begin)
         metadata = None if self.config is None else {"format": "pt"}
         for name, tensors in self.files.items():
             values = (array for tensor in tensors.values() for array in tensor.values(weights))
@@ -301,14 +303,33 @@ class _Export:
                 "name another folder"
             )
 
+    @property
+    def _index(self) -> FilePath:
+        return self.folder / f"{self.stem}{ENDING}{INDEX}"
+
+    def _begin(self) -> None:
+        """Removes the index of files that are replaced one by one: it is written again last.
+
+        So a process that is killed between two of them leaves no weights, some of which are new.
+        """
+        if len(self.files) > 1:
+            with self._rewording(self._index):
+                self._index.unlink(missing_ok=True)
+
     def _finish(self) -> None:
         if len(self.files) > 1:
             total = sum(tensor.size for inside in self.files.values() for tensor in inside.values())
             places = {name: file for file, inside in self.files.items() for name in inside}
             index = {"metadata": {"total_size": total}, "weight_map": places}
-            (self.folder / f"{self.stem}{ENDING}{INDEX}").write_text(_json(index))
+            with self._rewording(self._index):
+                replace_text(self._index, _json(index))
         if self.config is not None:
-            (self.folder / self.config_name).write_text(_json(self.config))
+            with self._rewording(self.folder / self.config_name):
+                replace_text(self.folder / self.config_name, _json(self.config))
+
+    def _rewording(self, path: FilePath) -> contextlib.AbstractContextManager[None]:
+        advice = "make room there, or name another folder"
+        return reworded(f"cannot write {str(path)!r}", advice, CheckpointError)
 
 
 def _weights(

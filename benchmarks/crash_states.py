@@ -1,0 +1,282 @@
+"""Every state in which a kill or a power cut can leave what is saved; nothing good may be lost.
+
+    python -m benchmarks.crash_states            # all kinds
+    python -m benchmarks.crash_states full export
+
+The file operations of a save are watched. Before each of them the folder is copied as a kill would
+leave it, and as power cuts would: what was not synced is lost, or only the contents of files, or
+neither. Of every state the newest that had ended, or a newer one, has to be read, with the very
+numbers that were saved; and another save has to succeed there. Exits with 1 if any state is bad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from axon_dist.checkpoint import (
+    CheckpointManager,
+    HostCopies,
+    Retention,
+    export_safetensors,
+    load_checkpoint,
+    open_tensors,
+    save_checkpoint,
+)
+from axon_dist.data.files import TextFile
+from axon_dist.data.store import Folder, Indexed
+
+from . import power
+from .watched_disk import READS, Tree, make, tree_of, watched
+
+State = dict[str, Any]
+
+
+def state_of(number: float) -> State:
+    return {"w": jnp.arange(6.0) + number, "more": {"b": jnp.full((2, 3), number)}}
+
+
+def is_state(state: Any, number: float) -> bool:
+    expected = state_of(number)
+    is_same = np.array_equal(state["w"], expected["w"])
+    return is_same and np.array_equal(state["more"]["b"], expected["more"]["b"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A way to save.
+
+    Args:
+        save: saves the state of a number in a folder.
+        read: the number of the state that is found there; raises where there is none.
+        last: states are saved from 1 to this.
+        is_on_disk: whether a power cut leaves anything of it.
+    """
+
+    save: Callable[[Path, int], object]
+    read: Callable[[Path], int]
+    last: int = 3
+    is_on_disk: bool = True
+
+
+def _overwritten(type: str) -> Kind:
+    def save(folder: Path, number: int) -> None:
+        save_checkpoint(folder / "model", state_of(number), type=type)
+
+    def read(folder: Path) -> int:
+        state = load_checkpoint(folder / "model", state_of(0))
+        return next(n for n in range(1, 9) if is_state(state, n))
+
+    return Kind(save, read)
+
+
+def _managed(type: str, steps: Callable[[int], int]) -> Kind:
+    """The checkpoints of a run, of which the last two stay."""
+
+    def manager(folder: Path) -> CheckpointManager:
+        return CheckpointManager(folder / "saved", Retention(last=2), type=type, background=False)
+
+    def save(folder: Path, number: int) -> None:
+        with manager(folder) as saved:
+            saved.save(steps(number), state_of(number))
+        assert saved.failure is None, saved.failure
+
+    def read(folder: Path) -> int:
+        found = manager(folder).restore_newest(state_of(0))
+        assert found is not None
+        return next(n for n in range(1, 9) if is_state(found.state, n))
+
+    return Kind(save, read, last=4)
+
+
+def _exported() -> Kind:
+    def save(folder: Path, number: int) -> None:
+        export_safetensors(folder / "model.safetensors", state_of(number))
+
+    def read(folder: Path) -> int:
+        return round(float(open_tensors(folder / "model.safetensors")["more/b"][0, 0]))
+
+    return Kind(save, read)
+
+
+def _cached() -> Kind:
+    """Tokens beside data: what is there is right, or is made anew."""
+
+    def tokens(folder: Path, number: int) -> np.ndarray:
+        source = [Indexed(folder / "a.txt", f"digest {number}", [(0, 8, 1, 0)])]
+        ids = np.arange(40, dtype=np.uint16) * number
+
+        def document(path: Path, span: Any) -> Any:
+            return iter([(ids, None)])
+
+        cache = Folder([TextFile("a.txt", folder / "a.txt")], str(folder / "cache"))
+        return cache.tokens(source, [number], document).take(0)[0]
+
+    def save(folder: Path, number: int) -> None:
+        tokens(folder, number)
+
+    def read(folder: Path) -> int:
+        numbers = range(1, 4)
+        if not all(np.array_equal(tokens(folder, n), np.arange(40) * n) for n in numbers):
+            raise ValueError("other tokens")
+        return 9
+
+    return Kind(save, read)
+
+
+def _copied() -> Kind:
+    """Copies in the memory of a host."""
+
+    def save(folder: Path, number: int) -> None:
+        HostCopies(folder).save(number, state_of(number), {})
+
+    def read(folder: Path) -> int:
+        found = HostCopies(folder).newest(state_of(0))
+        assert found is not None
+        assert is_state(found.state, found.step)
+        return found.step
+
+    return Kind(save, read, is_on_disk=False)
+
+
+KINDS: dict[str, Kind] = {
+    "full": _overwritten("full"),
+    "sharded": _overwritten("sharded"),
+    "manager full": _managed("full", lambda number: number),
+    "manager sharded": _managed("sharded", lambda number: number),
+    "same step full": _managed("full", lambda number: 1),
+    "same step sharded": _managed("sharded", lambda number: 1),
+    "export": _exported(),
+    "token cache": _cached(),
+    "memory copies": _copied(),
+}
+
+
+class _Fixed:
+    """Stands in for chance: how far the disk got with what was not synced."""
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def random(self) -> float:
+        return self.value
+
+
+CUTS = {"kill": None, "nothing more": 0.9, "names, not contents": 0.4}
+"""What the disk has beyond what was synced; a kill loses nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A state of the folder.
+
+    Args:
+        before: the operation that was to come next.
+        ended: the number of the last save that had ended.
+        cut: what was lost; a key of `CUTS`.
+        tree: what the folder holds.
+    """
+
+    before: str
+    ended: int
+    cut: str
+    tree: Tree
+
+
+def moments_of(kind: Kind, work: Path) -> list[Moment]:
+    """Every different state of a folder in which a kind of save was made again and again."""
+    root = work / "watched"
+    root.mkdir()
+    disk = power.Disk(root, _Fixed(0.0))  # pyright: ignore[reportArgumentType]
+    moments: list[Moment] = []
+    seen: set[tuple[int, str, tuple]] = set()
+    ended = 0
+
+    def add(name: str, cut: str, tree: Tree) -> None:
+        key = (ended, "kill" if cut == "kill" else "cut", tuple(sorted(tree.items())))
+        if key not in seen:
+            seen.add(key)
+            moments.append(Moment(name, ended, cut, tree))
+
+    def look(name: str, path: Path) -> None:
+        if name in READS:
+            return
+        shown = f"{name} {path.name}"
+        add(shown, "kill", tree_of(root))
+        for cut, value in CUTS.items():
+            if value is not None and kind.is_on_disk:
+                disk.chance.value = value  # pyright: ignore[reportAttributeAccessIssue]
+                left = work / f"cut-{len(moments)}-{value}"
+                disk.cut(left)
+                add(shown, cut, tree_of(left))
+                _remove(left)
+
+    with power.watched(disk, lambda: None), watched(root, look):
+        for number in range(1, kind.last + 1):
+            kind.save(root, number)
+            ended = number
+            look("the end", root)
+    return moments
+
+
+def _remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+
+
+def problem_with(kind: Kind, moment: Moment, folder: Path) -> str | None:
+    """What is wrong in a state: older than what had ended, not readable, or not to be saved in."""
+    make(moment.tree, folder)
+    try:
+        if moment.ended and (found := kind.read(folder)) < moment.ended:
+            return f"{found} was found, and {moment.ended} had ended"
+        kind.save(folder, kind.last + 1)
+        if (found := kind.read(folder)) <= kind.last:
+            return f"after another save {found} was found"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def measure_states(folder: Path, names: list[str]) -> list[tuple[str, int, int]]:
+    """Rows of a kind of save and of loss, how many states, and how many did no harm."""
+    rows = []
+    for name in names:
+        work = folder / name.replace(" ", "-")
+        work.mkdir()
+        moments = moments_of(KINDS[name], work)
+        counts = {"kill": [0, 0], "power cut": [0, 0]}
+        for number, moment in enumerate(moments):
+            problem = problem_with(KINDS[name], moment, work / str(number))
+            count = counts["kill" if moment.cut == "kill" else "power cut"]
+            count[0] += 1
+            count[1] += problem is None
+            if problem is not None:
+                print(f"{name}: {moment.cut} before {moment.before}: {problem}", flush=True)
+        rows += [(f"{name}: {cut}", *both) for cut, both in counts.items() if both[0]]
+    return [(name, count, good) for name, count, good in rows]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("kinds", nargs="*", help=f"{', '.join(KINDS)}; or all")
+    kinds = parser.parse_args().kinds or list(KINDS)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure_states(Path(os.path.realpath(folder)), kinds)
+    for name, count, good in rows:
+        print(f"{name}: {good}/{count}")
+    return 0 if all(count == good for _, count, good in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
