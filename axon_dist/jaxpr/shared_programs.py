@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from ..core.compat import CALLS, eval_equation, eval_jaxpr, inner_programs
 from ..core.tree import is_key
-from ..core.typing import Array
+from ..core.typing import Array, Shape
 from .walk import (
     Atom,
     Literal,
@@ -61,6 +61,20 @@ Value: TypeAlias = np.ndarray | Key
 """What is computed before the parts: whole numbers, or keys."""
 
 
+class Constant(NamedTuple):
+    """An array of one number.
+
+    Args:
+        value: the number.
+        shape: of the array.
+        dtype: of the array.
+    """
+
+    value: Any
+    shape: Shape
+    dtype: Any
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """The slice of a program that some of its results need.
@@ -81,6 +95,19 @@ class Part:
         jaxpr = self.program.jaxpr
         avals = [(shape_of(v), str(dtype_of(v))) for v in (*jaxpr.invars, *jaxpr.outvars)]
         return *avals, *(equation.primitive.name for equation in jaxpr.eqns)
+
+    @property
+    def constant(self) -> Constant | None:
+        """The result of a part that only repeats one number; None for another part."""
+        jaxpr = self.program.jaxpr
+        atom, result = jaxpr.outvars[0], jaxpr.outvars[0]
+        if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "broadcast_in_dim":
+            atom = jaxpr.eqns[0].invars[0]
+        if len(jaxpr.outvars) != 1 or not isinstance(atom, Literal) or shape_of(atom):
+            return None
+        if getattr(result.aval, "weak_type", False):
+            return None
+        return Constant(atom.val, shape_of(result), dtype_of(result))
 
     def is_like(self, other: Part) -> bool:
         """Whether both compute the same from their operands."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from ..core.typing import Array, PyTree
-from ..jaxpr.shared_programs import Key, Part, Parts, run_part
+from ..jaxpr.shared_programs import Constant, Key, Part, Parts, run_part
 
 IN_FLIGHT = 16
 """The most programs that emulated devices have not yet run."""
@@ -44,6 +45,7 @@ class InParts:
         places: a tree like its results, of their shardings.
         owns: whether the arguments are used up, so that results may be the very arrays.
         in_flight: how many programs may be under way; None sets no limit.
+        on_host: whether the devices are CPUs, on which the host writes constants.
 
     Attributes:
         programs: those that were compiled, once it has been called.
@@ -56,9 +58,10 @@ class InParts:
         *,
         owns: bool = False,
         in_flight: int | None = None,
+        on_host: bool = False,
     ):
         self._function, self._places, self._owns = function, places, owns
-        self._in_flight = in_flight
+        self._in_flight, self._on_host = in_flight, on_host
         self.programs: list[Program] = []
         self._by_signature: dict[Hashable, list[Program]] = {}
 
@@ -81,6 +84,8 @@ class InParts:
             if self._owns and _is_kept(part, operands, own_places, kept):
                 made = operands
                 kept.add(id(operands[0]))
+            elif self._on_host and (constant := part.constant) is not None:
+                made = [_filled(constant, own_places[0])]
             else:
                 made = self._run(part, own_places, operands)
             for at, array in zip(part.results, made, strict=True):
@@ -111,6 +116,17 @@ def _named(part: Part, impls: Sequence[Hashable | None]) -> Callable[..., list[A
         return run_part(part, impls, values)
 
     return first_values
+
+
+def _filled(constant: Constant, place: Sharding) -> Array:
+    """An array of one number in the memory of CPU devices, without compiling for its shape."""
+    shape = place.shard_shape(constant.shape)
+    shard = np.full(shape, constant.value, constant.dtype)
+    devices = sorted(place.addressable_devices, key=lambda device: device.id)
+    # Each device has memory of its own, which a step gives to its results.
+    places = [SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
+    shards = [jax.device_put(shard, one, may_alias=False) for one in places]
+    return jax.make_array_from_single_device_arrays(constant.shape, place, shards)
 
 
 def _is_kept(

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..core.checks import takes
+from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError
 from ..core.modules import bridges_of, stacks_of
 from ..core.tree import (
@@ -378,9 +379,22 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         params, buffers, frozen = new()
         return joined(params, frozen), buffers
 
-    shapes = jax.eval_shape(new)
+    closed, shapes = jax.make_jaxpr(new, return_shape=True)()
     graphdef, others = structure
-    return ModelParts(graphdef, *shapes, others=others), Source(make=values_of_new)
+    parts = ModelParts(graphdef, *shapes, others=others)
+    if sum(getattr(x, "nbytes", _MOST_KEPT + 1) for x in closed.consts) > _MOST_KEPT:
+        return parts, Source(make=values_of_new)
+    layout = jax.tree.structure(shapes)
+
+    def values_of_trace() -> tuple[PyTree, PyTree]:
+        params, buffers, frozen = jax.tree.unflatten(layout, eval_jaxpr(closed, ()))
+        return joined(params, frozen), buffers
+
+    return parts, Source(make=values_of_trace)
+
+
+_MOST_KEPT = 2**16
+"""Bytes of constants up to which the trace of a factory is kept: a step lives long."""
 
 
 def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:

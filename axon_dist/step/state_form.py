@@ -373,8 +373,9 @@ class StateForm:
         return jax.jit(self._first_stored, out_shardings=places, donate_argnums=donated)
 
     def _in_parts(self, function: Function, places: PyTree, owns: bool) -> InParts:
-        is_emulated = self.spec.world.is_cpu and self.spec.mesh.size > 1
-        return InParts(function, places, owns=owns, in_flight=IN_FLIGHT if is_emulated else None)
+        is_cpu = self.spec.world.is_cpu
+        in_flight = IN_FLIGHT if is_cpu and self.spec.mesh.size > 1 else None
+        return InParts(function, places, owns=owns, in_flight=in_flight, on_host=is_cpu)
 
     def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
         targets = self.weight_targets
