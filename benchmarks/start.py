@@ -14,6 +14,7 @@ before and after. Importing is not counted, and no compiled program is kept from
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -73,7 +74,7 @@ def models() -> dict[str, Callable[[], Model]]:
     def mlp() -> Model:
         def make() -> nnx.Module:
             rngs, sizes = nnx.Rngs(0), (256, *(512,) * 8, 10)
-            layers = [nnx.Linear(a, b, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)]
+            layers = [nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)]
             return nnx.Sequential(*(part for layer in layers for part in (layer, nnx.relu)))
 
         batch = {"x": ((8, 256), "float32"), "y": ((8,), "int32")}

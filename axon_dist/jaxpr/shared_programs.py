@@ -12,11 +12,10 @@ round otherwise where they were arguments.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from ..core.compat import CALLS, eval_equation, eval_jaxpr, inner_programs
 from ..core.tree import is_key
 from ..core.typing import Array, Shape
+from .host_keys import ON_HOST, Key, Value
 from .walk import (
     Atom,
     Literal,
@@ -42,23 +42,6 @@ SMALL = 1024
 
 DRAWN = frozenset({"random_bits", "random_gamma"})
 """Primitives that draw numbers, which is left to the parts."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Key:
-    """Random keys in the memory of the host.
-
-    Args:
-        data: their words, in the last dim.
-        impl: the generator, as `jax.random.wrap_key_data` takes it.
-    """
-
-    data: np.ndarray
-    impl: Hashable
-
-
-Value: TypeAlias = np.ndarray | Key
-"""What is computed before the parts: whole numbers, or keys."""
 
 
 class Constant(NamedTuple):
@@ -283,31 +266,21 @@ def _computed(closed: ClosedJaxpr, first: Sequence[JaxprEqn]) -> dict[Var, Value
         if _is_exact(v) and not is_key(v.aval)
     }
     compiled: dict[Hashable, _Derived] = {}
-    with _on_host(first):
-        for equation in first:
-            operands = [
-                np.asarray(v.val, dtype_of(v)) if isinstance(v, Literal) else known[v]
-                for v in equation.invars
-            ]
-            rearrange = _ON_HOST.get(equation.primitive.name)
-            if rearrange is not None:
-                results = [_each(rearrange, equation.params, operands)]
-            else:
-                name = equation.primitive.name, *equation.params.items()
-                avals = [(shape_of(v), str(dtype_of(v))) for v in equation.invars]
-                run = compiled.setdefault((*name, *avals), _Derived(equation))
-                results = run(operands)
-            known.update(zip(equation.outvars, results, strict=True))
+    for equation in first:
+        name, params = equation.primitive.name, equation.params
+        operands = [
+            np.asarray(v.val, dtype_of(v)) if isinstance(v, Literal) else known[v]
+            for v in equation.invars
+        ]
+        on_host = ON_HOST.get(name)
+        result = None if on_host is None else on_host(params, operands)
+        if result is not None:
+            known[equation.outvars[0]] = result
+            continue
+        avals = [(shape_of(v), str(dtype_of(v))) for v in equation.invars]
+        run = compiled.setdefault((name, *params.items(), *avals), _Derived(equation))
+        known.update(zip(equation.outvars, run(operands), strict=True))
     return known
-
-
-def _on_host(first: Sequence[JaxprEqn]) -> contextlib.AbstractContextManager[Any]:
-    """Where keys are derived: on a CPU, where the generator counts alike on all devices."""
-    keys = {str(dtype_of(v)) for e in first for v in e.outvars if is_key(v.aval)}
-    if keys <= {"key<fry>"}:
-        with contextlib.suppress(RuntimeError):
-            return jax.default_device(jax.local_devices(backend="cpu")[0])
-    return contextlib.nullcontext()
 
 
 class _Derived:
@@ -348,42 +321,3 @@ def run_part(part: Part, impls: Sequence[Hashable | None], values: Sequence[Arra
     """
     operands = [wrapped(x, impl) for x, impl in zip(values, impls, strict=True)]
     return eval_jaxpr(part.program, operands)
-
-
-Rearrange: TypeAlias = Callable[[Mapping[str, Any], Sequence[np.ndarray], int], np.ndarray]
-"""(parameters, operands, dims at the end that are the words of a key) -> result."""
-
-
-def _each(rearrange: Rearrange, params: Mapping[str, Any], operands: Sequence[Value]) -> Value:
-    arrays = [x.data if isinstance(x, Key) else x for x in operands]
-    first = operands[0]
-    result = rearrange(params, arrays, int(isinstance(first, Key)))
-    return Key(result, first.impl) if isinstance(first, Key) else result
-
-
-def _sliced(params: Mapping[str, Any], operands: Sequence[np.ndarray], words: int) -> np.ndarray:
-    starts, limits = params["start_indices"], params["limit_indices"]
-    strides = params["strides"] or (1,) * len(starts)
-    return operands[0][tuple(map(slice, starts, limits, strides))]
-
-
-def _squeezed(params: Mapping[str, Any], operands: Sequence[np.ndarray], words: int) -> np.ndarray:
-    return np.squeeze(operands[0], tuple(params["dimensions"]))
-
-
-def _broadcast(params: Mapping[str, Any], operands: Sequence[np.ndarray], words: int) -> np.ndarray:
-    x, shape, dims = operands[0], params["shape"], params["broadcast_dimensions"]
-    lead = [1] * len(shape)
-    for dim, size in zip(dims, x.shape, strict=False):
-        lead[dim] = size
-    end = x.shape[len(dims) :]
-    return np.broadcast_to(x.reshape(*lead, *end), (*shape, *end))
-
-
-_ON_HOST: dict[str, Rearrange] = {
-    "slice": _sliced,
-    "squeeze": _squeezed,
-    "broadcast_in_dim": _broadcast,
-    "add": lambda _, operands, words: np.add(*operands),
-}
-"""What numpy does, because JAX would compile a program for each place and each number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from ..core.typing import Array, PyTree
-from ..jaxpr.shared_programs import Constant, Key, Part, Parts, run_part
+from ..jaxpr.host_keys import Key
+from ..jaxpr.shared_programs import Constant, Part, Parts, run_part
 
 IN_FLIGHT = 16
 """The most programs that emulated devices have not yet run."""
@@ -121,11 +123,13 @@ def _named(part: Part, impls: Sequence[Hashable | None]) -> Callable[..., list[A
 def _filled(constant: Constant, place: Sharding) -> Array:
     """An array of one number in the memory of CPU devices, without compiling for its shape."""
     shape = place.shard_shape(constant.shape)
-    shard = np.full(shape, constant.value, constant.dtype)
+    # XLA copies what is not aligned. It would share what is, between devices too, though a step
+    # gives the memory of each array to its results.
+    flat = np.full(math.prod(shape) + 1, constant.value, constant.dtype)
+    shard = flat[1:].reshape(shape)
     devices = sorted(place.addressable_devices, key=lambda device: device.id)
-    # Each device has memory of its own, which a step gives to its results.
     places = [SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
-    shards = [jax.device_put(shard, one, may_alias=False) for one in places]
+    shards = [jax.device_put(shard, one) for one in places]
     return jax.make_array_from_single_device_arrays(constant.shape, place, shards)
 
 
@@ -140,4 +144,3 @@ def _is_kept(
     if not isinstance(array, jax.Array) or id(array) in kept:
         return False
     return array.committed and array.sharding == places[0]
-

@@ -375,22 +375,24 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         structure[:], trees = _split(made, is_trained)
         return trees
 
-    def values_of_new() -> tuple[PyTree, PyTree]:
-        params, buffers, frozen = new()
-        return joined(params, frozen), buffers
-
     closed, shapes = jax.make_jaxpr(new, return_shape=True)()
     graphdef, others = structure
-    parts = ModelParts(graphdef, *shapes, others=others)
-    if sum(getattr(x, "nbytes", _MOST_KEPT + 1) for x in closed.consts) > _MOST_KEPT:
-        return parts, Source(make=values_of_new)
-    layout = jax.tree.structure(shapes)
+    return ModelParts(graphdef, *shapes, others=others), Source(make=_values(new, closed, shapes))
 
-    def values_of_trace() -> tuple[PyTree, PyTree]:
-        params, buffers, frozen = jax.tree.unflatten(layout, eval_jaxpr(closed, ()))
+
+def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
+    """What makes the weights and buffers of a new model, by its trace where that is small."""
+    layout, consts = jax.tree.structure(shapes), closed.consts
+    is_small = sum(getattr(x, "nbytes", _MOST_KEPT + 1) for x in consts) <= _MOST_KEPT
+
+    def values() -> tuple[PyTree, PyTree]:
+        trees = jax.tree.unflatten(layout, eval_jaxpr(closed, ())) if is_small else new()
+        params, buffers, frozen = trees
         return joined(params, frozen), buffers
 
-    return parts, Source(make=values_of_trace)
+    if not is_small:
+        closed = None
+    return values
 
 
 _MOST_KEPT = 2**16
