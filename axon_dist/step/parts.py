@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..core.checks import takes
+from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError
 from ..core.modules import bridges_of, stacks_of
 from ..core.tree import (
@@ -374,13 +375,28 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         structure[:], trees = _split(made, is_trained)
         return trees
 
-    def values_of_new() -> tuple[PyTree, PyTree]:
-        params, buffers, frozen = new()
+    closed, shapes = jax.make_jaxpr(new, return_shape=True)()
+    graphdef, others = structure
+    return ModelParts(graphdef, *shapes, others=others), Source(make=_values(new, closed, shapes))
+
+
+def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
+    """What makes the weights and buffers of a new model, by its trace where that is small."""
+    layout, consts = jax.tree.structure(shapes), closed.consts
+    is_small = sum(getattr(x, "nbytes", _MOST_KEPT + 1) for x in consts) <= _MOST_KEPT
+
+    def values() -> tuple[PyTree, PyTree]:
+        trees = jax.tree.unflatten(layout, eval_jaxpr(closed, ())) if is_small else new()
+        params, buffers, frozen = trees
         return joined(params, frozen), buffers
 
-    shapes = jax.eval_shape(new)
-    graphdef, others = structure
-    return ModelParts(graphdef, *shapes, others=others), Source(make=values_of_new)
+    if not is_small:
+        closed = None
+    return values
+
+
+_MOST_KEPT = 2**16
+"""Bytes of constants up to which the trace of a factory is kept: a step lives long."""
 
 
 def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:

@@ -29,6 +29,7 @@ from ..sharding import (
     shardings,
 )
 from .batch import Placed
+from .init_programs import IN_FLIGHT, InParts
 from .model_changes import buffer_partition, mean_buffers, stack_buffers
 from .objective import GradientResult
 from .parts import ModelParts, Source
@@ -299,7 +300,7 @@ class StateForm:
         else:
             stored, buffers = self._drawn(weights)
         # A given module keeps its arrays: placing one on the device where it is makes no copy.
-        complete = self._complete if is_placed else self._complete_in_place
+        complete = self._in_parts(self.around, self.places, owns=not is_placed)
         state = complete(stored, buffers)
         if world.num_processes > 1:
             first = state.params, state.frozen
@@ -348,30 +349,33 @@ class StateForm:
             ema=None if spec.options.ema is None else wide_copy(params),
         )
 
-    @cached_property
-    def _complete(self) -> Function:
-        return jax.jit(self.around, out_shardings=self.places)
+    @property
+    def _is_same(self) -> bool:
+        """Whether stored parameters are the model's own arrays.
 
-    @cached_property
-    def _complete_in_place(self) -> Function:
-        return jax.jit(self.around, out_shardings=self.places, donate_argnums=0)
+        Rows of a pipeline and whole numbers are other arrays than what they are made from.
+        """
+        return self.spec.stored.storage.rows is None and not self.spec.parts.int8
+
+    def _first_stored(self, replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
+        """Stored parameters and buffers; what is replaced is not even drawn."""
+        make: Any = self.source.make or (lambda: self.source.arrays)
+        weights, buffers = map_with_path(
+            lambda path, x: replacing.get(path.partition("/")[2], x), make()
+        )
+        return self.spec.stored.storage.store(weights), buffers
 
     @cached_property
     def _factory(self) -> Any:
-        """(weights) -> stored parameters and buffers; what is replaced is not even drawn."""
-        make: Any = self.source.make or (lambda: self.source.arrays)
-
-        def drawn(replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
-            weights, buffers = map_with_path(
-                lambda path, x: replacing.get(path.partition("/")[2], x), make()
-            )
-            return self.spec.stored.storage.store(weights), buffers
-
-        # Rows of a pipeline and whole numbers are other arrays than what they are made from.
-        is_same = self.spec.stored.storage.rows is None and not self.spec.parts.int8
-        donated = 0 if is_same else ()
+        """(weights) -> stored parameters and buffers, as one program."""
         places = (self._stored, self.replicated)
-        return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
+        donated = 0 if self._is_same else ()
+        return jax.jit(self._first_stored, out_shardings=places, donate_argnums=donated)
+
+    def _in_parts(self, function: Function, places: PyTree, owns: bool) -> InParts:
+        is_cpu = self.spec.world.is_cpu
+        in_flight = IN_FLIGHT if is_cpu and self.spec.mesh.size > 1 else None
+        return InParts(function, places, owns=owns, in_flight=in_flight, on_host=is_cpu)
 
     def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
         targets = self.weight_targets
@@ -394,7 +398,9 @@ class StateForm:
             # Processes that hold different shards have no parameters to compare.
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
-        return self._factory(arrays)
+        buffers = jax.tree.map(lambda _: self.replicated, self.spec.parts.buffers)
+        places = self._stored, buffers
+        return self._in_parts(self._first_stored, places, owns=self._is_same)(arrays)
 
 
 def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:

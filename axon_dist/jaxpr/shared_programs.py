@@ -1,0 +1,323 @@
+"""A program that makes many arrays, cut into parts, of which equal ones are one program.
+
+The initialization of a model draws hundreds of arrays, of which most are alike: the same
+operations on the same shapes, from another key. Compiled as one program, each is compiled by
+itself. Here every array has a program of its own, a slice of the whole, which takes keys as
+arguments, so that arrays of one shape and initializer share one compiled program.
+
+Only keys and whole numbers are passed as arguments, which are exact on any device. Every number of
+floating point stays a constant of the part that reads it: the compiler folds constants, and would
+round otherwise where they were arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from ..core.compat import CALLS, eval_equation, eval_jaxpr, inner_programs
+from ..core.tree import is_key
+from ..core.typing import Array, Shape
+from .host_keys import ON_HOST, Key, Value
+from .walk import (
+    Atom,
+    Literal,
+    dtype_of,
+    equations,
+    opened,
+    same_program,
+    shape_of,
+    struct_of,
+    variables,
+)
+
+SMALL = 1024
+"""The most elements of an array that several parts may each compute for themselves."""
+
+DRAWN = frozenset({"random_bits", "random_gamma"})
+"""Primitives that draw numbers, which is left to the parts."""
+
+
+class Constant(NamedTuple):
+    """An array of one number.
+
+    Args:
+        value: the number.
+        shape: of the array.
+        dtype: of the array.
+    """
+
+    value: Any
+    shape: Shape
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """The slice of a program that some of its results need.
+
+    Args:
+        program: closed; its inputs are `operands`.
+        operands: variables of the whole program, which it is given.
+        results: the positions of its results among those of the whole program.
+    """
+
+    program: ClosedJaxpr
+    operands: tuple[Var, ...]
+    results: tuple[int, ...]
+
+    @property
+    def signature(self) -> Hashable:
+        """A value that is equal for equal parts; parts that have it in common may differ."""
+        jaxpr = self.program.jaxpr
+        avals = [(shape_of(v), str(dtype_of(v))) for v in (*jaxpr.invars, *jaxpr.outvars)]
+        return *avals, *(equation.primitive.name for equation in jaxpr.eqns)
+
+    @property
+    def constant(self) -> Constant | None:
+        """The result of a part that only repeats one number; None for another part."""
+        jaxpr = self.program.jaxpr
+        atom, result = jaxpr.outvars[0], jaxpr.outvars[0]
+        if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "broadcast_in_dim":
+            atom = jaxpr.eqns[0].invars[0]
+        if len(jaxpr.outvars) != 1 or not isinstance(atom, Literal) or shape_of(atom):
+            return None
+        if getattr(result.aval, "weak_type", False):
+            return None
+        return Constant(atom.val, shape_of(result), dtype_of(result))
+
+    def is_like(self, other: Part) -> bool:
+        """Whether both compute the same from their operands."""
+        return same_program(self.program, other.program)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """A program in parts.
+
+    Args:
+        whole: the program, its calls of several results inlined.
+        first: its equations that are computed before the parts, on the host.
+        parts: compute its results, each of them in one part.
+    """
+
+    whole: ClosedJaxpr
+    first: tuple[JaxprEqn, ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, closed: ClosedJaxpr) -> Parts | None:
+        """Cuts a program into the smallest parts that have no large value in common.
+
+        Args:
+            closed: a program.
+
+        Returns:
+            The parts; None where the program does something besides computing its results.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> def two():
+            ...     keys = jax.random.split(jax.random.key(0))
+            ...     return [jax.random.normal(key, (64, 64)) for key in keys]
+            >>> one, other = Parts.of(jax.make_jaxpr(two)()).parts
+            >>> one.is_like(other)
+            True
+        """
+        if closed.effects:
+            return None
+        if any(map(_is_inlined, closed.jaxpr.eqns)):
+            inputs = [struct_of(v) for v in closed.jaxpr.invars]
+            closed = opened(closed, inputs, _is_inlined)
+        first = _known_before(closed)
+        return cls(closed, tuple(first), tuple(_cut(closed, first)))
+
+    def values(self) -> dict[Var, Value]:
+        """Computes what the parts are given, on the host."""
+        return _computed(self.whole, self.first)
+
+
+def _is_inlined(equation: JaxprEqn) -> bool:
+    """Whether an equation is a call whose results may belong to several parts."""
+    return equation.primitive.name in CALLS and len(equation.outvars) > 1
+
+
+def _is_exact(atom: Atom) -> bool:
+    """Whether a value is a few keys or whole numbers, which every device computes alike."""
+    aval, dtype = atom.aval, dtype_of(atom)
+    if dtype is None or math.prod(shape_of(atom)) > SMALL or getattr(aval, "weak_type", False):
+        return False
+    return is_key(aval) or np.dtype(dtype).kind in "iub"
+
+
+def _known_before(closed: ClosedJaxpr) -> list[JaxprEqn]:
+    """The equations of keys and whole numbers that depend on no input."""
+    jaxpr = closed.jaxpr
+    known: set[Var] = {v for v in jaxpr.constvars if _is_exact(v) and not is_key(v.aval)}
+    found = []
+    for equation in jaxpr.eqns:
+        inside = [e for e in equations(jaxpr.replace(eqns=[equation]))]
+        is_exact = (
+            variables(equation.invars) <= known
+            and all(e.primitive.name not in DRAWN for e in inside)
+            and all(_is_exact(v) for e in inside for v in e.outvars)
+            and _is_hashable(equation.params)
+        )
+        if is_exact:
+            found.append(equation)
+            known.update(equation.outvars)
+    return found
+
+
+def _is_hashable(params: Mapping[str, Any]) -> bool:
+    try:
+        hash(tuple(params.items()))
+    except TypeError:
+        return False
+    return True
+
+
+def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[Part]:
+    """The parts of a program, whose operands are its inputs and what is computed first."""
+    jaxpr = closed.jaxpr
+    given = {*jaxpr.invars, *(v for equation in first for v in equation.outvars)}
+    maker = {
+        v: number
+        for number, equation in enumerate(jaxpr.eqns)
+        for v in equation.outvars
+        if v not in given
+    }
+    slices = [_slice(jaxpr, maker, atom) for atom in jaxpr.outvars]
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    groups = _joined(slices, {n for n in {*maker.values()} if _is_large(jaxpr.eqns[n])})
+    parts = []
+    for results in groups:
+        numbers = sorted(set().union(*(slices[n] for n in results)))
+        outvars = [jaxpr.outvars[n] for n in results]
+        eqns = [jaxpr.eqns[n] for n in numbers]
+        read = dict.fromkeys(
+            atom
+            for atom in (*(v for e in eqns for v in e.invars), *outvars)
+            if not isinstance(atom, Literal) and atom not in maker
+        )
+        operands = tuple(v for v in read if v in given)
+        constvars = [v for v in read if v not in given]
+        program = jaxpr.replace(
+            constvars=constvars, invars=list(operands), outvars=outvars, eqns=eqns
+        )
+        closed_part = ClosedJaxpr(program, [consts[v] for v in constvars])
+        parts.append(Part(closed_part, operands, tuple(results)))
+    return parts
+
+
+def _slice(jaxpr: Jaxpr, maker: Mapping[Var, int], result: Atom) -> set[int]:
+    """The numbers of the equations that a result needs."""
+    waiting = [v for v in variables([result]) if v in maker]
+    found: set[int] = set()
+    while waiting:
+        number = maker[waiting.pop()]
+        if number not in found:
+            found.add(number)
+            waiting += [v for v in variables(jaxpr.eqns[number].invars) if v in maker]
+    return found
+
+
+def _is_large(equation: JaxprEqn) -> bool:
+    """Whether an equation should be computed once, because one of its arrays is large."""
+    atoms = (*equation.invars, *equation.outvars)
+    inside = (v for e in _inside(equation) for v in e.outvars)
+    return any(math.prod(shape_of(atom)) > SMALL for atom in (*atoms, *inside))
+
+
+def _inside(equation: JaxprEqn) -> list[JaxprEqn]:
+    return [e for program in inner_programs(equation) for e in equations(program)]
+
+
+def _joined(slices: Sequence[set[int]], large: set[int]) -> list[list[int]]:
+    """Which results belong into one part: those that need the same large equation."""
+    owner: dict[int, int] = {}
+    group = list(range(len(slices)))
+
+    def find(result: int) -> int:
+        while group[result] != result:
+            result = group[result]
+        return result
+
+    for result, numbers in enumerate(slices):
+        for number in numbers & large:
+            one, other = sorted((find(owner.setdefault(number, result)), find(result)))
+            group[other] = one
+    groups: dict[int, list[int]] = {}
+    for result in range(len(slices)):
+        groups.setdefault(find(result), []).append(result)
+    return list(groups.values())
+
+
+def _computed(closed: ClosedJaxpr, first: Sequence[JaxprEqn]) -> dict[Var, Value]:
+    known: dict[Var, Value] = {
+        v: np.asarray(x)
+        for v, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        if _is_exact(v) and not is_key(v.aval)
+    }
+    compiled: dict[Hashable, _Derived] = {}
+    for equation in first:
+        name, params = equation.primitive.name, equation.params
+        operands = [
+            np.asarray(v.val, dtype_of(v)) if isinstance(v, Literal) else known[v]
+            for v in equation.invars
+        ]
+        on_host = ON_HOST.get(name)
+        result = None if on_host is None else on_host(params, operands)
+        if result is not None:
+            known[equation.outvars[0]] = result
+            continue
+        avals = [(shape_of(v), str(dtype_of(v))) for v in equation.invars]
+        run = compiled.setdefault((name, *params.items(), *avals), _Derived(equation))
+        known.update(zip(equation.outvars, run(operands), strict=True))
+    return known
+
+
+class _Derived:
+    """One equation of keys and whole numbers, compiled for arguments in the host's memory."""
+
+    def __init__(self, equation: JaxprEqn):
+        self._equation = equation
+        self._impls: list[Hashable] = []
+        self._given: list[Hashable] = []
+        self._run = jax.jit(self._traced)
+
+    def _traced(self, *data: Array) -> list[Array]:
+        operands = [wrapped(x, impl) for x, impl in zip(data, self._given, strict=True)]
+        results = eval_equation(self._equation, operands)
+        self._impls = [jax.random.key_impl(x) if is_key(x) else None for x in results]
+        return [jax.random.key_data(x) if is_key(x) else x for x in results]
+
+    def __call__(self, operands: Sequence[Value]) -> list[Value]:
+        self._given = [x.impl if isinstance(x, Key) else None for x in operands]
+        data = [x.data if isinstance(x, Key) else x for x in operands]
+        results = [np.asarray(x) for x in self._run(*data)]
+        pairs = zip(results, self._impls, strict=True)
+        return [x if impl is None else Key(x, impl) for x, impl in pairs]
+
+
+def wrapped(data: Array, impl: Hashable | None) -> Array:
+    """The keys of some words; other arrays as they are."""
+    return data if impl is None else jax.random.wrap_key_data(data, impl=impl)  # type: ignore[arg-type]
+
+
+def run_part(part: Part, impls: Sequence[Hashable | None], values: Sequence[Array]) -> list[Array]:
+    """Runs a part, within a `jit`.
+
+    Args:
+        part: the part.
+        impls: for each operand that is given as the words of keys their generator, else None.
+        values: of the operands.
+    """
+    operands = [wrapped(x, impl) for x, impl in zip(values, impls, strict=True)]
+    return eval_jaxpr(part.program, operands)

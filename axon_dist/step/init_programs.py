@@ -1,0 +1,146 @@
+"""The first state of a step, made by few small programs in place of a large one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from ..core.typing import Array, PyTree
+from ..jaxpr.host_keys import Key
+from ..jaxpr.shared_programs import Constant, Part, Parts, run_part
+
+IN_FLIGHT = 16
+"""The most programs that emulated devices have not yet run."""
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """One compiled program, which makes all arrays of a kind.
+
+    Args:
+        part: the first part of the kind.
+        places: the shardings of its results.
+        run: (values of the operands) -> results.
+        count: how often it was run.
+    """
+
+    part: Part
+    places: tuple[Sharding, ...]
+    run: Any
+    count: int = 0
+
+
+class InParts:
+    """A function whose results are made where they live, by programs that equal results share.
+
+    Equals `jax.jit(function, out_shardings=places)(*arguments)` in every bit. That is one program,
+    which takes long to compile where it draws hundreds of arrays.
+
+    Args:
+        function: of trees of arrays.
+        places: a tree like its results, of their shardings.
+        owns: whether the arguments are used up, so that results may be the very arrays.
+        in_flight: how many programs may be under way; None sets no limit.
+        on_host: whether the devices are CPUs, on which the host writes constants.
+
+    Attributes:
+        programs: those that were compiled, once it has been called.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., PyTree],
+        places: PyTree,
+        *,
+        owns: bool = False,
+        in_flight: int | None = None,
+        on_host: bool = False,
+    ):
+        self._function, self._places, self._owns = function, places, owns
+        self._in_flight, self._on_host = in_flight, on_host
+        self.programs: list[Program] = []
+        self._by_signature: dict[Hashable, list[Program]] = {}
+
+    def __call__(self, *arguments: PyTree) -> PyTree:
+        """The results for some arguments."""
+        closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*arguments)
+        parts = Parts.of(closed)
+        if parts is None:
+            donated = tuple(range(len(arguments))) if self._owns else ()
+            whole = jax.jit(self._function, out_shardings=self._places, donate_argnums=donated)
+            return whole(*arguments)
+        places = jax.tree.leaves(self._places)
+        given = dict(zip(parts.whole.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
+        known: dict[Any, Any] = {**parts.values(), **given}
+        results: list[Any] = [None] * len(places)
+        kept: set[int] = set()
+        for number, part in enumerate(parts.parts):
+            own_places = tuple(places[at] for at in part.results)
+            operands = [known[v] for v in part.operands]
+            if self._owns and _is_kept(part, operands, own_places, kept):
+                made = operands
+                kept.add(id(operands[0]))
+            elif self._on_host and (constant := part.constant) is not None:
+                made = [_filled(constant, own_places[0])]
+            else:
+                made = self._run(part, own_places, operands)
+            for at, array in zip(part.results, made, strict=True):
+                results[at] = array
+            if self._in_flight is not None and (number + 1) % self._in_flight == 0:
+                jax.block_until_ready(made)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def _run(
+        self, part: Part, places: tuple[Sharding, ...], operands: Sequence[Any]
+    ) -> list[Array]:
+        """Runs a part by the program of its kind."""
+        kinds = self._by_signature.setdefault((part.signature, places), [])
+        program = next((one for one in kinds if one.part.is_like(part)), None)
+        impls = tuple(x.impl if isinstance(x, Key) else None for x in operands)
+        if program is None:
+            run = jax.jit(_named(part, impls), out_shardings=list(places))
+            program = Program(part, places, run)
+            kinds.append(program)
+            self.programs.append(program)
+        program.count += 1
+        return program.run(*(x.data if isinstance(x, Key) else x for x in operands))
+
+
+def _named(part: Part, impls: Sequence[Hashable | None]) -> Callable[..., list[Array]]:
+    # Profilers show a compiled program by the name of its function.
+    def first_values(*values: Array) -> list[Array]:
+        return run_part(part, impls, values)
+
+    return first_values
+
+
+def _filled(constant: Constant, place: Sharding) -> Array:
+    """An array of one number in the memory of CPU devices, without compiling for its shape."""
+    shape = place.shard_shape(constant.shape)
+    # XLA copies what is not aligned. It would share what is, between devices too, though a step
+    # gives the memory of each array to its results.
+    flat = np.full(math.prod(shape) + 1, constant.value, constant.dtype)
+    shard = flat[1:].reshape(shape)
+    devices = sorted(place.addressable_devices, key=lambda device: device.id)
+    places = [SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
+    shards = [jax.device_put(shard, one) for one in places]
+    return jax.make_array_from_single_device_arrays(constant.shape, place, shards)
+
+
+def _is_kept(
+    part: Part, operands: Sequence[Any], places: Sequence[Sharding], kept: set[int]
+) -> bool:
+    """Whether the one result of a part is its operand, an array in its place that is not taken."""
+    jaxpr = part.program.jaxpr
+    if len(operands) != 1 or [*jaxpr.outvars] != [*jaxpr.invars]:
+        return False
+    (array,) = operands
+    if not isinstance(array, jax.Array) or id(array) in kept:
+        return False
+    return array.committed and array.sharding == places[0]

@@ -1,0 +1,229 @@
+"""What a start costs in CPU-seconds: building a step, its first state, and the first step.
+
+    python benchmarks/start.py [--models mlp vit …] [--devices 1 8] [--source FOLDER] [--json FILE]
+
+Beside it stands the same start in plain JAX on one device: the module is made eagerly, and its step
+is one `jax.jit`. Each start runs in a process of its own. CPU-seconds are those of all threads, so
+that other programs on the machine disturb them little. The share of `init` in making the module
+eagerly is the figure to watch. `--source` measures another checkout of the library, for a table of
+before and after. Importing is not counted, and no compiled program is kept from another process.
+
+`gpt-1.3b` is not run, for its states take 21 GB: its first step is traced and lowered alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve()
+PHASES = ("build", "init", "first step")
+
+
+class Model(NamedTuple):
+    """A model that is started.
+
+    Args:
+        make: makes it.
+        loss: of it and a batch.
+        batch: names, shapes and dtypes of what it is trained on.
+        runs: whether there is memory to run it here.
+    """
+
+    make: Callable[[], Any]
+    loss: Callable[..., Any]
+    batch: dict[str, tuple[tuple[int, ...], str]]
+    runs: bool = True
+
+
+def models() -> dict[str, Callable[[], Model]]:
+    """The models by name, imported when one is asked for."""
+    from flax import nnx
+
+    from axon_dist.models import (
+        ResNet,
+        ResNetConfig,
+        Transformer,
+        TransformerConfig,
+        ViT,
+        ViTConfig,
+        classification_loss,
+        next_token_loss,
+    )
+
+    def language(length: int, runs: bool = True, preset: str = "quickstart", **sizes: Any) -> Model:
+        config = TransformerConfig.preset(preset, **sizes)
+
+        def make() -> nnx.Module:
+            return Transformer(config, rngs=nnx.Rngs(0))
+
+        return Model(make, next_token_loss, {"tokens": ((8, length), "int32")}, runs)
+
+    def images(make: Callable[[], nnx.Module], size: int) -> Model:
+        batch = {"x": ((8, size, size, 3), "float32"), "y": ((8,), "int32")}
+        return Model(make, classification_loss, batch)
+
+    def mlp() -> Model:
+        def make() -> nnx.Module:
+            rngs, sizes = nnx.Rngs(0), (256, *(512,) * 8, 10)
+            layers = [nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)]
+            return nnx.Sequential(*(part for layer in layers for part in (layer, nnx.relu)))
+
+        batch = {"x": ((8, 256), "float32"), "y": ((8,), "int32")}
+        return Model(make, classification_loss, batch)
+
+    return {
+        "quickstart": lambda: language(65),
+        "12x192": lambda: language(33, num_layers=12, width=192, num_heads=6),
+        "mlp": mlp,
+        "vit": lambda: images(
+            lambda: ViT(
+                ViTConfig(image_size=32, patch_size=4, num_classes=10, width=192, num_heads=3),
+                rngs=nnx.Rngs(0),
+            ),
+            32,
+        ),
+        "resnet": lambda: images(
+            lambda: ResNet(
+                ResNetConfig(stage_sizes=(2, 2, 2, 2), block="basic", num_classes=10, stem="small"),
+                rngs=nnx.Rngs(0),
+            ),
+            32,
+        ),
+        "gpt2": lambda: language(17, preset="gpt2"),
+        "gpt-1.3b": lambda: language(
+            17, runs=False, preset="gpt2", width=2048, num_layers=24, num_heads=16, ffn_width=8192
+        ),
+    }
+
+
+def measure(name: str, devices: int, way: str) -> dict[str, float]:
+    """The CPU-seconds of every phase of one start, in this process."""
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from axon_dist import World, build_train_step, ddp
+
+    model = models()[name]()
+    world, optimizer = World.emulate(devices), optax.adamw(1e-3)
+    # The backend is no part of either start.
+    jax.block_until_ready(jax.numpy.zeros(3) + 1)
+    batch = {key: np.ones(shape, dtype) for key, (shape, dtype) in model.batch.items()}
+    seconds: dict[str, float] = {}
+
+    def phase(name: str, run: Callable[[], Any]) -> Any:
+        begin = time.process_time()
+        result = run()
+        jax.block_until_ready([x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)])
+        seconds[name] = time.process_time() - begin
+        return result
+
+    if way == "ours":
+        step = phase(
+            "build", lambda: build_train_step(model.make, optimizer, model.loss, ddp(), world)
+        )
+        if not model.runs:
+            phase("first step", lambda: step.lower(batch))
+            return seconds
+        state = phase("init", step.init)
+        phase("first step", lambda: step(state, batch))
+        return seconds
+    if not model.runs:
+        return seconds
+    graphdef, params, rest = phase("eager", lambda: nnx.split(model.make(), nnx.Param, ...))
+
+    def loss_of(params: Any, rest: Any, batch: Any) -> tuple[Any, Any]:
+        whole = nnx.merge(graphdef, params, rest)
+        loss = model.loss(whole, batch)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        value = loss.total / loss.weight if hasattr(loss, "total") else loss
+        return value, nnx.split(whole, nnx.Param, ...)[2]
+
+    @jax.jit
+    def train_step(params: Any, rest: Any, moments: Any, batch: Any) -> Any:
+        grads, rest = jax.grad(loss_of, has_aux=True)(params, rest, batch)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), rest, moments
+
+    moments = phase("init", lambda: optimizer.init(params))
+    phase("first step", lambda: train_step(params, rest, moments, batch))
+    return seconds
+
+
+def started(name: str, devices: int, way: str, source: Path) -> dict[str, float]:
+    """Measures one start in a process of its own."""
+    command = [sys.executable, str(HERE), "--one", name, str(devices), way]
+    env = {**os.environ, "PYTHONPATH": str(source), "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(run.stderr[-3000:])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def rows(names: Sequence[str], devices: Sequence[int], source: Path) -> Iterator[dict[str, Any]]:
+    """The figures of every model on every number of devices."""
+    for name in names:
+        plain = started(name, 1, "plain", source)
+        for count in devices:
+            ours = started(name, count, "ours", source)
+            yield {"model": name, "devices": count, "ours": ours, "plain": plain}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table, in Markdown."""
+    ours, plain = row["ours"], row["plain"]
+
+    def cell(seconds: float | None) -> str:
+        return "–" if seconds is None else f"{seconds:.1f}"
+
+    eager = plain.get("eager")
+    share = f"{ours['init'] / eager:.2f}" if eager and "init" in ours else "–"
+    cells = [
+        row["model"],
+        str(row["devices"]),
+        *(cell(ours.get(phase)) for phase in PHASES),
+        cell(sum(ours.values())),
+        cell(eager),
+        cell(sum(plain.values()) if plain else None),
+        share,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Measures, and prints a table in Markdown."""
+    if sys.argv[1:2] == ["--one"]:
+        name, devices, way = sys.argv[2:]
+        print(json.dumps(measure(name, int(devices), way)))
+        return
+    names = ["quickstart", "12x192", "mlp", "vit", "resnet", "gpt2", "gpt-1.3b"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--devices", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--source", type=Path, default=HERE.parent.parent)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    heads = ["model", "devices", *PHASES, "all", "eager module", "plain start", "init / eager"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    measured = []
+    for row in rows(args.models, args.devices, args.source.resolve()):
+        measured.append(row)
+        print(line(row), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
