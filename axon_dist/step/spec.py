@@ -37,7 +37,9 @@ _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
         # Scatters sort instead of racing, cuBLAS and cuDNN take algorithms with a fixed order, and
         # no kernel is chosen by how fast it was this time: a superset of
         # xla_gpu_exclude_nondeterministic_ops (openxla/xla, docs/determinism.md and #12520).
-        Backend.NCCL: {"xla_gpu_deterministic_ops": True},
+        # A product that XLA gives to Triton has no kernel but one that was timed, so that XLA ends
+        # without one (jax 0.11 and 0.12); cuBLAS has a default for each.
+        Backend.NCCL: {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False},
         # A TPU program has one order, which its compiler fixes.
         Backend.TPU: {},
     }

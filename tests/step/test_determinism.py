@@ -1,5 +1,6 @@
 """The same bits twice: on emulated devices, and compiled for GPUs that are not there."""
 
+import dataclasses
 import types
 
 import jax
@@ -19,6 +20,8 @@ from axon_dist.step import deterministic_options
 CONFIG = TransformerConfig(
     vocab_size=64, width=32, num_layers=2, num_heads=2, ffn_width=64, max_length=16, dropout=0.1
 )
+
+ON_GPUS = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
 
 def build(world, **options):
@@ -52,7 +55,7 @@ def test_devices_of_which_nothing_is_known_are_refused():
 @pytest.mark.parametrize("backend", list(Backend))
 def test_every_kind_of_devices_is_known(backend):
     options = deterministic_options(types.SimpleNamespace(backend=backend))
-    assert options == ({"xla_gpu_deterministic_ops": True} if backend is Backend.NCCL else {})
+    assert options == (ON_GPUS if backend is Backend.NCCL else {})
 
 
 @pytest.mark.aot
@@ -76,3 +79,21 @@ def test_on_gpus_the_option_reaches_the_compiler(more):
     jax.config.update("jax_enable_compilation_cache", cache)
     assert found[False] == 0
     assert found[True] > 0
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(missing_compiler("h100:1") is not None, reason="needs the CUDA compiler")
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_on_one_gpu_no_product_asks_for_a_kernel_by_its_time(precision):
+    """Triton has no kernel for a product but the fastest one: all of them are cuBLAS's."""
+    world = World.init("dp=1", devices=list(target_devices("h100:1")))
+    config = dataclasses.replace(CONFIG, vocab_size=256, width=64, dropout=0.0, max_length=32)
+    step = build_train_step(
+        lambda: Transformer(config, rngs=nnx.Rngs(0)), optax.adamw(3e-4), next_token_loss,
+        fsdp(axes=("dp",)), world, clip_norm=1.0, precision=precision, deterministic=True,
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((4, 33), jnp.int32)
+    program = step.lower({"tokens": tokens}).compile().as_text()
+    assert "__cublas" in program
+    assert "__triton_gemm" not in program
+    assert ("__cudnn$fmha" in program) is (precision != "float32")
