@@ -46,6 +46,7 @@ class CopyHeader:
         writers: all processes of its host, each of which has one.
         leaves: of the whole state.
         meta: what was saved with it.
+        unpadded: the model's shapes of the leaves that are padded, by path.
     """
 
     step: int
@@ -55,6 +56,7 @@ class CopyHeader:
     writers: tuple[int, ...]
     leaves: Mapping[LeafPath, LeafSpec]
     meta: Mapping[str, Any]
+    unpadded: Mapping[LeafPath, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def copy(self) -> CopyId:
@@ -70,6 +72,7 @@ class CopyHeader:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
         parsed = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
+        parsed["unpadded"] = {p: tuple(shape) for p, shape in fields.get("unpadded", {}).items()}
         return cls(**{**fields, **parsed})
 
 

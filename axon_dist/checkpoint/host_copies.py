@@ -33,6 +33,7 @@ from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
 from ..mesh import process_index
+from ..sharding.padding import paddings_in
 from .copy_files import (
     CopyHeader,
     CopyId,
@@ -50,6 +51,7 @@ from .copy_files import (
     write_copy,
 )
 from .layout import (
+    LeafSpec,
     as_array,
     described,
     differences,
@@ -270,6 +272,7 @@ class HostCopies:
             writers=ring.peers(me),
             leaves={path: spec_of(leaf) for path, leaf in leaves.items()},
             meta=dict(meta),
+            unpadded=paddings_in(state),
         )
         reason = self._write(header, *ring.local_pieces(stored))
         spread = ring.spread(stored)
@@ -296,7 +299,9 @@ class HostCopies:
             target: as for `load_checkpoint`.
 
         Returns:
-            The copy, on the mesh of the target; None where the hosts have no complete one.
+            The copy, on the mesh of the target; None where the hosts have no complete one, or
+            where its leaves are padded for another number of devices: only a checkpoint has them
+            without padding.
 
         Raises:
             CheckpointError: when the copy belongs to another model or optimizer.
@@ -311,7 +316,17 @@ class HostCopies:
         local = here.get(header.copy, (None, Pieces({})))[1]
         targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
         wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
-        if unlike := differences(header.leaves, wanted):
+        unpadded = paddings_in(target)
+        unlike = differences(
+            _without_padding(header.leaves, header.unpadded), _without_padding(wanted, unpadded)
+        )
+        if not unlike and header.leaves != wanted:
+            self.tell(
+                f"the copy of step {header.step} in the memory of the hosts is padded for another "
+                "number of devices; going back to a checkpoint"
+            )
+            return None
+        if unlike:
             raise CheckpointError(
                 f"the copy of step {header.step} in the memory of the hosts does not fit: "
                 f"{first_few(unlike, between='; ')}; start the run anew, with the model it "
@@ -360,6 +375,15 @@ class HostCopies:
             if is_outdated(header):
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def _without_padding(
+    leaves: Mapping[LeafPath, LeafSpec], unpadded: Mapping[LeafPath, tuple[int, ...]]
+) -> dict[LeafPath, LeafSpec]:
+    return {
+        path: dataclasses.replace(leaf, shape=tuple(unpadded.get(path, leaf.shape)))
+        for path, leaf in leaves.items()
+    }
 
 
 def _gathered(number: int) -> list[int]:

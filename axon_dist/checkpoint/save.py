@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
+from jax.sharding import NamedSharding
 
 from ..core.checks import TEXTS
 from ..core.errors import (
@@ -23,9 +24,10 @@ from ..core.errors import (
     StoreError,
 )
 from ..core.files import Address, Place, as_place, make_folder, snapshot
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Leaf, PyTree, Shape
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
+from ..sharding.padding import EvenShards, paddings_in
 from . import bucket
 from .layout import (
     ZARR,
@@ -73,7 +75,8 @@ def save_checkpoint(
 
     The folder appears under its name only when everything in it is complete, so that a save that
     is killed leaves the checkpoint that was there before. What is written does not depend on the
-    mesh: it restores onto any other one, bit for bit.
+    mesh: it restores onto any other one, bit for bit. The leaves of a `TrainState` that are padded,
+    because devices do not divide a dim, are written without their padding.
 
     In a bucket, where nothing can be renamed, a checkpoint counts when its marker is there, which
     is written last; one that is replaced is removed first.
@@ -144,6 +147,9 @@ class PendingSave:
                 f"the state, a {state.__class__.__name__}, has no leaves; give a pytree of at "
                 "least one array, random key or number"
             )
+        mesh = mesh_shape(arrays.values())
+        for path, shape in paddings_in(state).items():
+            arrays[path] = even_shards(path, shape, arrays[path]).of(arrays[path])
         size = sum(array.nbytes for array in arrays.values())
         name = on_main(lambda: self._claim_name(meta, size))
         stored = {path: to_stored(array) for path, array in arrays.items()}
@@ -151,7 +157,7 @@ class PendingSave:
             type=type,
             leaves={path: spec_of(array) for path, array in arrays.items()},
             checksums={},
-            mesh=mesh_shape(arrays.values()),
+            mesh=mesh,
             versions=installed_versions(),
             meta=dict(meta),
             score=score,
@@ -267,7 +273,9 @@ def load_checkpoint(
     Args:
         path: the folder of the checkpoint, also at `gs://` or `s3://`.
         target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays, whose
-            values are not looked at; or a `TrainStep`, for the state that it trains.
+            values are not looked at; or a `TrainStep`, for the state that it trains. Of a state
+            with padded leaves give the `TrainState` or the step: a part of it alone, such as its
+            `params`, does not say which are padded.
         parts: the fields of the state to restore, the others not being read. A name, such as
             `"params"`: the target is that field alone, such as `target.params`. Several: it is a
             dict of them.
@@ -300,17 +308,42 @@ def load_checkpoint(
     if parts is not None:
         TEXTS.check("load_checkpoint", "parts", parts)
     if isinstance(target, HasState):
-        state = target_of(target.abstract_state, target.state_shardings)
-        target = state if parts is None else {name: getattr(state, name) for name in parts}
+        target = target_of(target.abstract_state, target.state_shardings)
+        shapes = paddings_in(target)
+        if parts is not None:
+            target = {name: getattr(target, name) for name in parts}
+    else:
+        shapes = paddings_in(target)
     folder = as_place(path, "the checkpoint", CheckpointError)
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
+    evenly: dict[LeafPath, EvenShards] = {}
+    for leaf_path in targets.keys() & shapes.keys():
+        padded, shape = targets[leaf_path], shapes[leaf_path]
+        evenly[leaf_path] = even = even_shards(leaf_path, shape, padded)
+        targets[leaf_path] = jax.ShapeDtypeStruct(shape, padded.dtype, sharding=even.target)
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
     _check_leaves(folder, manifest, targets, parts)
     stored = _read(folder, manifest, targets)
     _check_values(folder, manifest, stored)
-    leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
-    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+    restored = {path: from_stored(stored[path], leaf) for path, leaf in targets.items()}
+    restored |= {path: even.stored(restored[path]) for path, even in evenly.items()}
+    return jax.tree.unflatten(jax.tree.structure(target), list(restored.values()))
+
+
+def even_shards(path: LeafPath, shape: Shape, leaf: Leaf) -> EvenShards:
+    """How a padded leaf of a state becomes one in the shape of the model.
+
+    Raises:
+        CheckpointError: when it is not on a mesh, as the leaves of a step's states are.
+    """
+    place = leaf.sharding
+    if not isinstance(place, NamedSharding):
+        raise CheckpointError(
+            f"leaf {path} of the state is padded to {tuple(leaf.shape)} from {tuple(shape)}, and "
+            f"has the sharding {place}; give the state where the step left it, on its mesh"
+        )
+    return EvenShards(shape, place)
 
 
 def _check_leaves(

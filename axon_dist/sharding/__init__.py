@@ -19,6 +19,7 @@ from .apply import put as put
 from .apply import shardings as shardings
 from .apply import specs as specs
 from .apply import spread as spread
+from .padding import Padding as Padding
 from .policy import ByRule as ByRule
 from .policy import Decision as Decision
 from .policy import FromMetadata as FromMetadata

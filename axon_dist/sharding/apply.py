@@ -2,8 +2,9 @@
 
 `explain` shows the spec of every array with its reason, and checks the arrays of a run against it.
 
-A policy splits an array along a dim that divides. Where the elements of an array are counted as
-one row instead, as in estimates of memory and in flat buckets, `ShardSpec` has the sizes:
+A policy splits an array along a dim that divides, or else pads one (`padding.py`). Where the
+elements of an array are counted as one row instead, as in estimates of memory and in flat buckets,
+`ShardSpec` has the sizes:
 
     shard_size = ceil(numel / num_shards),  padding = shard_size * num_shards - numel
 """
@@ -26,6 +27,7 @@ from rich.table import Table
 from ..core.errors import ClaimError, ConfigError
 from ..core.tree import is_key, leaves_with_paths, map_with_path, path_str, shard_bytes
 from ..core.typing import Array, ArrayTree, Leaf, Path, PyTree, Shape
+from .padding import stored_shape
 from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count, spec_of
 
 
@@ -276,9 +278,9 @@ class LeafDecision:
         path: where it lives.
         shape: its global shape.
         dtype: its element type.
-        bytes: bytes of the whole array.
+        bytes: bytes of the whole array, without padding.
         ways: into how many shards it is cut.
-        bytes_per_device: bytes of one shard.
+        bytes_per_device: bytes of one shard, with its padding.
         decision: the spec, the rule that decided, and why.
     """
 
@@ -416,10 +418,11 @@ def explain_optimizer(
 
 
 def _row(path: Path, leaf: Leaf, decision: Decision, mesh: HasShape) -> LeafDecision:
-    size = math.prod(leaf.shape) * leaf.dtype.itemsize
+    shape, itemsize = tuple(leaf.shape), leaf.dtype.itemsize
     ways = shard_count(decision.spec, mesh)
-    shape, dtype = tuple(leaf.shape), str(leaf.dtype)
-    return LeafDecision(path, shape, dtype, size, ways, size // ways, decision)
+    stored = math.prod(stored_shape(shape, decision.spec, mesh)) * itemsize
+    size, dtype = math.prod(shape) * itemsize, str(leaf.dtype)
+    return LeafDecision(path, shape, dtype, size, ways, stored // ways, decision)
 
 
 def _spec_of(leaf: Leaf) -> str:

@@ -118,10 +118,15 @@ class LargestDim(Policy):
 
     Of large leaves a dim that is split into whole tiles goes before a larger one that is not.
 
+    Where no free dim divides, the one is split that needs the least padding: every shard then has
+    `ceil(size / count)` rows, and the last ones end in zeros. A dim with fewer rows than shards is
+    never padded.
+
     Args:
         axes: the mesh axes that split it, together.
         min_elements: leaves with fewer elements stay whole, for a gather costs more than they save.
         label: the name that tables show.
+        pads: whether a dim may be padded; else a leaf without a dim that divides stays whole.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -132,6 +137,8 @@ class LargestDim(Policy):
         'dim 0 of (4096, 11008) split 64 ways'
         >>> rule.decide("scale", (64,), MeshSpec(fsdp=4)).reason
         'stays whole: 64 elements are fewer than min_elements=1024'
+        >>> rule.decide("kernel", (512, 512), MeshSpec(fsdp=5)).reason
+        'dim 0 of (512, 512) padded to 515 and split 5 ways'
 
     Raises:
         ConfigError: when `min_elements` is no whole number of at least 0.
@@ -140,6 +147,7 @@ class LargestDim(Policy):
     axes: tuple[str, ...]
     min_elements: int = 1024
     label: str = "largest_dim"
+    pads: bool = True
     flexible = True
 
     def __post_init__(self) -> None:
@@ -153,7 +161,7 @@ class LargestDim(Policy):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides for the largest free dim that divides, the first of equals."""
+        """Decides for the largest free dim that divides, else for the one with least padding."""
         count = math.prod(mesh.shape[axis] for axis in self.axes)
         elements = math.prod(shape)
         if elements < self.min_elements:
@@ -166,12 +174,23 @@ class LargestDim(Policy):
         free = [dim for dim in range(len(shape)) if not axes_of(taken, dim)]
         divisible = [dim for dim in free if shape[dim] % count == 0]
         if not divisible:
-            why = f"no free dim of {shape} divides by {'×'.join(self.axes)}={count}"
-            return Decision(PartitionSpec(), self.label, f"stays whole: {why}")
+            return self._padded(shape, free, count)
         tiled = {d for d in divisible if elements >= LARGE and shape[d] // count % TILE == 0}
         dim = max(divisible, key=lambda d: (d in tiled, shape[d], -d))
         spec = PartitionSpec(*(None,) * dim, self.axes)
         return Decision(spec, self.label, f"dim {dim} of {shape} split {count} ways")
+
+    def _padded(self, shape: Shape, free: list[int], count: int) -> Decision:
+        """Decides where no free dim divides."""
+        padded = {d: -(-shape[d] // count) * count for d in free if shape[d] >= count}
+        if not self.pads or not padded:
+            has = "divides by" if free and not self.pads else "can be padded to a multiple of"
+            why = f"no free dim of {shape} {has} {'×'.join(self.axes)}={count}"
+            return Decision(PartitionSpec(), self.label, f"stays whole: {why}")
+        dim = min(padded, key=lambda d: ((padded[d] - shape[d]) / shape[d], -shape[d], d))
+        spec = PartitionSpec(*(None,) * dim, self.axes)
+        why = f"dim {dim} of {shape} padded to {padded[dim]} and split {count} ways"
+        return Decision(spec, self.label, why)
 
 
 @dataclasses.dataclass(frozen=True)

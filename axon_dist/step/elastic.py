@@ -34,6 +34,8 @@ from ..core.typing import Array, Batch, PyTree
 from ..jaxpr.randomness import changed_results, without_rank
 from ..jaxpr.rows import mixing_in
 from ..sharding import axes_of, optimizer_shardings
+from ..sharding.padding import for_region, like
+from .gather import even_rows
 from .local_view import LocalPlan, local_gradients
 from .microbatches import SumsFn
 from .objective import GradientArguments, GradientResult, Sums, beside, forward_of, gradient_sums
@@ -67,10 +69,8 @@ class ElasticPlan(LocalPlan):
     ) -> tuple[PyTree, Any, PyTree]:
         """Runs on one rank: shards in, sums along the tree and new buffers out."""
         spec, shards = self.spec, self.spec.num_ranks
-        gathered, others = (
-            self._unsharded(tree, places)
-            for tree, places in ((params, self.param_specs), (frozen, self.frozen_specs))
-        )
+        gathered = self._unsharded(params, self.param_specs, spec.parts.params)
+        others = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
         forward = forward_of(spec.parts, spec.loss_fn, spec.changes.prepare(None))
         forward = beside(spec.changes.with_layer_scan(forward), others)
         sums_of = gradient_sums(forward, scale, parts=shards)
@@ -79,6 +79,8 @@ class ElasticPlan(LocalPlan):
 
         def total(x: Array, place: PartitionSpec) -> Array:
             split = {axis: dim for dim in range(len(place)) for axis in axes_of(place, dim)}
+            for dim in range(len(place)):
+                x = even_rows(x, axes_of(place, dim), dim)
             return tree_sum(x, self.axes, split)
 
         grads = jax.tree.map(total, sums.grads, self.owner_specs)
@@ -180,7 +182,13 @@ def elastic_update(
 
     update = functools.partial(updated, spec.stored.update.traced.optimizer.update)
     alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
-    return alone(grads, state, params, loss)
+    # Element by element, so that what becomes of the zeros that pad a shard is in no other element.
+    arguments = [
+        for_region(tree, split, mesh)
+        for tree, split in ((grads, owners), (state, moments), (params, owners))
+    ]
+    after = alone(*arguments, loss)
+    return like(after[0], params), like(after[1], state)
 
 
 def _alone(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from ..ops.fp8 import WEIGHT, Fp8Layers
 from ..ops.int8 import WIDEN, Int8, Int8Form
 from ..parallel import Reduction
 from ..sharding import Policy, axes_of, spec_axes, spec_of, spread
+from ..sharding.padding import cut, padded
 
 if TYPE_CHECKING:
     from .spec import StepSpec
@@ -110,31 +112,33 @@ class LocalGather:
         spec: the sharding of the weight, batch axes alone.
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
-        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+        shape: of the parameter in the model, to which the gathered weight is cut where shards are
+            padded; a weight with fewer dims is a row of stacked layers.
         has_grad: whether it is trained.
     """
 
     spec: PartitionSpec
     axes: tuple[str, ...]
     wire: Any
-    ndim: int
+    shape: Shape
     has_grad: bool = True
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
-        spec = row_spec(self.spec, self.ndim, weight)
+        spec = row_spec(self.spec, len(self.shape), weight)
+        shape = self.shape[len(self.shape) - weight.ndim :]
         if not self.has_grad:
-            return all_gather_by(weight, spec)
-        gather = jax.custom_vjp(lambda w: all_gather_by(w, spec))
+            return all_gather_by(weight, spec, shape)
+        gather = jax.custom_vjp(lambda w: all_gather_by(w, spec, shape))
         gather.defvjp(
-            lambda w: (all_gather_by(w, spec), None),
+            lambda w: (all_gather_by(w, spec, shape), None),
             lambda _, ct: (reduce_by(ct, spec, self.axes, self.wire),),
         )
         return gather(weight)
 
     def beside(self, shape: Shape) -> LocalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
-        return dataclasses.replace(self, spec=spread(self.spec, shape))
+        return dataclasses.replace(self, spec=spread(self.spec, shape), shape=shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +243,8 @@ def global_gather(
 def local_gather(spec: StepSpec, path: Path) -> LocalGather:
     """How a weight is gathered where each rank of the batch axes differentiates its samples."""
     sharded, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
-    has_grad, ndim = path not in spec.parts.frozen_paths, len(spec.parts.shapes[path])
-    return LocalGather(sharded, axes, spec.reduction.dtype, ndim, has_grad)
+    has_grad, shape = path not in spec.parts.frozen_paths, tuple(spec.parts.shapes[path])
+    return LocalGather(sharded, axes, spec.reduction.dtype, shape, has_grad)
 
 
 def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
@@ -292,11 +296,20 @@ def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
     return any(not axes.isdisjoint(spec_axes(place)) for place in places)
 
 
-def all_gather_by(shard: Array, spec: PartitionSpec) -> Array:
-    """Makes one rank's shard whole, inside `shard_map`."""
+def all_gather_by(shard: Array, spec: PartitionSpec, shape: Shape | None = None) -> Array:
+    """Makes one rank's shard whole, inside `shard_map`.
+
+    Args:
+        shard: this rank's.
+        spec: the sharding of the whole array.
+        shape: of the whole array, without the rows of zeros that pad its shards; None where there
+            are none. A dim that `spec` does not split keeps its size.
+    """
     for dim in range(len(spec)):
         if axes := axes_of(spec, dim):
             shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
+            if shape is not None:
+                shard = cut(shard, (*shard.shape[:dim], shape[dim], *shard.shape[dim + 1 :]))
     return shard
 
 
@@ -310,14 +323,22 @@ def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: An
         wire: the dtype of the sum on the wire; None is that of the value.
 
     Returns:
-        This rank's shard of the sum, in the dtype of the value.
+        This rank's shard of the sum, in the dtype of the value; the last shards of a dim that does
+        not divide end in zeros.
     """
     total = on_wire(value, wire)
     for dim in range(len(spec)):
         if split := axes_of(spec, dim):
-            total = sum_scatter(total, split, dim)
+            total = sum_scatter(even_rows(total, split, dim), split, dim)
     rest = tuple(axis for axis in axes if axis not in spec_axes(spec))
     return all_sum(total, rest).astype(value.dtype)
+
+
+def even_rows(x: Array, axes: tuple[str, ...], dim: int) -> Array:
+    """An array with zeros behind its last rows, so that they divide over axes, in `shard_map`."""
+    ranks = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    rows = -(-x.shape[dim] // ranks) * ranks
+    return padded(x, (*x.shape[:dim], rows, *x.shape[dim + 1 :]))
 
 
 def row_spec(spec: PartitionSpec, ndim: int, weight: Array) -> PartitionSpec:

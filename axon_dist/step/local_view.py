@@ -28,6 +28,7 @@ from ..jaxpr.pieces import read_once, read_outside_units
 from ..jaxpr.randomness import without_rank
 from ..jaxpr.units import is_inside
 from ..sharding import spec_axes, specs
+from ..sharding.padding import for_region, like, stored_shape
 from .gather import (
     Held,
     all_gather_by,
@@ -158,7 +159,11 @@ def local_gradients(
         out_specs=(plan.owner_specs, full, buffer_specs),
         check_vma=False,
     )
-    grads, (loss, metrics), buffers = mapped(*arguments)
+    # A region asks for shards of equal sizes.
+    params = for_region(arguments.params, plan.param_specs, spec.mesh)
+    frozen = for_region(arguments.frozen, plan.frozen_specs, spec.mesh)
+    grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
+    grads = like(grads, spec.parts.params)
     return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
 
 
@@ -210,8 +215,8 @@ class LocalPlan:
         if not gathers_by_units(self.spec):
             # Cast before the gather: in a lower precision half the bytes are sent, and the gradient
             # comes back in the dtype of the compute.
-            gathered = self._unsharded(params, self.param_specs)
-            others = self._unsharded(frozen, self.frozen_specs)
+            gathered = self._unsharded(params, self.param_specs, self.spec.parts.params)
+            others = self._unsharded(frozen, self.frozen_specs, self.spec.parts.stored_frozen)
             # Where statistics are averaged over the ranks, so are the gradients that come back
             # through them: those of losses that must have been divided by one weight.
             averaged = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
@@ -320,10 +325,11 @@ class LocalPlan:
         return last
 
     def _slot(self, grad: Any, owner: PartitionSpec) -> Any:
-        sharding = jax.sharding.NamedSharding(self.spec.world.mesh, owner)
+        mesh = self.spec.world.mesh
+        sharding = jax.sharding.NamedSharding(mesh, owner)
         # What has travelled in a narrower dtype has no more digits than that.
         dtype = on_wire(grad, self.spec.reduction.dtype).dtype
-        return jnp.zeros(sharding.shard_shape(grad.shape), dtype)
+        return jnp.zeros(sharding.shard_shape(stored_shape(grad.shape, owner, mesh)), dtype)
 
     def _read_once(self, buffers: PyTree, batch: Batch) -> frozenset[Path]:
         """The weights that one call of one unit reads; those of Linen are not looked into."""
@@ -333,14 +339,19 @@ class LocalPlan:
         bridges = spec.parts.bridges
         return frozenset(p for p in paths if not any(is_inside(p, bridge) for bridge in bridges))
 
-    def _unsharded(self, shards: PyTree, places: PyTree) -> PyTree:
+    def _unsharded(self, shards: PyTree, places: PyTree, shapes: PyTree) -> PyTree:
         changes, int8 = self.spec.changes, self.spec.parts.int8
 
         def cast(path: Path, x: Array) -> Array:
             # The scales of eight bits stay as they are, and are gathered with them.
             return x if path.rpartition("/")[0] in int8 else changes.cast(x)
 
-        return jax.tree.map(all_gather_by, map_with_path(cast, shards), places)
+        return jax.tree.map(
+            lambda shard, place, like: all_gather_by(shard, place, like.shape),
+            map_with_path(cast, shards),
+            places,
+            shapes,
+        )
 
     def _scanned(self, forward: Function) -> Any:
         spec = self.spec

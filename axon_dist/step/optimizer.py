@@ -36,6 +36,7 @@ from ..jaxpr.walk import equations
 from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
+from ..sharding.padding import cut, for_region, like, padded
 from .parts import ModelParts
 from .storage import Storage
 
@@ -372,6 +373,7 @@ class DistributedUpdate:
         leads = [(self._specs(call)[0], call.lead) for call in calls]
         places = [PartitionSpec(*lead, *[None] * (n - len(lead)), *inner) for lead, n in leads]
         more = calls[0].more
+        padded = [for_region(call.x, at, self.mesh) for call, at in zip(calls, places, strict=True)]
         run = jax.shard_map(
             functools.partial(_on_device, plan, [call.lead for call in calls]),
             mesh=self.mesh,
@@ -379,7 +381,7 @@ class DistributedUpdate:
             out_specs=places,
             check_vma=False,
         )
-        return run([call.x for call in calls], more)
+        return like(run(padded, more), [call.x for call in calls])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,7 +463,8 @@ def _exchanged(plan: Distribution, stack: Array, work: Callable[[Array], Array])
         stack = jax.lax.dynamic_slice_in_dim(stack, first, share)
     for axes, dim in moves:
         stack = jax.lax.all_to_all(stack, axes, split_axis=0, concat_axis=dim, tiled=True)
-    stack = work(stack)
+    # The work is on matrices as the model has them, without the zeros that pad their shards.
+    stack = padded(work(cut(stack, (stack.shape[0], *plan.shape))), stack.shape)
     for axes, dim in reversed(moves):
         stack = jax.lax.all_to_all(stack, axes, split_axis=dim, concat_axis=0, tiled=True)
     if plan.extra:

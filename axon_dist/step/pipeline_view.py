@@ -39,6 +39,7 @@ from ..pipeline import (
 )
 from ..pipeline import Totals as PipelineSums
 from ..sharding import axes_of, spec_axes, specs
+from ..sharding.padding import like
 from .gather import only_axes, reduce_by
 from .microbatches import Draws, draws_of
 from .model_changes import ModelChanges, rewritten, synchronise_statistics
@@ -90,7 +91,9 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
     if not plan.is_whole_mesh:
         rows, rest = plan.reduced_outside(rows, rest)
-    reduced = jax.lax.with_sharding_constraint(plan.rows.assemble(rows, rest), spec.stored.owners)
+    # Shards of a region are padded to equal sizes.
+    reduced = like(plan.rows.assemble(rows, rest), spec.stored.params)
+    reduced = jax.lax.with_sharding_constraint(reduced, spec.stored.owners)
     total, weight, metrics = loss
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)

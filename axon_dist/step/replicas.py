@@ -17,6 +17,7 @@ from ..core.tree import joined, leaves_with_paths, num_params, parted
 from ..core.typing import Array, Metrics, Path, PyTree
 from ..parallel import SlowPlan
 from ..sharding import Copies, optimizer_shardings, shardings, specs
+from ..sharding.padding import for_region, like, stored_shape
 from .batch import Placed
 from .model_changes import batch_spec
 from .objective import GradientResult
@@ -195,7 +196,11 @@ class Outer:
         places = shardings(policy, self.spec.stored.params, mesh)
         by_path = dict(leaves_with_paths(places))
         shapes = leaves_with_paths(self.spec.stored.params)
-        sizes = {path: math.prod(by_path[path].shard_shape(x.shape)) for path, x in shapes}
+        sizes = {}
+        for path, x in shapes:
+            place = by_path[path]
+            stored = stored_shape(x.shape, place.spec, mesh)
+            sizes[path] = math.prod(place.shard_shape(stored))
         return self.plan.wire_bytes(sizes, mesh.shape[self.plan.axis])
 
     @property
@@ -226,7 +231,12 @@ class Outer:
         mapped = jax.shard_map(
             local, mesh=mesh, in_specs=(split, rows, left), out_specs=(split, left), check_vma=False
         )
-        return mapped(outer, params, missing)
+        went, late = mapped(
+            for_region(outer, split, mesh),
+            for_region(params, rows, mesh),
+            for_region(missing, rows, mesh) if missing else missing,
+        )
+        return like(went, outer), like(late, missing)
 
 
 class ReplicaForm(StateForm):
@@ -252,24 +262,26 @@ class ReplicaForm(StateForm):
             spec, source, dataclasses.replace(strategy, params=params, opt_state=moments)
         )
         row = NamedSharding(spec.mesh, PartitionSpec(plan.axis))
-        outer, meeting = self.outer.places(self.shapes, self.places.params)
+        outer, meeting = self.outer.places(self.model_shapes, self.places.params)
         self.reported = row
         self.outer_steps = tuple(self.outer.program(number) for number in range(plan.fragments))
-        self.places = dataclasses.replace(
+        places = dataclasses.replace(
             self.places,
             buffers=jax.tree.map(lambda _: row, self.shapes.buffers),
             scaler=jax.tree.map(lambda _: row, self.shapes.scaler),
             outer=outer,
             meeting=meeting,
+            padding=None,
         )
+        self._lay_out(self.model_shapes, places)
 
     def due(self, step: int) -> tuple[int, ...]:
         """Which outer steps follow after so many steps."""
         return self.outer.plan.due(step)
 
     def on_device(self, state: TrainState) -> TrainState:
-        """The same state: all of it is in device memory, and no buffer divided."""
-        return state
+        """The same state without padding: it is in device memory, and no buffer divided."""
+        return self.unpadded(state)
 
     def _on_each(
         self,

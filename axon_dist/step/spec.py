@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
-from ..core.tree import shape_key, shapes_of
+from ..core.tree import joined, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, Path, PyTree
 from ..jaxpr.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
@@ -376,6 +376,9 @@ class StepSpec:
         storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
         optimizer, storage, update = optimizer_for(self.optimizer, self.parts, storage, self.mesh)
         params, frozen = jax.eval_shape(storage.store, self.parts.weights)
+        # Of stages whose blocks are trained in part, trained and frozen rows share their paths.
+        shapes = joined(params, frozen) if storage.rows is None else params
+        storage = dataclasses.replace(storage, shapes=shapes)
         update = Update.of(optimizer, params) if update is None else update
         policies = storage.strategy.params, storage.strategy.opt_state
         update = DistributedUpdate(update, *policies, self.mesh)

@@ -17,6 +17,7 @@ from ..core.tree import leaves_with_paths, problem_of
 from ..core.typing import Array, PyTree
 from ..ops.precision import all_finite
 from ..optim.wrappers import SPIKE as SPIKE
+from ..sharding import Padding
 
 WEIGHTS = ArgumentKind(
     "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
@@ -47,6 +48,10 @@ class TrainState:
         meeting: what the next outer step of such replicas needs besides: `opt_state`, one of
             the outer optimizer for each fragment, and `missing`, the error of each replica's
             compression.
+        padding: which leaves end in rows of zeros, because the devices that split them do not
+            divide their dims, and their shapes in the model; None where none does. A step never
+            computes with these rows. `step.weights(state)`, `step.merge(state)` and checkpoints
+            have the shapes of the model. It is no leaf of the tree.
     """
 
     step: Array
@@ -58,6 +63,7 @@ class TrainState:
     ema: PyTree = None
     outer: PyTree = None
     meeting: Any = None
+    padding: Padding | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def averaged(state: TrainState) -> TrainState:

@@ -28,6 +28,14 @@ from ..sharding import (
     put,
     shardings,
 )
+from ..sharding.padding import (
+    Padding,
+    even_places,
+    model_tree,
+    padding_of,
+    stored_shapes,
+    stored_tree,
+)
 from .batch import Placed
 from .init_programs import IN_FLIGHT, InParts
 from .model_changes import buffer_partition, mean_buffers, stack_buffers
@@ -134,8 +142,11 @@ class StateForm:
         source: where the first values of its model come from.
         whole: the place of what every device holds.
         reported: where a step leaves its metrics.
-        shapes: a `TrainState` of shapes.
+        shapes: a `TrainState` of shapes, as they are stored: padded where devices do not divide a
+            dim.
         places: a `TrainState` of shardings.
+        model_shapes: a `TrainState` of shapes without padding, with which a step computes.
+        padding: which leaves are padded; None where none is.
         owners: the shardings of the gradients after reduction: those of their moments.
         claims: the shardings that the strategy claims, and why.
         outer_steps: what replicas that train on their own do in an outer step; none where there is
@@ -169,7 +180,6 @@ class StateForm:
         }
         strategy = strategy or one
         rows, moments = state.params, strategy.opt_state
-        self.shapes: TrainState = state
         self.owners = shardings(moments, rows, mesh)
         self.places: Any = TrainState(
             step=self.replicated,  # type: ignore[arg-type]
@@ -193,6 +203,28 @@ class StateForm:
             explain_optimizer(moments, rows, opt_state, mesh, f"optimizer state {under}"),
             explain(one.params, state.frozen, mesh, f"frozen parameters {under}"),
         )
+        self._lay_out(state, self.places)
+
+    def _lay_out(self, state: TrainState, places: TrainState) -> None:
+        """Sets what is stored of a state of the model's shapes, which these places may pad."""
+        self.model_shapes: TrainState = state
+        self._places = places
+        self.padding: Padding | None = padding_of(state, places)
+        self.places = dataclasses.replace(places, padding=self.padding)
+        stored = stored_shapes(state, places) if self.padding else state
+        self.shapes: TrainState = dataclasses.replace(stored, padding=self.padding)
+
+    def unpadded(self, state: TrainState) -> TrainState:
+        """A stored state without the rows that pad it, as a step computes with it; in `jit`."""
+        if self.padding is None:
+            return state
+        return model_tree(dataclasses.replace(state, padding=None), self.model_shapes, self._places)
+
+    def padded(self, state: TrainState) -> TrainState:
+        """A state as it is stored; the inverse of `unpadded`, in `jit`."""
+        if self.padding is None:
+            return state
+        return dataclasses.replace(stored_tree(state, self._places), padding=self.padding)
 
     def due(self, step: int) -> tuple[int, ...]:
         """Which of the outer steps follow after so many steps."""
@@ -204,10 +236,14 @@ class StateForm:
         return jax.tree.map(placed_shape, self.shapes, self.places)
 
     def on_device(self, state: TrainState) -> TrainState:
-        """The same state as a step computes with it: in device memory, its buffers whole."""
+        """The same state as a step computes with it.
+
+        It is in device memory, without padding, and its buffers are whole.
+        """
         if self.spec.strategy.offload is not CPUOffload.NONE:
             places = jax.tree.map(lambda place: place.with_memory_kind("device"), self.places)
             state = jax.device_put(state, places)
+        state = self.unpadded(state)
         if not self._divided:
             return state
         buffers = map_with_path(
@@ -239,8 +275,19 @@ class StateForm:
 
     @cached_property
     def values_of_rows(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
-        """`values` as one program, where they are cut out of the rows of a pipeline."""
-        return jax.jit(self.values)
+        """`values` as one program, where they are cut out of rows or of padded arrays."""
+        if self.padding is None:
+            return jax.jit(self.values)
+        return self._placed_values
+
+    @cached_property
+    def _placed_values(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
+        """`values` as one program, each array laid out as `weight_targets` says."""
+        targets = self.weight_targets
+        places = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
+        return jax.jit(
+            lambda s: self.values(self.on_device(s)), out_shardings=(places, self.replicated)
+        )
 
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """What a forward pass takes beside the samples, as a state and a batch hold it."""
@@ -253,7 +300,8 @@ class StateForm:
         """The model's arrays but those of random streams: shape, dtype and sharding by path.
 
         The sharding is the state's own, but for a pipeline, whose rows are put together from arrays
-        that are split over all axes of the mesh.
+        that are split over all axes of the mesh. A dim that the state pads is split over as many
+        axes as divide it.
         """
         parts, mesh = self.spec.parts, self.spec.mesh
         if self.spec.stored.storage.rows is None:
@@ -263,16 +311,14 @@ class StateForm:
         by_path: dict[Path, Any] = dict(leaves_with_paths(places))
         by_path |= {path: by_path[f"{path}/{NUMBERS}"] for path in parts.int8}
         shapes = weight_shapes(parts)
-        return {p: placed_shape(x, by_path.get(p, self.replicated)) for p, x in shapes.items()}
+        places = {path: by_path.get(path, self.replicated) for path in shapes}
+        return jax.tree.map(placed_shape, shapes, even_places(shapes, places))
 
     def weights(self, state: TrainState) -> dict[Path, Array]:
         """The arrays of `weight_targets` with the values of a state."""
         targets, values = self.weight_targets, self.values
-        places = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
-        if self.spec.stored.storage.rows is not None:
-            values = jax.jit(
-                lambda s: self.values(self.on_device(s)), out_shardings=(places, self.replicated)
-            )
+        if self.spec.stored.storage.rows is not None or self.padding is not None:
+            values = self._placed_values
         arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: arrays[path] for path in targets}
 
@@ -295,12 +341,13 @@ class StateForm:
             params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
                 agree(world, "parameters of the model", checksums(params))
-            stored = put(self.spec.stored.storage.store(params), self._stored)
+            stored = self.spec.stored.storage.store(params)
+            stored = put(stored_tree(stored, self._stored), self._stored)
             buffers = jax.device_put(buffers, self.replicated)
         else:
             stored, buffers = self._drawn(weights)
         # A given module keeps its arrays: placing one on the device where it is makes no copy.
-        complete = self._in_parts(self.around, self.places, owns=not is_placed)
+        complete = self._in_parts(self._first, self.places, owns=not is_placed)
         state = complete(stored, buffers)
         if world.num_processes > 1:
             first = state.params, state.frozen
@@ -349,13 +396,19 @@ class StateForm:
             ema=None if spec.options.ema is None else wide_copy(params),
         )
 
+    def _first(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
+        """The first state, stored, with given parameters as they are stored."""
+        shapes = self.spec.stored.params, self.spec.stored.frozen
+        return self.padded(self.around(model_tree(stored, shapes, self._stored), buffers))
+
     @property
     def _is_same(self) -> bool:
         """Whether stored parameters are the model's own arrays.
 
-        Rows of a pipeline and whole numbers are other arrays than what they are made from.
+        Rows of a pipeline, whole numbers and padded arrays are other ones.
         """
-        return self.spec.stored.storage.rows is None and not self.spec.parts.int8
+        is_same = self.spec.stored.storage.rows is None and not self.spec.parts.int8
+        return is_same and self.padding is None
 
     def _first_stored(self, replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
         """Stored parameters and buffers; what is replaced is not even drawn."""
@@ -363,7 +416,8 @@ class StateForm:
         weights, buffers = map_with_path(
             lambda path, x: replacing.get(path.partition("/")[2], x), make()
         )
-        return self.spec.stored.storage.store(weights), buffers
+        stored = self.spec.stored.storage.store(weights)
+        return stored_tree(stored, self._stored), buffers
 
     @cached_property
     def _factory(self) -> Any:

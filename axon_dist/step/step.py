@@ -21,6 +21,7 @@ from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import FilledBatch, Weighted
 from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
+from ..sharding.padding import model_tree, padding_of, stored_shapes, stored_tree
 from .batch import BatchLayout, Placed, apart, samples_of
 from .global_view import evaluation, means
 from .guards import ESCAPED, DeadlockGuard, trace
@@ -85,7 +86,8 @@ class TrainStep:
         def train_step(
             state: TrainState, placed: Placed, was_nonfinite: Array | None = None
         ) -> tuple[TrainState, Metrics]:
-            return form.step(on_device(state), placed, was_nonfinite)
+            new, metrics = form.step(on_device(state), placed, was_nonfinite)
+            return form.padded(new), metrics
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
         self._evaluate = jit(
@@ -96,12 +98,15 @@ class TrainStep:
             ),
             out_shardings=form.replicated,
         )
-        self._differentiate = jit(
-            lambda state, placed: form.gradients(on_device(state), placed)[:2],
-            out_shardings=(form.owners, form.reported),
-        )
+
+        def gradients(state: TrainState, placed: Placed) -> tuple[PyTree, Metrics]:
+            grads, metrics, _ = form.gradients(on_device(state), placed)
+            return stored_tree(grads, form.owners), metrics
+
+        self._differentiate = jit(gradients, out_shardings=(form.owners, form.reported))
         self._outer_steps = [
-            jit(run, donate_argnums=0, out_shardings=form.places) for run in form.outer_steps
+            jit(_on_stored(run, form), donate_argnums=0, out_shardings=form.places)
+            for run in form.outer_steps
         ]
         self._report = jax.jit(shared_metrics, out_shardings=form.replicated)
         self._sums_of_parts: dict[Any, bool] = {}
@@ -287,7 +292,7 @@ class TrainStep:
 
         Returns:
             A tree like the parameters, sharded as a step has them: like the moments that they
-            update; and the metrics.
+            update, and padded where these are; and the metrics.
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
@@ -362,9 +367,9 @@ class TrainStep:
         """The model with the values of a state, or with the moving average of its parameters."""
         self._check(state)
         state = averaged(state) if ema else state
-        if self.storage.rows is not None:
+        if self.storage.rows is not None or self.form.padding is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
-            state = self.on_device(state)
+            state = state if self.form.padding else self.on_device(state)
             return self.parts.merge(*self.form.values_of_rows(state))
         return self.parts.merge(*self.form.values(state))
 
@@ -449,6 +454,19 @@ class TrainStep:
         return self.form.placed_shapes, placed, flag if self._keeps_state else None
 
 
+def _on_stored(
+    run: Callable[[TrainState], TrainState], form: StateForm
+) -> Callable[[TrainState], TrainState]:
+    """A function of states without padding, of states as they are stored."""
+
+    # Profilers show a compiled program by the name of its function.
+    @functools.wraps(run)
+    def on_stored(state: TrainState) -> TrainState:
+        return form.padded(run(form.unpadded(state)))
+
+    return on_stored
+
+
 class PortableForm:
     """The model's own form of the states of a step, which a step of any strategy can take up.
 
@@ -491,13 +509,24 @@ class PortableForm:
             lambda params, frozen: storage.store(joined(params, frozen)),
             optimizer.state_from_model,
         )
-        portable = jax.eval_shape(to_model, step.abstract_state)
-        mesh = step.world.mesh
+        form, mesh = step.form, step.world.mesh
+        portable = jax.eval_shape(to_model, form.model_shapes)
         places = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
-        self.target = jax.tree.map(placed_shape, portable, places)
-        on_device = step.on_device
-        self._to_model = jax.jit(lambda state: to_model(on_device(state)), out_shardings=places)
-        self._to_rows = jax.jit(to_rows, out_shardings=step.state_shardings)
+        padding = padding_of(portable, places)
+        padded = dataclasses.replace(places, padding=padding)
+        stored = dataclasses.replace(stored_shapes(portable, places), padding=padding)
+        self.target = jax.tree.map(placed_shape, stored, padded)
+
+        def from_rows(state: TrainState) -> TrainState:
+            converted = stored_tree(to_model(form.on_device(state)), places)
+            return dataclasses.replace(converted, padding=padding)
+
+        def into_rows(state: TrainState) -> TrainState:
+            converted = model_tree(dataclasses.replace(state, padding=None), portable, places)
+            return form.padded(to_rows(converted))
+
+        self._to_model = jax.jit(from_rows, out_shardings=padded)
+        self._to_rows = jax.jit(into_rows, out_shardings=step.state_shardings)
 
     def of(self, state: TrainState) -> TrainState:
         """The portable form of a state, which stays usable."""
@@ -513,6 +542,8 @@ class PortableForm:
         step, same, places = self._step, self._is_same, self._step.state_shardings
         stored = step.storage.store(weights) if same else parted(weights, step.parts.frozen_paths)
         state = step.form.around(stored, buffers, self.target.opt_state)
+        if same and step.form.padding is not None:
+            return jax.jit(step.form.padded, out_shardings=places)(state)
         names = ("frozen", "buffers") if same else ("buffers",)
         placed = {n: jax.device_put(getattr(state, n), getattr(places, n)) for n in names}
         return self.take_up(dataclasses.replace(state, **placed))

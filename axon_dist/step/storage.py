@@ -18,7 +18,7 @@ from flax import nnx
 
 from ..core.errors import UnsupportedError
 from ..core.modules import bridges_of, stacks_of
-from ..core.tree import joined, leaves_with_paths, parted
+from ..core.tree import joined, leaves_with_paths, map_with_path, parted
 from ..core.typing import Array, Batch, Function, Keys, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.linen import linen_blocks, linen_modules, looped_inputs
@@ -42,6 +42,7 @@ from ..pipeline import (
     trace_loss,
 )
 from ..sharding import InPlaceOf
+from ..sharding.padding import cut
 from .objective import Outcome, evaluate, weighed_metrics
 from .parts import ModelParts
 
@@ -60,6 +61,7 @@ class Storage:
         frozen: the paths of the stored leaves that the optimizer leaves alone, where there are no
             rows.
         int8: how those are kept that the state keeps in eight bits, by path.
+        shapes: those of stored parameters, trained and frozen, without padding.
     """
 
     strategy: Strategy
@@ -67,6 +69,7 @@ class Storage:
     stacks: Stacks = Stacks()
     frozen: frozenset[Path] = frozenset()
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
+    shapes: PyTree = dataclasses.field(default_factory=dict)
 
     @property
     def is_by_vectors(self) -> bool:
@@ -80,10 +83,18 @@ class Storage:
         return narrowed(params, self.int8) if self.int8 else params
 
     def to_model(self, stored: PyTree) -> PyTree:
-        """The inverse of `from_model`, exactly."""
+        """The inverse of `from_model`, exactly; of padded arrays too."""
+        stored = self._without_padding(stored)
         if self.rows is not None:
             return self.stacks.together(self.rows.trained.to_model(stored))
         return widened(stored, self.int8) if self.int8 else stored
+
+    def _without_padding(self, stored: PyTree) -> PyTree:
+        """Parameters in the shapes that `from_model` makes, those with padding cut."""
+        shapes = dict(leaves_with_paths(self.shapes))
+        return map_with_path(
+            lambda path, x: cut(x, shapes[path].shape) if path in shapes else x, stored
+        )
 
     def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:
         """The stored form of a model's trained and frozen parameters.
