@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..core.own_context import AxisNames, own_context
 from ..core.typing import Batch, LossFn, Trainable
 from ..mesh import World
 from ..nn import ActivationCheckpointing
@@ -150,19 +151,21 @@ def build_train_step(
         1
     """
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
-    parts, source = take_apart(model, trainable)
-    resolved = strategy_for(parts, as_strategy(strategy), precision, remat)
+    with own_context():
+        parts, source = take_apart(model, trainable)
+        resolved = strategy_for(parts, as_strategy(strategy), precision, remat)
     scales = resolved.precision is not None and resolved.precision.needs_scaling
     resolved_options = options_of(options, keywords, scales)
-    parts = dataclasses.replace(parts, reads_step=takes_step(loss_fn))
-    if resolved.precision is not None or frozen_dtype is not None:
-        parts, source = stored_as(parts, source, resolved.precision, frozen_dtype)
-    extended = optax.with_extra_args_support(optimizer)
-    example = None if batch is None else unwrapped(batch)
-    spec = StepSpec(parts, loss_fn, extended, resolved, world, resolved_options, batch=example)
-    check_rules(spec)
-    form = (StateForm if resolved.slow is None else ReplicaForm)(spec, source)
-    step = TrainStep(spec, form)
-    if batch is not None:
-        step.check(batch)
-    return step
+    with own_context(AxisNames.of(world.mesh, resolved_options.axis_names)):
+        parts = dataclasses.replace(parts, reads_step=takes_step(loss_fn))
+        if resolved.precision is not None or frozen_dtype is not None:
+            parts, source = stored_as(parts, source, resolved.precision, frozen_dtype)
+        extended = optax.with_extra_args_support(optimizer)
+        example = None if batch is None else unwrapped(batch)
+        spec = StepSpec(parts, loss_fn, extended, resolved, world, resolved_options, batch=example)
+        check_rules(spec)
+        form = (StateForm if resolved.slow is None else ReplicaForm)(spec, source)
+        step = TrainStep(spec, form)
+        if batch is not None:
+            step.check(batch)
+        return step
