@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 import jaxlib
 import numpy as np
+from jax._src import array as jax_array
 from jax._src import (
     cache_key,
     clusters,
@@ -29,7 +30,6 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
-from jax._src import array as jax_array
 from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention_stablehlo
 from jax.core import ShapedArray
