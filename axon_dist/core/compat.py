@@ -387,6 +387,14 @@ class ShardingReader(Protocol):
         """What stands for a stated sharding until the array that it is about is known."""
         ...
 
+    def is_stated(self, sharding: NamedSharding) -> bool:
+        """Whether a sharding is one that `stated` made."""
+        ...
+
+    def is_foreign(self, mesh: Any) -> bool:
+        """Whether a mesh is one that the caller's arrays are on, and not that of the step."""
+        ...
+
     def constrain(self, x: Array, sharding: NamedSharding, bind: Function) -> Array:
         """An array with a constraint; `bind(array, sharding)` makes one."""
         ...
@@ -447,13 +455,20 @@ def _read_out_shardings() -> None:
         reader = current_reader()
         if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
             return canonicalize(sharding, api_name, *args, **options)
-        # The axes of a step are automatic: the layout of a result is left to its strategy.
-        return reader.stated(sharding) if api_name == "reshard" else None
+        if api_name != "reshard":
+            # The axes of a step are automatic: the layout of a result is left to its strategy.
+            return None
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        if isinstance(sharding, NamedSharding) and not any(spec):
+            # JAX itself brings closed-over arrays into a `shard_map` so.
+            return canonicalize(sharding, api_name, *args, **options)
+        return reader.stated(spec)
 
     def bind_reshard(x: Array, **params: Any) -> Array:
-        if current_reader() is None:
+        reader, target = current_reader(), params["dst_sharding"]
+        if reader is None or not reader.is_stated(target):
             return bind(x, **params)
-        return pjit.with_sharding_constraint(x, params["dst_sharding"])
+        return pjit.with_sharding_constraint(x, target)
 
     def new_mesh_or_none(*args: Any, **options: Any) -> Any:
         # No axis of a step is explicit, so that there is none to make automatic.
@@ -467,15 +482,16 @@ def _read_out_shardings() -> None:
 
 
 def _forget_explicit_types() -> None:
-    """Arrays on an explicit mesh, such as constants of a loss, enter programs of steps untyped."""
+    """Arrays on meshes of a caller, such as constants of a loss, enter programs of steps untyped."""
     kind = jax_array.ArrayImpl
     typed = core.pytype_aval_mappings[kind]
 
     def untyped(x: Any) -> Any:
-        if current_reader() is not None:
+        reader = current_reader()
+        if reader is not None:
             mesh = getattr(x.sharding, "mesh", None)
-            if mesh is not None and mesh.explicit_axes:
-                return x.aval
+            if mesh is not None and reader.is_foreign(mesh):
+                return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
         return typed(x)
 
     core.pytype_aval_mappings[kind] = untyped

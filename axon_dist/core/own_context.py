@@ -113,11 +113,20 @@ class AxisNames:
         """
         spec = sharding
         if isinstance(sharding, NamedSharding):
-            if not sharding.mesh.explicit_axes and self._is_own(sharding.mesh):
+            if self.is_stated(sharding) or not self.is_foreign(sharding.mesh):
                 return sharding
             spec = sharding.spec
         names = tuple(dict.fromkeys(name for entry in spec for name in _names(entry)))
         return NamedSharding(_stand_in((STATED, *names)), spec)
+
+    def is_stated(self, sharding: NamedSharding) -> bool:
+        """Whether a sharding is one that `stated` made."""
+        return STATED in sharding.mesh.axis_names
+
+    def is_foreign(self, mesh: Mesh | AbstractMesh) -> bool:
+        """Whether a mesh is neither that of the step nor what a `shard_map` makes of it."""
+        is_other = self.mesh is not None and mesh.shape_tuple != self.mesh.shape_tuple
+        return is_other or bool(mesh.explicit_axes)
 
     def constrain(
         self, x: Array, sharding: NamedSharding, bind: Callable[[Array, NamedSharding], Array]
@@ -135,7 +144,7 @@ class AxisNames:
         Raises:
             UnsupportedError: for a name that nobody knows.
         """
-        is_stated = STATED in sharding.mesh.axis_names
+        is_stated = self.is_stated(sharding)
         here = jax.sharding.get_abstract_mesh()
         if not is_stated and (not here.manual_axes or sharding.mesh == here):
             return bind(x, sharding)
@@ -148,10 +157,6 @@ class AxisNames:
         if all(entry is FREE for entry in kept):
             return x
         return bind(x, NamedSharding(mesh, kept))
-
-    def _is_own(self, mesh: Mesh | AbstractMesh) -> bool:
-        """Whether a mesh is that of the step, some axes of which may be manual."""
-        return self.mesh is None or mesh.shape_tuple == self.mesh.shape_tuple
 
     def _translated(self, x: Array, stated: PartitionSpec) -> PartitionSpec:
         """The axes that a stated spec means for an array; `FREE` where it means none."""
