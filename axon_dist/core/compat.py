@@ -482,7 +482,7 @@ def _read_out_shardings() -> None:
 
 
 def _forget_explicit_types() -> None:
-    """Arrays on meshes of a caller, such as constants of a loss, enter programs of steps untyped."""
+    """Arrays on meshes of a caller, such as constants of a loss, enter programs without types."""
     kind = jax_array.ArrayImpl
     typed = core.pytype_aval_mappings[kind]
 

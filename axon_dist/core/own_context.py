@@ -106,18 +106,31 @@ class AxisNames:
         known = SYNONYMS.get(name)
         return None if known is None else tuple(axis for axis in known if axis in axes)
 
+    def of_annotation(self, spec: PartitionSpec) -> PartitionSpec:
+        """The spec that an author wrote on a parameter, in axes of the mesh as the table says.
+
+        Synonyms are not looked up: how parameters are split is a matter of the strategy, and names
+        that neither the mesh nor the table has split none.
+        """
+        table = dict(self.table)
+
+        def axes_of(entry: Any) -> tuple[str, ...] | None:
+            listed = [axis for name in _names(entry) for axis in table.get(name, (name,))]
+            return tuple(dict.fromkeys(listed)) or None
+
+        return PartitionSpec(*map(axes_of, spec))
+
     def stated(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
         """A sharding that a model states, over a mesh of the names in it.
 
         Such a mesh stands for the author's until the array is known: see `constrain`.
         """
-        spec = sharding
         if isinstance(sharding, NamedSharding):
             if self.is_stated(sharding) or not self.is_foreign(sharding.mesh):
                 return sharding
-            spec = sharding.spec
-        names = tuple(dict.fromkeys(name for entry in spec for name in _names(entry)))
-        return NamedSharding(_stand_in((STATED, *names)), spec)
+            sharding = sharding.spec
+        names = tuple(dict.fromkeys(name for entry in sharding for name in _names(entry)))
+        return NamedSharding(_stand_in((STATED, *names)), sharding)
 
     def is_stated(self, sharding: NamedSharding) -> bool:
         """Whether a sharding is one that `stated` made."""
@@ -260,3 +273,37 @@ def in_context_of_step(method: Function) -> Function:
             return method(self, *args, **kwargs)
 
     return run
+
+
+def readable_by_caller(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Has a method give its metrics on the explicit mesh that its caller has in context.
+
+    JAX refuses operations of an array on one mesh while explicit axes of another are in context,
+    and metrics are there to be computed with. Every device has them, so that nothing is sent.
+
+    Args:
+        method: returns metrics, or a pair of something else and metrics.
+    """
+
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        result: Any = method(*args, **kwargs)
+        if is_in_trace() or not jax.sharding.get_abstract_mesh().explicit_axes:
+            return result
+        place = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+        if isinstance(result, tuple):
+            first, metrics = result
+            moved: Any = first, jax.tree.map(lambda x: _replicated(x, place), metrics)
+            return moved
+        return jax.tree.map(lambda x: _replicated(x, place), result)
+
+    return run
+
+
+def _replicated(x: Array, place: NamedSharding) -> Array:
+    """An array that every device holds, in another place; sent only to devices without it."""
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    shards = [held[device] for device in place.addressable_devices if device in held]
+    if len(shards) < len(place.addressable_devices):
+        return jax.device_put(x, place)
+    return jax.make_array_from_single_device_arrays(x.shape, place, shards)

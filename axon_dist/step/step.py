@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from ..core.errors import AxonDistError, UnsupportedError
-from ..core.own_context import AxisNames, in_context_of_step, in_own_context
+from ..core.own_context import AxisNames, in_context_of_step, in_own_context, readable_by_caller
 from ..core.tree import joined, parted
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import Weighted
@@ -178,6 +178,7 @@ class TrainStep:
         """
         return self.form.lower_factory()
 
+    @readable_by_caller
     @in_context_of_step
     def __call__(
         self,
@@ -249,7 +250,8 @@ class TrainStep:
     def _flag(self, was_nonfinite: Array | None) -> Array:
         """The flag of the step before; for the first step one sharded like all later ones."""
         if was_nonfinite is not None:
-            return was_nonfinite
+            # Under a caller's explicit mesh it came on that mesh.
+            return jax.device_put(was_nonfinite, self.form.replicated)
         return jax.make_array_from_callback((), self.form.replicated, lambda _: np.zeros((), bool))
 
     @in_context_of_step
@@ -284,6 +286,7 @@ class TrainStep:
         placed = self.layout.abstract(batch)
         return self.spec.with_shared(placed.shared).separator.coupling(placed.arrays)
 
+    @readable_by_caller
     @in_context_of_step
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, Metrics]:
         """The reduced gradients of a batch, before clipping; the state stays.
@@ -301,6 +304,7 @@ class TrainStep:
         grads, metrics = self._differentiate(state, placed)
         return grads, self._report(metrics) if self._outer_steps else metrics
 
+    @readable_by_caller
     @in_context_of_step
     def evaluate_sums(
         self, state: TrainState, batch: Batch, *, ema: bool = False
@@ -323,6 +327,7 @@ class TrainStep:
         layout = dataclasses.replace(self.layout, num_microbatches=1, logical_shards=1)
         return self._evaluate(state, layout.place(batch))
 
+    @readable_by_caller
     @in_context_of_step
     def evaluate(self, state: TrainState, batch: Batch, *, ema: bool = False) -> dict[str, Array]:
         """The loss and metrics of a batch with the model in eval mode; the state stays.

@@ -19,6 +19,7 @@ from ..checkpoint import gather, on_main, plan_order, write_gathered
 from ..core.checks import COUNT, is_dtype
 from ..core.errors import ConfigError, DTypeError
 from ..core.files import as_path, read_bytes
+from ..core.own_context import in_own_context
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, JsonDict, Path, Shape
 from ..models.formats import FORMATS, config_of, rules_for
@@ -162,6 +163,7 @@ MAX_FILE = 5 * 10**9
 """The bytes of a file above which weights are cut into several, as hubs do."""
 
 
+@in_own_context
 def save_weights(
     model: nnx.Module | TrainState,
     path: str | FilePath,
@@ -213,6 +215,7 @@ def save_weights(
     _Export(folder, stem, _files(tensors, stem, max_file), config).write(weights)
 
 
+@in_own_context
 def save_adapters(
     model: nnx.Module | TrainState,
     path: str | FilePath,
