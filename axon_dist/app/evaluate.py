@@ -26,6 +26,7 @@ from axon_dist.ops.precision import autocast, without_gathers
 from axon_dist.step import PortableForm, TrainState, TrainStep
 
 from ..config import RunConfig
+from ..core.own_context import in_own_context
 from .run_model import find_checkpoint, load_arrays, run_config, tokenizer_of
 from .runs import build_loader, measured_on
 from .steps import build_step, build_world
@@ -66,6 +67,7 @@ class Evaluation:
         return {**dataclasses.asdict(self), "checkpoint": str(self.checkpoint)}
 
 
+@in_own_context
 def evaluate(
     run: str | Path,
     *,
@@ -206,6 +208,7 @@ class Completion:
     is_ended: bool
 
 
+@in_own_context
 def generate_text(
     run: str | Path,
     prompts: Sequence[str],

@@ -24,6 +24,7 @@ from axon_dist.planner import read_step
 from axon_dist.step import Claims, TrainStep
 
 from ..config import CONFIG, RunConfig, abstract_batch
+from ..core.own_context import in_own_context
 from .directory import check_directory
 from .runs import Run, build_run
 from .steps import build_step, build_world
@@ -76,6 +77,7 @@ class Examination:
         return lines
 
 
+@in_own_context
 @checked(config=CONFIG)
 def examine(config: RunConfig, target: str | None = None) -> Examination:
     """Compiles the very step that a config would train with, and reads the program.
@@ -284,6 +286,7 @@ def _differing(config: Mapping[str, object]) -> list[str]:
     ]  # fmt: skip
 
 
+@in_own_context
 @checked(config=CONFIG)
 def dry_run(config: RunConfig) -> DryRun:
     """Builds and compiles all that a run needs, and says what it would do; writes nothing.

@@ -41,6 +41,7 @@ from axon_dist.weights import (
 )
 
 from ..config import RunConfig, load_untrusted
+from ..core.own_context import in_own_context
 from .directory import open_directory
 from .steps import model_of
 
@@ -48,6 +49,7 @@ BEST = "best"
 """Which checkpoint: the one with the lowest validation loss."""
 
 
+@in_own_context
 def load_model(
     run: str | Path,
     step: int | str | None = None,
@@ -256,6 +258,7 @@ def _is_float(leaf: Leaf) -> bool:
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+@in_own_context
 def export_run(
     run: str | Path,
     path: str | Path,

@@ -46,6 +46,7 @@ from axon_dist.loop import (
 from axon_dist.step import TrainState
 
 from ..config import CONFIG, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
+from ..core.own_context import in_own_context
 from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
@@ -69,6 +70,7 @@ class RunResult:
     summary: JsonDict
 
 
+@in_own_context
 @checked(config=CONFIG)
 def train(
     config: RunConfig, console: Console | None = None, resume: str | None = None

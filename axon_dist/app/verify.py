@@ -26,6 +26,7 @@ from axon_dist.parallel import SlowPlan, ddp
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from ..config import CONFIG, RunConfig
+from ..core.own_context import in_own_context
 from .runs import build_loader
 from .steps import build_step, build_world, check_memory, model_of, what_is_trained
 
@@ -224,6 +225,7 @@ def tiny(config: RunConfig) -> RunConfig:
     config=CONFIG,
     steps=ArgumentKind("a number, 1 to 1000", lambda x: COUNT.holds(x) and x <= 1000),
 )
+@in_own_context
 def verify(config: RunConfig, steps: int = 5) -> Verification:
     """Trains a few steps with the config's strategy and on one device, and compares.
 

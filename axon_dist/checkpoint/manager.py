@@ -19,6 +19,7 @@ from ..core.errors import (
     reworded,
 )
 from ..core.files import Address, Place, as_place, kind_at, sync_path
+from ..core.own_context import in_own_context
 from ..core.typing import PyTree
 from .layout import (
     MARKER,
@@ -172,6 +173,7 @@ class CheckpointManager:
             # The other processes may be gone, so this one waits for its part alone.
             self._pending.join()
 
+    @in_own_context
     def save(
         self,
         step: int,
@@ -246,6 +248,7 @@ class CheckpointManager:
                 damages.append(str(error))
         return damages
 
+    @in_own_context
     def restore_newest(self, target: PyTree) -> Restored | None:
         """Restores the newest good checkpoint, and reports every newer one that is damaged.
 

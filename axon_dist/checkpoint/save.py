@@ -24,6 +24,7 @@ from ..core.errors import (
     StoreError,
 )
 from ..core.files import Address, Place, as_place, make_folder, snapshot
+from ..core.own_context import in_own_context
 from ..core.typing import Array, Leaf, PyTree, Shape
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
@@ -64,6 +65,7 @@ from .stores import STORES
 _T = TypeVar("_T")
 
 
+@in_own_context
 def save_checkpoint(
     path: str | Place,
     state: PyTree,
@@ -260,6 +262,7 @@ class HasState(Protocol):
         ...
 
 
+@in_own_context
 def load_checkpoint(
     path: str | Place, target: PyTree | HasState, *, parts: str | Collection[str] | None = None
 ) -> PyTree:

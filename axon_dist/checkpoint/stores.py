@@ -39,6 +39,7 @@ from ..core.compat import (
 )
 from ..core.errors import MALFORMED, CheckpointError, UnsupportedError, reworded
 from ..core.files import as_path, kind_at, open_regular, remove_abandoned, replacing
+from ..core.own_context import in_own_context
 from ..core.typing import Array, JsonDict, PyTree
 from ..core.typing import Path as LeafPath
 from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
@@ -410,6 +411,7 @@ STORES: MappingProxyType[StateDictType, OrbaxStore | FullStore] = MappingProxyTy
 """Which store writes and reads each type of checkpoint."""
 
 
+@in_own_context
 def export_safetensors(
     path: str | Path, state: PyTree, *, metadata: Mapping[str, str] | None = None
 ) -> None:

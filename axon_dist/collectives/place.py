@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..core.checks import WHOLE, checked, is_whole
 from ..core.errors import ConfigError, DivisibilityError, DTypeError, GroupError
+from ..core.own_context import in_own_context
 from ..core.tree import check_32_bits, is_key, leaves_with_paths, problem_of
 from ..core.typing import Array, PyTree, Shape
 from ..mesh import GROUP, ProcessGroup, process_index
@@ -52,6 +53,7 @@ def is_inside(group: ProcessGroup) -> bool:
     return True
 
 
+@in_own_context
 def each_leaf(leaf: Callable[..., Array], x: PyTree, group: ProcessGroup, **static: Any) -> PyTree:
     """Applies a per-rank function to every leaf, inside `shard_map` or on rank-stacked arrays.
 
@@ -227,6 +229,7 @@ def is_main_process() -> bool:
     return process_index() == 0
 
 
+@in_own_context
 @checked(group=GROUP)
 def barrier(group: ProcessGroup) -> None:
     """Waits until every device of the group's mesh, and so every process, has reached it.

@@ -9,29 +9,35 @@ import functools
 import importlib
 import math
 import os
+import sys
 import types
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jaxlib
 import numpy as np
+from jax._src import array as jax_array
 from jax._src import (
     cache_key,
     clusters,
     compilation_cache,
+    config,
     core,
     distributed,
+    pjit,
+    sharding_impls,
     source_info_util,
     xla_bridge,
 )
+from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention_stablehlo
 from jax.core import ShapedArray
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from .typing import Array, Function
@@ -296,6 +302,200 @@ def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[b
     """
     with outside_meshes():
         return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+
+
+def _setting(name: str) -> Any:
+    """A setting of JAX that is local to a thread; version 0.12 moved those of meshes."""
+    return getattr(mesh_lib, name, None) or getattr(config, name)
+
+
+_ABSTRACT_MESH = _setting("abstract_mesh_context_manager")
+_CONCRETE_MESH = _setting("device_context")
+_READER: Any = jax.make_user_context(None)
+"""Who reads the shardings that a model names; a part of the key of every cache of JAX."""
+
+
+class OwnContext:
+    """Sets aside every mesh that a caller has in context, and says who reads named shardings.
+
+    Within it no mesh is in context, whatever `jax.set_mesh`, `jax.sharding.use_mesh` or
+    `with mesh:` have put there, and arrays have no types of explicit meshes. Inside a function
+    that JAX traces it changes nothing. It takes about two microseconds.
+
+    Args:
+        reader: a `ShardingReader`; hashable, for programs are cached by it.
+    """
+
+    __slots__ = ("_before", "_reader")
+
+    def __init__(self, reader: Hashable):
+        self._reader = reader
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        if not core.trace_state_clean():
+            return
+        resources = mesh_lib.thread_resources
+        is_legacy = not resources.env.physical_mesh.empty
+        if is_legacy:
+            _set_legacy_env(resources.env.with_mesh(mesh_lib.empty_concrete_mesh), ())
+        reading = _READER(self._reader)
+        reading.__enter__()
+        self._before = (
+            _ABSTRACT_MESH.swap_local(mesh_lib.empty_abstract_mesh),
+            _CONCRETE_MESH.swap_local(mesh_lib.empty_concrete_mesh),
+            reading,
+            is_legacy,
+        )
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is None:
+            return
+        abstract, concrete, reading, is_legacy = self._before
+        self._before = None
+        _ABSTRACT_MESH.set_local(abstract)
+        _CONCRETE_MESH.set_local(concrete)
+        reading.__exit__(*error)
+        if is_legacy:
+            stack = mesh_lib.thread_resources.stack
+            stack.pop()
+            meshes = tuple(e.physical_mesh for e in stack if not e.physical_mesh.empty)
+            mesh_lib.thread_resources.env = stack[-1]
+            config.mesh_context_manager.set_local(meshes)
+
+
+def _set_legacy_env(env: Any, meshes: tuple[Any, ...]) -> None:
+    """What `with mesh:` does, for any environment."""
+    mesh_lib.thread_resources.stack.append(env)
+    mesh_lib.thread_resources.env = env
+    config.mesh_context_manager.set_local(meshes)
+
+
+def is_in_trace() -> bool:
+    """Whether the caller is inside a function that JAX traces."""
+    return not core.trace_state_clean()
+
+
+def current_reader() -> Any:
+    """The reader of the `OwnContext` around the caller; None outside of any."""
+    return _READER.value
+
+
+class ShardingReader(Protocol):
+    """Reads the shardings that the code of a model names, in an `OwnContext`."""
+
+    def stated(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
+        """What stands for a stated sharding until the array that it is about is known."""
+        ...
+
+    def is_stated(self, sharding: NamedSharding) -> bool:
+        """Whether a sharding is one that `stated` made."""
+        ...
+
+    def is_foreign(self, mesh: Any) -> bool:
+        """Whether a mesh is one that the caller's arrays are on, and not that of the step."""
+        ...
+
+    def constrain(self, x: Array, sharding: NamedSharding, bind: Function) -> Array:
+        """An array with a constraint; `bind(array, sharding)` makes one."""
+        ...
+
+
+@functools.cache
+def read_shardings() -> None:
+    """Has JAX ask the reader of an `OwnContext` about every sharding that a model names.
+
+    A `PartitionSpec` names axes of the mesh in context, which in the code of a model is a mesh of
+    its author, and not of the step. JAX resolves it in two places: in `with_sharding_constraint`,
+    and in `canonicalize_sharding` for what only explicit meshes read, `out_sharding` and `reshard`.
+    Outside of an `OwnContext` both do what they did.
+    """
+    importlib.import_module("jax.extend.core.primitives")
+    _read_constraints()
+    _read_out_shardings()
+    _forget_explicit_types()
+
+
+def _read_constraints() -> None:
+    create, constraint = pjit._create_sharding_for_array, pjit.sharding_constraint_p
+    bind = constraint.bind
+
+    def create_stated(mesh: Any, sharding: Any, name: str, api_name: str) -> Any:
+        reader = current_reader()
+        if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
+            return create(mesh, sharding, name, api_name)
+        if api_name == "with_sharding_constraint":
+            return reader.stated(sharding)
+        # Of an inner `jit` of the model; a sharding of what is traced is a hint.
+        is_spec = isinstance(sharding, PartitionSpec)
+        return create(mesh, None if is_spec else sharding, name, api_name)
+
+    def bind_read(x: Array, **params: Any) -> Array:
+        reader = current_reader()
+        if reader is None or not isinstance(params["sharding"], NamedSharding):
+            return bind(x, **params)
+
+        def bind_on(x: Array, sharding: NamedSharding) -> Array:
+            entries = enumerate(sharding.spec)
+            free = frozenset(dim for dim, e in entries if e is PartitionSpec.UNCONSTRAINED)
+            own = {**params, "sharding": sharding, "unconstrained_dims": free}
+            return bind(x, **own)
+
+        sharding = params["sharding"]
+        return reader.constrain(x, sharding, bind_on)
+
+    pjit._create_sharding_for_array = create_stated
+    constraint.bind = bind_read
+
+
+def _read_out_shardings() -> None:
+    canonicalize, reshard = sharding_impls.canonicalize_sharding, pjit.reshard_p
+    bind, new_mesh = reshard.bind, pjit._get_new_mesh
+
+    def canonicalize_stated(sharding: Any, api_name: str, *args: Any, **options: Any) -> Any:
+        reader = current_reader()
+        if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
+            return canonicalize(sharding, api_name, *args, **options)
+        if api_name != "reshard":
+            # The axes of a step are automatic: the layout of a result is left to its strategy.
+            return None
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        if isinstance(sharding, NamedSharding) and not any(spec):
+            # JAX itself brings closed-over arrays into a `shard_map` so.
+            return canonicalize(sharding, api_name, *args, **options)
+        return reader.stated(spec)
+
+    def bind_reshard(x: Array, **params: Any) -> Array:
+        reader, target = current_reader(), params["dst_sharding"]
+        if reader is None or not reader.is_stated(target):
+            return bind(x, **params)
+        return pjit.with_sharding_constraint(x, target)
+
+    def new_mesh_or_none(*args: Any, **options: Any) -> Any:
+        # No axis of a step is explicit, so that there is none to make automatic.
+        return new_mesh(*args, **options) if current_reader() is None else None
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jax.") and vars(module).get("canonicalize_sharding") is canonicalize:
+            module.canonicalize_sharding = canonicalize_stated  # type: ignore[attr-defined]
+    reshard.bind = bind_reshard
+    pjit._get_new_mesh = new_mesh_or_none
+
+
+def _forget_explicit_types() -> None:
+    """Arrays on meshes of a caller, such as constants of a loss, enter programs without types."""
+    kind = jax_array.ArrayImpl
+    typed = core.pytype_aval_mappings[kind]
+
+    def untyped(x: Any) -> Any:
+        reader = current_reader()
+        if reader is not None:
+            mesh = getattr(x.sharding, "mesh", None)
+            if mesh is not None and reader.is_foreign(mesh):
+                return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+        return typed(x)
+
+    core.pytype_aval_mappings[kind] = untyped
 
 
 def outside_meshes() -> Any:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from ..core.compat import gpu_pipelining
 from ..core.errors import UnsupportedError
+from ..core.own_context import in_own_context
 from ..core.tree import Where, leaves_with_paths, memory_of, shard_bytes
 from ..core.typing import ArrayTree, JsonDict
 from ..core.words import byte_size, si
@@ -311,6 +312,7 @@ class Report:
         return table
 
 
+@in_own_context
 def report(
     compiled: jax.stages.Compiled,
     mesh: jax.sharding.Mesh,

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.core.checks import COUNT, FUNCTION, SIZE, ArgumentKind, check_fields
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.own_context import in_own_context
 from axon_dist.core.typing import Array
 from axon_dist.mesh import World
 
@@ -125,6 +126,7 @@ class StopConsensus:
         self._asked.append(self.any_rank([wanted] * self.world.size))
         return len(self._asked) > self.lag and bool(self._asked.popleft())
 
+    @in_own_context
     def any_rank(self, wanted: Sequence[bool]) -> Array:
         """Starts the reduction: a scalar on every device, true if any rank wants to stop.
 

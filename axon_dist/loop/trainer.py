@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext
 from typing import NoReturn, TypeAlias
 
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
+from axon_dist.core.own_context import in_own_context
 from axon_dist.core.tree import bytes_per_device
 from axon_dist.core.typing import Batch
 from axon_dist.core.words import plural
@@ -154,6 +155,7 @@ class Trainer:
     on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
     profile_dir: str | None = None
 
+    @in_own_context
     def fit(self, state: TrainState | None = None) -> TrainResult:
         """Trains until the last step, the end of the data, or a reason to stop.
 

@@ -14,6 +14,7 @@ Positions count along `mesh.devices.flat`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..core.checks import FUNCTION, is_whole
 from ..core.errors import GroupError, NoAttributeError, did_you_mean
+from ..core.own_context import own_context
 from ..core.typing import Array
 
 _ELSEWHERE: MappingProxyType[str, str] = MappingProxyType(
@@ -187,12 +189,37 @@ class ProcessGroup(metaclass=_Group):
             _check_stacked(stacked, self.world_size)
             return mapped(*jax.tree.map(jax.numpy.asarray, stacked))
 
-        return jax.jit(run)
+        return RankStacked(jax.jit(run))
 
     def __str__(self) -> str:
         if self.members is not None:
             return f"ranks {list(self.members)} of {self.world_size}"
         return "×".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.axes)
+
+
+class RankStacked:
+    """A jitted function of rank-stacked arrays, called in the library's own mesh context.
+
+    Args:
+        jitted: of `jax.jit`; its other methods, such as `lower`, are found here too.
+    """
+
+    def __init__(self, jitted: Any):
+        self._jitted = jitted
+        functools.update_wrapper(self, jitted)
+
+    def __call__(self, *stacked: Any) -> Any:
+        """Calls the function."""
+        with own_context():
+            return self._jitted(*stacked)
+
+    def lower(self, *stacked: Any) -> jax.stages.Lowered:
+        """Lowers the function for arrays or shapes."""
+        with own_context():
+            return self._jitted.lower(*stacked)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_jitted"], name)
 
 
 def _check_members(members: tuple[int, ...], world_size: int) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.checks import COUNT, MODULE, REAL, SEED, WHOLE, ArgumentKind, checked
 from ..core.errors import ConfigError, UnsupportedError
+from ..core.own_context import in_own_context
 from ..core.typing import Array, PyTree
 
 
@@ -159,6 +160,7 @@ _PROMPTS = ArgumentKind(
 Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array
 
 
+@in_own_context
 @checked(model=MODULE, num_tokens=COUNT, seed=SEED, end=WHOLE.or_none(), prompts=_PROMPTS)
 def generate(
     model: nnx.Module,

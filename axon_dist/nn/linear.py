@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import COUNT, RNGS, checked
 from ..core.errors import ConfigError, DivisibilityError, GroupError, NamedChoice
+from ..core.own_context import in_own_context
 from ..core.reduction import all_max, all_sum, gathered
 from ..core.typing import Array
 from ..mesh import ProcessGroup
@@ -302,6 +303,7 @@ def check_divides(what: str, size: int, group: ProcessGroup | None) -> None:
         )
 
 
+@in_own_context
 def filled(
     init: Initializer,
     rngs: nnx.Rngs,

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import COUNT, FLOATS, MODULE, RNGS, checked
 from ..core.errors import ConfigError
+from ..core.own_context import in_own_context
 from ..core.tree import wide
 from ..core.typing import Array, Path
 from ..core.words import pattern_error
@@ -50,6 +51,7 @@ ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
 """The layers that take an adapter, and what they become: the same layer with a `lora`."""
 
 
+@in_own_context
 @checked(model=MODULE, rank=COUNT, rngs=RNGS)
 def lora(
     model: nnx.Module,
@@ -123,6 +125,7 @@ def lora(
     return adapted
 
 
+@in_own_context
 @checked(model=MODULE)
 def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     """The plain model that a model with adapters computes: their products added to the kernels.

@@ -19,6 +19,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 from ..core.checks import MODEL, SIZE, ArgumentKind, checked, made_by
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import stacks_of
+from ..core.own_context import in_own_context
 from ..core.tree import map_with_path
 from ..core.typing import Array, Leaf, Path, PyTree
 from ..jaxpr.rows import matrixwise
@@ -242,6 +243,7 @@ def muon(
     )
 
 
+@in_own_context
 def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[PyTree], PyTree]:
     """The matrices within the blocks of a model, for `muon_weight_dimension_numbers`.
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from ..core.checks import MODEL, made_by
 from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
+from ..core.own_context import in_own_context
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Leaf, Path, PyTree
 from ..jaxpr.dataflow import Cut, Flow, FlowValue, Product, follow
@@ -84,6 +85,7 @@ class Suggestion(Plan):
         return capture.get()
 
 
+@in_own_context
 def suggest_plan(
     model: nnx.Module | Callable[[], nnx.Module], *inputs: PyTree, **keywords: PyTree
 ) -> Suggestion:

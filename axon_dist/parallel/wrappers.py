@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from ..collectives import GradSyncStrategy, broadcast, sync_gradients
 from ..core.checks import COUNT, MODEL, MODULE, OPTIMIZER, check_fields, checked
 from ..core.errors import ConfigError, GroupError
+from ..core.own_context import in_own_context
 from ..core.tree import bytes_per_device, num_bytes, num_params
 from ..core.typing import Array, ArrayTree, PyTree
 from ..mesh import GROUP, ProcessGroup, from_main
@@ -414,6 +415,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+@in_own_context
 def estimate(
     strategy: Strategy,
     params: ArrayTree,
@@ -456,6 +458,7 @@ def estimate(
     return FSDPMemoryStats(total, of_params, of_grads, moments, mesh.size, name, sum(sizes))
 
 
+@in_own_context
 def measure(
     strategy: Strategy, params: ArrayTree, grads: ArrayTree, opt_state: ArrayTree
 ) -> FSDPMemoryStats:

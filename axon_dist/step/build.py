@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..core.own_context import AxisNames, own_context
 from ..core.typing import Batch, LossFn, Trainable
 from ..mesh import World
 from ..nn import ActivationCheckpointing
@@ -39,6 +40,7 @@ def strategy_for(
     strategy: Strategy,
     precision: MixedPrecision | str | bool | None,
     remat: ActivationCheckpointing | None,
+    names: AxisNames | None = None,
 ) -> Strategy:
     """The strategy with every option resolved: precision, remat, reduction, the model's layouts.
 
@@ -50,6 +52,7 @@ def strategy_for(
         strategy: what the user gave.
         precision: what the step was asked for, or None.
         remat: likewise.
+        names: which axes are meant by the names in the model's annotations.
 
     Returns:
         The strategy.
@@ -65,7 +68,10 @@ def strategy_for(
     dtype = reduction.dtype or (parts.dtype if dtypes is None else dtypes.reduce_dtype)
     reduction = dataclasses.replace(reduction, per=merged.reduces_per, dtype=dtype)
     resolved = dataclasses.replace(merged, reduction=reduction)
-    if annotations := annotations_of(parts.abstract):
+    annotations = annotations_of(parts.abstract)
+    if names is not None:
+        annotations = tuple((path, names.of_annotation(spec)) for path, spec in annotations)
+    if any(any(spec) for _, spec in annotations):
         resolved = overlay(resolved, FromMetadata(annotations))
     if parts.stacks:
         resolved = per_layer(resolved, frozenset(parts.stacks))
@@ -150,19 +156,21 @@ def build_train_step(
         1
     """
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
-    parts, source = take_apart(model, trainable)
-    resolved = strategy_for(parts, as_strategy(strategy), precision, remat)
-    scales = resolved.precision is not None and resolved.precision.needs_scaling
-    resolved_options = options_of(options, keywords, scales)
-    parts = dataclasses.replace(parts, reads_step=takes_step(loss_fn))
-    if resolved.precision is not None or frozen_dtype is not None:
-        parts, source = stored_as(parts, source, resolved.precision, frozen_dtype)
-    extended = optax.with_extra_args_support(optimizer)
-    example = None if batch is None else unwrapped(batch)
-    spec = StepSpec(parts, loss_fn, extended, resolved, world, resolved_options, batch=example)
-    check_rules(spec)
-    form = (StateForm if resolved.slow is None else ReplicaForm)(spec, source)
-    step = TrainStep(spec, form)
-    if batch is not None:
-        step.check(batch)
-    return step
+    names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
+    with own_context(names):
+        parts, source = take_apart(model, trainable)
+        resolved = strategy_for(parts, as_strategy(strategy), precision, remat, names)
+        scales = resolved.precision is not None and resolved.precision.needs_scaling
+        resolved_options = options_of(options, keywords, scales)
+        parts = dataclasses.replace(parts, reads_step=takes_step(loss_fn))
+        if resolved.precision is not None or frozen_dtype is not None:
+            parts, source = stored_as(parts, source, resolved.precision, frozen_dtype)
+        extended = optax.with_extra_args_support(optimizer)
+        example = None if batch is None else unwrapped(batch)
+        spec = StepSpec(parts, loss_fn, extended, resolved, world, resolved_options, batch=example)
+        check_rules(spec)
+        form = (StateForm if resolved.slow is None else ReplicaForm)(spec, source)
+        step = TrainStep(spec, form)
+        if batch is not None:
+            step.check(batch)
+        return step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from flax import nnx
@@ -35,6 +35,7 @@ class StepKeywords(TypedDict, total=False):
     eval_kwargs: Mapping[str, Any] | None
     ema: float | None
     unroll: int | None
+    axis_names: Mapping[str, str | Sequence[str]] | None
 
 
 def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool) -> StepOptions:
@@ -259,6 +260,11 @@ class StepOptions:
             as one loop, which is compiled once. Up to so many are written out instead: each is
             compiled by itself, and what it keeps for its backward pass goes on no stack. None is 4,
             and 1 where blocks are recomputed or loop themselves. It changes no number.
+        axis_names: the axes of the mesh that are meant by the names in the code of the model, such
+            as `{"data": ("dp", "fsdp"), "heads": "tp"}`: in `with_sharding_constraint`, in
+            `reshard`, and in the annotations of `nnx.with_partitioning`. Axes of the mesh are known
+            by their own names, and constraints also by names that others use, such as `"data"` and
+            `"model"`. An empty list means no axis. It changes no number.
 
     Example:
         >>> StepOptions(accumulate=4, clip_norm=1.0).accumulate
@@ -278,6 +284,7 @@ class StepOptions:
     eval_kwargs: Mapping[str, Any] | None = None
     ema: float | None = None
     unroll: int | None = None
+    axis_names: Mapping[str, str | Sequence[str]] | None = None
 
     @property
     def is_elastic(self) -> bool:

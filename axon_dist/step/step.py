@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from ..core.errors import AxonDistError, UnsupportedError
+from ..core.own_context import AxisNames, in_context_of_step, in_own_context, readable_by_caller
 from ..core.tree import joined, parted, shape_key, shapes_of
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import FilledBatch, Weighted
@@ -56,6 +57,7 @@ class TrainStep:
         state_shardings: a `TrainState` of shardings.
         claims: the shardings that the strategy claims, and why; `init` checks them.
         on_device: (state) -> the same state, all of it in device memory.
+        axis_names: which axes of the mesh the names in the code of the model mean.
         form: what its states look like, and how the first one is made.
     """
 
@@ -65,6 +67,7 @@ class TrainStep:
         self.world, self.options = spec.world, spec.options
         self.storage, self.compiler_options = spec.stored.storage, spec.compiler_options
         self.form, self._agreed = form, set[str]()
+        self.axis_names = AxisNames.of(spec.world.mesh, spec.options.axis_names)
         # Whether the state stays as it was from the first step that is not finite.
         self._keeps_state = bool(spec.options.nonfinite and spec.options.nonfinite.holds)
         self._last: weakref.ref[TrainState] | None = None
@@ -126,6 +129,7 @@ class TrainStep:
         idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
         return f"TrainStep({what}{''.join(idle)})"
 
+    @in_context_of_step
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
         """Makes the first state, every array born where it lives.
 
@@ -157,6 +161,7 @@ class TrainStep:
         """The model's arrays but those of random streams: shape, dtype and sharding by path."""
         return self.form.weight_targets
 
+    @in_context_of_step
     def weights(self, state: TrainState, *, ema: bool = False) -> dict[Path, Array]:
         """The model's arrays of `weight_targets` by path, in the form of the model.
 
@@ -170,6 +175,7 @@ class TrainStep:
         self._check(state)
         return self.form.weights(averaged(state) if ema else state)
 
+    @in_context_of_step
     def lower_init(self) -> jax.stages.Lowered:
         """Lowers the making of a factory's parameters and buffers, without running it.
 
@@ -181,6 +187,8 @@ class TrainStep:
         """
         return self.form.lower_factory()
 
+    @readable_by_caller
+    @in_context_of_step
     def __call__(
         self,
         state: TrainState,
@@ -251,13 +259,16 @@ class TrainStep:
     def _flag(self, was_nonfinite: Array | None) -> Array:
         """The flag of the step before; for the first step one sharded like all later ones."""
         if was_nonfinite is not None:
-            return was_nonfinite
+            # Under a caller's explicit mesh it came on that mesh.
+            return jax.device_put(was_nonfinite, self.form.replicated)
         return jax.make_array_from_callback((), self.form.replicated, lambda _: np.zeros((), bool))
 
+    @in_context_of_step
     def place(self, batch: Batch) -> Placed:
         """Puts a batch on the devices, so that a later step does not wait for it."""
         return self.layout.place(batch)
 
+    @in_context_of_step
     def separation(self, batch: Batch) -> Separation:
         """In which view the gradients of such a batch are computed, and why not another.
 
@@ -274,6 +285,7 @@ class TrainStep:
         replica = self.spec.replica(region=False)
         return separation_of(replica, self.spec, self.layout.abstract(batch))
 
+    @in_context_of_step
     def coupling(self, batch: Batch) -> str:
         """What in the loss couples samples, so that other microbatches would change it; "" if not.
 
@@ -283,6 +295,8 @@ class TrainStep:
         placed = self.layout.abstract(batch)
         return self.spec.with_shared(placed.shared).separator.coupling(placed.arrays)
 
+    @readable_by_caller
+    @in_context_of_step
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, Metrics]:
         """The reduced gradients of a batch, before clipping; the state stays.
 
@@ -299,6 +313,8 @@ class TrainStep:
         grads, metrics = self._differentiate(state, placed)
         return grads, self._report(metrics) if self._outer_steps else metrics
 
+    @readable_by_caller
+    @in_context_of_step
     def evaluate_sums(
         self, state: TrainState, batch: Batch, *, ema: bool = False
     ) -> dict[str, Weighted]:
@@ -349,6 +365,8 @@ class TrainStep:
             self._sums_of_parts[key] = adds_up(spec, samples)
         return self._sums_of_parts[key]
 
+    @readable_by_caller
+    @in_context_of_step
     def evaluate(self, state: TrainState, batch: Batch, *, ema: bool = False) -> dict[str, Array]:
         """The loss and metrics of a batch with the model in eval mode; the state stays.
 
@@ -363,6 +381,7 @@ class TrainStep:
         """
         return self._means(self.evaluate_sums(state, batch, ema=ema))
 
+    @in_context_of_step
     def merge(self, state: TrainState, *, ema: bool = False) -> nnx.Module:
         """The model with the values of a state, or with the moving average of its parameters."""
         self._check(state)
@@ -373,6 +392,7 @@ class TrainStep:
             return self.parts.merge(*self.form.values_of_rows(state))
         return self.parts.merge(*self.form.values(state))
 
+    @in_context_of_step
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for a batch of shapes or arrays, without running or storing anything.
 
@@ -385,6 +405,7 @@ class TrainStep:
         """
         return self._lower(batch, 1)
 
+    @in_context_of_step
     def lower_outer_steps(self) -> tuple[jax.stages.Lowered, ...]:
         """Lowers what follows the steps after which replicas synchronize; one program a fragment.
 
@@ -393,6 +414,7 @@ class TrainStep:
         """
         return tuple(run.lower(self.form.placed_shapes) for run in self._outer_steps)
 
+    @in_context_of_step
     def program(self, batch: Batch) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """Traces the step for a batch of shapes, without lowering it for any device.
 
@@ -406,6 +428,7 @@ class TrainStep:
         arguments = self._arguments(batch, 1)
         return trace(self._step, arguments).jaxpr, jax.tree.leaves(arguments)
 
+    @in_context_of_step
     def outer_step_programs(self) -> tuple[tuple[Any, list[jax.ShapeDtypeStruct]], ...]:
         """Traces what follows the steps after which replicas synchronize; one program a fragment.
 
@@ -415,6 +438,7 @@ class TrainStep:
         state = self.form.placed_shapes
         return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._outer_steps)
 
+    @in_context_of_step
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 
@@ -432,6 +456,7 @@ class TrainStep:
         else:
             self._lower(batch, 1)
 
+    @in_context_of_step
     def check_rows(self, batch: Batch) -> None:
         """As `check`, for the rows of this process, which are what a step takes."""
         self._lower(batch, self.layout.num_processes)
@@ -489,6 +514,7 @@ class PortableForm:
         (2, 1)
     """
 
+    @in_own_context
     def __init__(self, step: TrainStep):
         self._step = step
         self.target: TrainState = step.form.placed_shapes
@@ -528,10 +554,12 @@ class PortableForm:
         self._to_model = jax.jit(from_rows, out_shardings=padded)
         self._to_rows = jax.jit(into_rows, out_shardings=step.state_shardings)
 
+    @in_own_context
     def of(self, state: TrainState) -> TrainState:
         """The portable form of a state, which stays usable."""
         return state if self._is_same else self._to_model(state)
 
+    @in_own_context
     def with_weights(self, weights: PyTree, buffers: PyTree) -> TrainState:
         """The first state of a step that trains nothing, with other parameters and statistics.
 
@@ -548,6 +576,7 @@ class PortableForm:
         placed = {n: jax.device_put(getattr(state, n), getattr(places, n)) for n in names}
         return self.take_up(dataclasses.replace(state, **placed))
 
+    @in_own_context
     def take_up(self, portable: TrainState) -> TrainState:
         """The state of the step; the inverse of `of`, exactly."""
         return portable if self._is_same else self._to_rows(portable)

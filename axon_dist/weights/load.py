@@ -13,6 +13,7 @@ from flax import nnx
 
 from ..core.checks import TEXTS, checked
 from ..core.errors import AxonDistError
+from ..core.own_context import in_own_context
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path
 from ..mesh import agree
@@ -72,6 +73,7 @@ def load_weights(
     keep: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
 ) -> nnx.Module: ...
+@in_own_context
 @checked()
 def load_weights(
     model: TrainStep | ModelLike,

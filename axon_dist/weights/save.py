@@ -20,6 +20,7 @@ from ..checkpoint import gather, on_main, plan_order, write_gathered
 from ..core.checks import COUNT, is_dtype
 from ..core.errors import CheckpointError, ConfigError, DTypeError, reworded
 from ..core.files import as_path, read_bytes, replace_text
+from ..core.own_context import in_own_context
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, JsonDict, Path, Shape
 from ..models.formats import FORMATS, config_of, rules_for
@@ -163,6 +164,7 @@ MAX_FILE = 5 * 10**9
 """The bytes of a file above which weights are cut into several, as hubs do."""
 
 
+@in_own_context
 def save_weights(
     model: nnx.Module | TrainState,
     path: str | FilePath,
@@ -214,6 +216,7 @@ def save_weights(
     _Export(folder, stem, _files(tensors, stem, max_file), config).write(weights)
 
 
+@in_own_context
 def save_adapters(
     model: nnx.Module | TrainState,
     path: str | FilePath,
