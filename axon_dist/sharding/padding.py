@@ -74,7 +74,7 @@ def padded(x: Any, shape: Shape) -> Any:
         >>> padded(jnp.ones(2), (3,)).tolist()
         [1.0, 1.0, 0.0]
     """
-    more = [(0, after - before) for before, after in zip(x.shape, shape, strict=True)]
+    more = [(0, after - before) for before, after in zip(np.shape(x), shape, strict=True)]
     if not any(after for _, after in more):
         return x
     if isinstance(x, np.ndarray):
@@ -102,7 +102,7 @@ def stored_tree(tree: PyTree, places: PyTree) -> PyTree:
         places: a `NamedSharding` for each, which need not divide it.
     """
     return jax.tree.map(
-        lambda x, at: padded(x, stored_shape(x.shape, at.spec, at.mesh)), tree, places
+        lambda x, at: padded(x, stored_shape(np.shape(x), at.spec, at.mesh)), tree, places
     )
 
 
