@@ -53,6 +53,17 @@ class _Entry:
         return directory.path / self.name
 
 
+def changed_keys(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """The keys of two flat configs that differ, with both values, a line each.
+
+    Example:
+        >>> changed_keys({"train.steps": 100}, {"train.steps": 200})
+        ['train.steps: 100 -> 200']
+    """
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names]
+
+
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
     """What a run leaves behind.
@@ -237,8 +248,7 @@ class RunDirectory:
         except ConfigError as error:
             return [f"{self.config.name} cannot be read ({str(error).splitlines()[0]}): replaced"]
         after = flat(config.to_dict())
-        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        return [f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names]
+        return changed_keys(before, after)
 
     def take_metrics(self, step: int, tell: Callable[[str], None]) -> list[JsonDict]:
         """Reads the metrics up to a step, and drops those of steps that are to be taken again.

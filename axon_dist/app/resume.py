@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import platform
 import stat
@@ -23,10 +24,12 @@ from axon_dist.checkpoint import (
     load_checkpoint,
     on_main,
     read_manifest,
+    step_name,
     step_of,
 )
 from axon_dist.core.compat import keep_executables
 from axon_dist.core.errors import (
+    AxonDistError,
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
@@ -46,7 +49,7 @@ from axon_dist.launch import MEMORY
 from axon_dist.step import PortableForm, TrainState
 
 from ..config import RunConfig
-from .directory import AUTO, RunDirectory
+from .directory import AUTO, RunDirectory, changed_keys, flat
 from .runs import Run
 
 MOST_BYTES = 4 * 2**30
@@ -157,6 +160,8 @@ class SavedStates:
         self.run.loader.restore(restored.manifest.meta["data"])
         state = form.take_up(restored.state)
         tell(f"going on after step {int(state.step)} from {str(restored.path)!r}")
+        for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
+            tell(f"config: {line}")
         return state
 
     def _newest_copy(self, tell: Callable[[str], None]) -> HostCopy | None:
@@ -194,7 +199,47 @@ def open_states(
     return SavedStates(run, form, checkpoints, copies, directory)
 
 
+_OF_NO_NUMBER = (
+    *("name", "run_dir", "loggers", "checkpoint.", "data.num_ahead", "data.num_workers"),
+    *("train.log_every", "train.eval_every", "train.eval_batches", "train.profile", "validation."),
+    *("train.peak_flops", "train.layer_norms", "train.best"),
+)
+"""The beginnings of keys that change nothing of what is trained."""
+
+
+def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[str]:
+    """What a resumed run does otherwise than the one that saved its checkpoint would have.
+
+    Args:
+        saved: the config in the checkpoint, as plain data; anything else says nothing.
+        config: of the resumed run.
+        state: that it goes on from.
+
+    Returns:
+        A line for each key that changes what is trained, and one for the learning rate where that
+        of the next step is another.
+    """
+    if not isinstance(saved, dict):
+        return []
+    lines = changed_keys(flat(saved), flat(config.to_dict()))
+    lines = [line for line in lines if not line.startswith(_OF_NO_NUMBER)]
+    if not lines:
+        return []
+    with contextlib.suppress(AxonDistError):  # a config of an older version, or of foreign code
+        before = RunConfig.from_dict(saved)
+        old = before.optimizer.rates(before.train.steps)
+        new = config.optimizer.rates(config.train.steps)
+        at = int(state.step)
+        if old is not None and new is not None and 0 < at <= len(old) and at < len(new):
+            rate = f"learning rate: {old[at - 1]:.4g} in step {at}, {new[at]:.4g} in step {at + 1}"
+            planned = f"{old[at]:.4g}" if at < len(old) else "none, as it would have ended"
+            if at >= len(old) or not math.isclose(old[at], new[at], rel_tol=1e-6):
+                lines.append(f"{rate}; before the change that was to be {planned}")
+    return lines
+
+
 def _restore_path(path: Place, target: PyTree, tell: Callable[[str], None]) -> Restored:
+    path = _step_at(path)
     if step_of(path.name) is not None or is_checkpoint(path):
         return Restored(path, load_checkpoint(path, target), read_manifest(path))
     folder = _folder_of(path)
@@ -217,6 +262,28 @@ def _none_in(folder: Place) -> CheckpointError:
     )
 
 
+def _step_at(path: Place) -> Place:
+    """The path, or the checkpoint that it names by the number of its step alone.
+
+    Raises:
+        CheckpointError: when a folder of checkpoints has none of the step; it names the steps.
+    """
+    is_number = path.name.isascii() and path.name.isdigit()
+    if isinstance(path, Address) or not (is_number or step_of(path.name) is not None):
+        return path
+    folder = path.parent
+    steps = [entry.step for entry in CheckpointManager(folder).entries()]
+    if is_number and not steps:
+        return path
+    number = int(path.name.removeprefix("step_"))
+    if steps and number not in steps and not is_checkpoint(path):
+        raise CheckpointError(
+            f"there is no checkpoint {path.name!r} in {str(folder)!r}, which has those of the "
+            f"steps {', '.join(map(str, steps))}; name one of these, or the folder for the newest"
+        )
+    return folder / step_name(number) if is_number else path
+
+
 def check_resume(resume: str | None) -> None:
     """Raises where a path to resume from has no checkpoint, before a folder is made for the run.
 
@@ -225,7 +292,7 @@ def check_resume(resume: str | None) -> None:
     """
     if resume is None or resume == AUTO:
         return
-    path = as_place(resume, "--resume")
+    path = _step_at(as_place(resume, "--resume"))
     if step_of(path.name) is not None or is_checkpoint(path):
         return
     folder = _folder_of(path)

@@ -50,7 +50,7 @@ from ..core.own_context import in_own_context
 from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
-from .resume import check_copies, check_resume, keep_programs, open_states
+from .resume import SavedStates, check_copies, check_resume, keep_programs, open_states
 from .runs import Run, build_run, compiling_ahead
 from .summary import opening_lines, summarize, summary_table
 
@@ -114,11 +114,11 @@ def train(
     with contextlib.ExitStack() as stack:
         on_main(lambda: take_folders(config, directory, stack, tell))
         saved = open_states(run, directory, os.environ, tell)
-        state = saved.find_start(resume, tell)
+        state, told = _start(saved, resume, tell)
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state, tell)
-        history = _go_on(config, directory, state, tell) if run.is_main else []
+        history = _go_on(config, directory, state, tell, told) if run.is_main else []
         on_main(directory.copy)
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
@@ -166,12 +166,30 @@ def _open_port(run: Run) -> list[str]:
     return [f"profile: XProf and TensorBoard can trace process 0 at localhost:{port}"]
 
 
+def _start(
+    saved: SavedStates, resume: str | None, tell: Callable[[str], None]
+) -> tuple[TrainState | None, list[str]]:
+    """The state that a run resumes from, None for a new one; and what was told about it."""
+    told: list[str] = []
+
+    def tell_and_keep(line: str) -> None:
+        told.append(line)
+        tell(line)
+
+    return saved.find_start(resume, tell_and_keep), told
+
+
 def _go_on(
-    config: RunConfig, directory: RunDirectory, state: TrainState | None, tell: Callable
+    config: RunConfig,
+    directory: RunDirectory,
+    state: TrainState | None,
+    tell: Callable,
+    told: Sequence[str],
 ) -> list[JsonDict]:
     """Writes the config of a run that may resume, reports its changes, and reads the metrics."""
-    for change in directory.changes(config):
-        tell(f"config: {change}")
+    for line in (f"config: {change}" for change in directory.changes(config)):
+        if line not in told:
+            tell(line)
     _record(directory.config, tell, lambda: directory.write_config(config))
     # The summary of an earlier leg does not describe this one.
     _record(directory.summary, tell, lambda: directory.summary.unlink(missing_ok=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,6 +46,39 @@ class Weighted:
     def mean(self) -> Array | float:
         """The loss itself, `total / weight`."""
         return self.total / self.weight
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("total", "weight", "term"),
+    meta_fields=("metrics",),
+)
+@dataclasses.dataclass(frozen=True)
+class WithTerm(Weighted):
+    """A loss with a term that is a mean over the samples, whatever each of them weighs.
+
+    As the balance term of experts. Where a batch is cut into microbatches, the term of each counts
+    by its number of samples, and not by the weight of the loss.
+
+    Args:
+        total: the sum of the losses, and `term * weight`.
+        weight: as of `Weighted`.
+        term: the scalar that is added to the mean.
+        metrics: the names of the metrics that are such means too.
+    """
+
+    term: Array | float
+    metrics: tuple[str, ...] = ()
+
+    def of_samples(self, samples: int, mean_weight: Array) -> Weighted:
+        """The loss of a part of a batch, with the term weighed by samples.
+
+        Args:
+            samples: of the part.
+            mean_weight: of a sample, over the whole batch.
+        """
+        more = mean_weight * samples - self.weight
+        return Weighted(self.total + self.term * more, self.weight)
 
 
 @dataclasses.dataclass(frozen=True)

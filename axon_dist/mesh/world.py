@@ -180,7 +180,8 @@ class World:
             raise BackendStartedError(
                 f"wanted {count} emulated devices, but JAX has started its backend with "
                 f"{len(available)} and cannot change that. Call World.emulate({count}) before "
-                "anything makes an array or asks for a device, or set the environment variables "
+                "anything makes an array or asks for a device, and the largest of several worlds "
+                "first: smaller ones take some of its devices. Or set the environment variables "
                 f"JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}"
             )
         return cls.init(axes, available[:count])

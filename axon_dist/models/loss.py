@@ -12,7 +12,7 @@ from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
-from axon_dist.core.weighted import Weighted
+from axon_dist.core.weighted import Weighted, WithTerm
 from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
 
 AUXILIARY = "auxiliary"
@@ -189,7 +189,8 @@ def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
     if auxiliary is None:
         return loss
     more, metrics = auxiliary
-    return Weighted(loss.total + more * loss.weight, loss.weight), metrics
+    total = loss.total + more * loss.weight
+    return WithTerm(total, loss.weight, more, tuple(sorted(metrics))), metrics
 
 
 def _before_head(

@@ -20,9 +20,9 @@ from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
-from ..core.weighted import Weighted
+from ..core.weighted import Weighted, WithTerm
 from .options import LOSS_SCALE, METRICS
-from .parts import SHARED, STEP, ModelParts, split_inputs
+from .parts import MEAN_WEIGHT, SHARED, STEP, ModelParts, split_inputs
 from .state import FLAG
 
 
@@ -99,7 +99,10 @@ def evaluate(
         prepare(model)
     before = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
     kwargs = {"step": buffers[STEP]} if STEP in buffers else {}
-    batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
+    shared = dict(buffers.get(SHARED, {}))
+    mean_weight = shared.pop(MEAN_WEIGHT, None)
+    samples = jax.tree.leaves(batch)[0].shape[0]
+    batch = joined(batch, shared) if shared else batch
     returned = _called(loss_fn, model, batch, kwargs)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
@@ -107,6 +110,13 @@ def evaluate(
             "dict of scalar metrics"
         )
     loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if isinstance(loss, WithTerm):
+        if mean_weight is not None:
+            means = {name: metrics[name] * samples for name in loss.metrics}
+            metrics = metrics | {n: Weighted(x, float(samples)) for n, x in means.items()}
+            loss = loss.of_samples(samples, mean_weight)
+        else:
+            loss = Weighted(loss.total, loss.weight)
     weighted = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
     if not jnp.issubdtype(getattr(weighted.total, "dtype", type(weighted.total)), jnp.floating):
         raise ConfigError(

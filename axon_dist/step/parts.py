@@ -159,6 +159,8 @@ LINEN_BOX = "linen_meta_type"
 """What `nnx.bridge` notes of a value with axes: how Linen is to box it."""
 
 STEP, SHARED = "axon_step", "axon_shared"
+MEAN_WEIGHT = "axon_mean_weight"
+"""Among what samples share: the mean weight of a sample, by which a `WithTerm` counts its term."""
 """The keys among the buffers of what a loss reads beside the samples."""
 
 

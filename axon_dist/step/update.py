@@ -8,20 +8,28 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 
+from ..core.compat import eval_jaxpr
+from ..core.errors import UnsupportedError
+from ..core.tree import shapes_of
 from ..core.typing import Array, Metrics, PyTree
+from ..jaxpr.walk import needed_for
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
 from ..optim.wrappers import Watched
 from .batch import Placed
 from .elastic import elastic_gradients, elastic_update, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
-from .objective import GradientArguments, GradientResult
+from .objective import GradientArguments, GradientResult, evaluate
 from .options import LOSS_SCALE, StepOptions
-from .parts import SHARED, split_inputs
+from .parts import MEAN_WEIGHT, SHARED, split_inputs
 from .pipeline_view import pipeline_gradients
 from .spec import StepSpec
 from .state import FLAG, TrainState
+
+AUXILIARY = "auxiliary"
+"""The method of a model that says what it adds to the loss."""
 
 
 def clip(
@@ -166,6 +174,7 @@ def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResu
     Returns:
         Gradients in stored form, sharded like their moments; metrics; and the new buffers.
     """
+    arguments = with_mean_weight(spec, arguments)
     shared = arguments.buffers.get(SHARED)
     here = spec.with_shared(shared) if shared else spec
     separation = here.separator.of(arguments.batch)
@@ -179,6 +188,47 @@ def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResu
         here = here.with_loss(separation.loss_fn)
     result = view(here, arguments)
     return result if separation.complete is None else separation.complete(result)
+
+
+def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientArguments:
+    """Gives the parts of a batch the mean weight of its samples, where the model adds to the loss.
+
+    What it adds is a mean over samples, and counts in a microbatch by its samples: by the weight
+    that these have on average in the whole batch, which follows from the batch alone.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        arguments: parameters, buffers, batch and scale.
+
+    Raises:
+        UnsupportedError: when the weight depends on parameters.
+    """
+    is_cut = spec.num_microbatches > 1 or spec.options.is_elastic
+    if not is_cut or not hasattr(spec.parts.abstract, AUXILIARY):
+        return arguments
+    batch, shared = arguments.batch, arguments.buffers.get(SHARED, {})
+    if spec.num_microbatches > 1:
+        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    parts = spec.with_shared(shared).parts
+
+    def weight_of(*inputs: PyTree) -> Array:
+        return jnp.asarray(evaluate(parts, spec.loss_fn, *inputs).loss.weight, jnp.float32)
+
+    closed = jax.make_jaxpr(weight_of)(*parts.arguments, shapes_of(batch))
+    program, needed = needed_for(closed.jaxpr, [0])
+    num_weights = len(jax.tree.leaves(parts.weights))
+    if any(number < num_weights for number in needed):
+        raise UnsupportedError(
+            "the weight of the loss depends on parameters, and the model adds terms of its own to "
+            f"the loss, of which {spec.num_microbatches} microbatches then do not know how much "
+            "they count; let the weight follow from the batch, or leave the batch whole"
+        )
+    known = jax.tree.leaves((arguments.buffers, batch))
+    values = [known[number - num_weights] for number in needed]
+    (weight,) = eval_jaxpr(ClosedJaxpr(program, closed.consts), values)
+    mean = weight / jax.tree.leaves(batch)[0].shape[0]
+    shared = {**shared, MEAN_WEIGHT: mean}
+    return arguments._replace(buffers={**arguments.buffers, SHARED: shared})
 
 
 def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> GradientResult:

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -303,7 +304,7 @@ def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
     monkeypatch.setattr("axon_dist.app.training.plot_losses", drawn)
     second = train(config("run", **steady), console, resume="auto")
     text = console.file.getvalue()
-    assert "config: train.steps: 3 -> 6" in text
+    assert text.count("config: train.steps: 3 -> 6") == 1
     assert f"metrics.jsonl: 1 of {len(lines)} lines cannot be read and are dropped, the fir" in text
     result = second.result
     assert (result.first_step, result.num_steps, len(result.train_curve)) == (3, 6, 6)
@@ -333,3 +334,21 @@ def test_a_folder_that_vanishes_ends_with_an_error_after_everything_is_kept(conf
     found = {path.name for path in RunDirectory(Path(here)).path.iterdir()}
     assert found >= {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints"}
     assert train(run, resume="auto").result.num_steps == 6
+
+
+def test_a_resumed_run_says_what_it_changes(config, tiny):
+    cosine = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "cosine"}}}
+    first = train(config("first", train__steps=4, checkpoint__every=2, **cosine))
+    folder = first.directory.path / "checkpoints"
+    console = Console(file=io.StringIO(), width=400)
+    changed = config("second", train__steps=6, train__log_every=1, **cosine)
+    train(changed, console, resume=str(folder / "2"))
+    text = console.file.getvalue()
+    assert "going on after step 2 from" in text
+    assert "config: train.steps: 4 -> 6" in text
+    assert re.search(
+        r"config: learning rate: \S+ in step 2, (\S+) in step 3; before .* be (?!\1)", text
+    )
+    assert "log_every" not in text
+    with pytest.raises(CheckpointError, match=r"no checkpoint '3' in .* of the steps 2, 4; name"):
+        train(changed, resume=str(folder / "3"))
