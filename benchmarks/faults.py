@@ -7,7 +7,9 @@ Every run trains a small transformer in a process of its own, which is killed wi
 the time in the middle of a save, and resumed with `--resume auto`. It has to end with the very bits
 of the run that nobody disturbed. Copies of a good checkpoint, sharded and full, are damaged (bytes
 flipped, files cut short or removed, every kind of file as often), each of which has to be noticed
-and passed over for the one before it. The power is cut (see `power`), a second run starts in the
+and passed over for the one before it. The power is cut (see `power`), every state of a save is
+looked at (`crash_states`), file operations fail (`disk_errors`), links and pipes lie in the place
+of files (`links`), a second run starts in the
 folder of the first, and the disk fills up and is emptied again, which takes root. At last one of
 four processes of a run is killed or stopped, and the others have to name it and to end within the
 time set. The kinds of run in `faults_launched` meet every kind of fault there, under the launcher.
@@ -39,7 +41,10 @@ from rich.table import Table
 
 from axon_dist.checkpoint import CheckpointManager, load_checkpoint, read_manifest
 
+from .crash_states import KINDS, measure_states
+from .disk_errors import measure_errors
 from .faults_launched import measure_launched
+from .links import measure_links
 from .peers import measure_losses
 from .power import measure_power_cuts
 
@@ -325,10 +330,25 @@ def damages_of(type: str) -> Callable[[Ground, int], Rows]:
     )
 
 
+def _new(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
 PARTS: dict[str, tuple[str, Callable[[Ground, int], Rows]]] = {
     "sharded": ("corruptions", damages_of("sharded")),
     "full": ("corruptions", damages_of("full")),
     "power": ("others", lambda on, times: measure_power_cuts(on.folder, times, on.chance("power"))),
+    "states": (
+        "others",
+        lambda on, times: measure_states(_new(on.folder / "states"), [*KINDS][: 3 * times]),
+    ),
+    "errors": (
+        "others",
+        lambda on, times: measure_errors(_new(on.folder / "errors"), max(1, 128 // times)),
+    ),
+    "links": ("others", lambda on, times: measure_links(_new(on.folder / "links"))),
     "two": ("others", lambda on, times: [measure_two(on.folder, on.config, times, on.expected)]),
     "disk": (
         "others",

@@ -336,7 +336,8 @@ class CheckpointManager:
             before = [serial for other, serial in entries.items() if other < step]
             return entries.get(step, max(before, default=-1.0) + 0.5)
 
-        return sorted(self._paths(), key=age, reverse=True)
+        # Two have one number where a manifest could not be read while the next was saved.
+        return sorted(self._paths(), key=lambda x: (age(x), step_of(x.name) or 0), reverse=True)
 
 
 def _name_without(path: Path) -> str:

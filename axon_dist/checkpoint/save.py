@@ -205,7 +205,7 @@ class PendingSave:
         try:
             self._run(complete)
             self._written.set_result(None)
-        except AxonDistError as error:
+        except BaseException as error:  # whoever waits must hear of it, whatever it is
             self._written.set_exception(error)
 
     def _claim_name(self, meta: Any, size: int) -> str:

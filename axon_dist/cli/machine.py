@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -174,8 +175,25 @@ def launch_processes(arguments: argparse.Namespace) -> int:
     if options["command"][:1] == ["--"]:
         del options["command"][0]
     options["command"] = tuple(options["command"])
-    options["log_dir"] = options["log_dir"] or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
-    return launch(LaunchPlan(**options), _tell)
+    wanted = options.pop("log_dir")
+    plan = LaunchPlan(**options)
+    folder = wanted or _new_folder(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
+    return launch(dataclasses.replace(plan, log_dir=folder), _tell)
+
+
+def _new_folder(name: str) -> Path:
+    """Makes a folder of a name, or of one with a number where another launch has that."""
+    for number in range(1, 1000):
+        folder = Path(name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            break
+        return folder
+    # `launch` says what is wrong with it.
+    return Path(name)
 
 
 def _tell(line: str) -> None:

@@ -400,7 +400,10 @@ class Address:
         env = os.environ.get
         environment = {"endpoint": env("AWS_ENDPOINT_URL"), "aws_region": env("AWS_REGION")}
         spec = {"driver": "s3", "bucket": self.bucket, "use_conditional_write": True}
-        options = {key: value for key, value in environment.items() if value}
+        options: dict[str, Any] = {key: value for key, value in environment.items() if value}
+        if env("AWS_ACCESS_KEY_ID") and env("AWS_SECRET_ACCESS_KEY"):
+            # These come first in any case; asked for the others, too, it prints lines about each.
+            options["aws_credentials"] = {"type": "environment"}
         return {**spec, **options, "s3_request_retries": _RETRIES}
 
     def read(self) -> bytes | None:
@@ -534,6 +537,7 @@ def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) ->
         return text
     match = _ADDRESS.fullmatch(str(text)) if isinstance(text, (str, Path)) else None
     if match is None:
+        _check_bucket(text, label, error)
         return as_path(text, label, error)
     key = (match[3] or "").rstrip("/")
     parts = key.split("/") if key else []
@@ -544,6 +548,17 @@ def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) ->
             f".., no control character, and at most {_KEY} bytes; correct it"
         )
     return Address(match[1], match[2], key)
+
+
+def _check_bucket(text: Any, label: str, error: type[AxonDistError]) -> None:
+    """Raises where an address has a scheme that can be read, and a bucket that cannot be."""
+    match = re.match(r"(?:gs|s3):/{1,2}([^/]*)", str(text), re.DOTALL)
+    if match is not None and isinstance(text, (str, Path)):
+        raise error(
+            f"{label}: got {str(text)!r:.80}, and {match[1]!r:.80} cannot be the name of a bucket: "
+            "it has 3 to 63 of the letters a-z, the digits, and dots, hyphens and underscores "
+            "between them; correct it"
+        )
 
 
 def all_fetched(addresses: Iterable[Address]) -> list[Path]:

@@ -324,11 +324,14 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
                 f"{name}={here[name]}: the samples left would be others. Use the same "
                 f"{', '.join(['data', *sizes])} and seed, or start the data anew."
             )
-    if state["samples_seen"] < 0:
+    if not 0 <= state["samples_seen"] < _MOST_SEEN:
         raise ConfigError(
             f"the data state has samples_seen={state['samples_seen']}, which must be 0 or "
-            "more: give what state() returned."
+            f"more, and less than {_MOST_SEEN}: give what state() returned."
         )
+
+
+_MOST_SEEN = 2**62
 
 
 def ahead(items: Iterator[T], count: int) -> Generator[T]:

@@ -13,6 +13,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ..core.errors import LaunchError
+from ..core.files import NO_FILE, open_regular
+from ..core.words import printable
+
 _CHUNK_BYTES = 2**16
 _NOISE = b"[Gloo] Rank "
 _TAIL_BYTES = 2**14
@@ -21,6 +25,9 @@ _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 _ABORTS = ("coordination service", "distributed service")
 _DEATH_SECONDS = 10.0
+_PUMP_SECONDS = 1.0
+_MOST_PUMPS = 256
+"""Ranks whose output is copied by a thread; each takes two open files of the launcher."""
 _GUARD = (
     'groups=; while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups; '
     'rm -rf -- "$0"'
@@ -37,7 +44,7 @@ class Child:
         process: the process; it leads a session, so that a key pressed in the terminal reaches the
             launcher alone, and whatever it starts can be ended with it.
         log: where its output goes.
-        pump: copies the output to the screen too; None if it goes to the file alone.
+        pump: copies the output to the log, and to the screen; None if the rank writes the log.
     """
 
     rank: int
@@ -84,32 +91,99 @@ class Child:
             is_lost = code == -signal.SIGABRT and any(x in _tail(self.log) for x in _ABORTS)
             lost = f": {_LOST}" if is_lost else ""
             return f"rank {self.rank} was killed by {signal.Signals(-code).name}{lost}"
+        if self.pump is not None:
+            # What the rank said last may not be in the log yet.
+            self.pump.join(_PUMP_SECONDS)
         words = last_words(self.log)
         return f"rank {self.rank} exited with code {code}{f': {words}' if words else ''}"
 
 
 def start_child(
-    command: Sequence[str], env: Mapping[str, str], rank: int, log: Path, on_screen: bool
+    command: Sequence[str],
+    env: Mapping[str, str],
+    rank: int,
+    log: Path,
+    tell: Callable[[str], None],
 ) -> Child:
-    """Starts a rank.
+    """Starts a rank; the output of that of local rank 0 goes to the standard output as well.
+
+    A rank that wrote its log itself would fail at a print when the disk of the logs is full. So a
+    thread reads what it prints, and goes on reading where the log cannot be written.
 
     Args:
         command: program and arguments.
         env: its environment.
         rank: its rank.
         log: the file for its output; appended to.
-        on_screen: whether the output goes to the standard output as well.
+        tell: takes a sentence when the log cannot be written.
+
+    Raises:
+        LaunchError: when something other than a file has the name of the log.
+        OSError: when the program cannot be started.
     """
-    file = open(log, "ab", buffering=0)  # noqa: SIM115
-    if not on_screen:
-        with file:
-            return Child(rank, _start(command, env, file.fileno()), log)
-    source, sink = os.openpty() if sys.stdout.isatty() else os.pipe()
-    process = _start(command, env, sink)
-    os.close(sink)
-    pump = threading.Thread(target=_copy, args=(source, file), daemon=True)
+    local = int(env["LOCAL_RANK"])
+    output = _Log(log, tell)
+    if local >= _MOST_PUMPS:
+        try:
+            return Child(rank, _start(command, env, output.descriptor), log)
+        finally:
+            output.close()
+    on_screen = local == 0
+    source, sink = os.openpty() if on_screen and sys.stdout.isatty() else os.pipe()
+    try:
+        process = _start(command, env, sink)
+    except BaseException:
+        os.close(source)
+        output.close()
+        raise
+    finally:
+        os.close(sink)
+    pump = threading.Thread(target=_copy, args=(source, output, on_screen), daemon=True)
     pump.start()
     return Child(rank, process, log, pump)
+
+
+class _Log:
+    """The log of a rank; a disk that refuses costs lines, and ends nothing.
+
+    Args:
+        path: of the file, which is appended to.
+        tell: takes a sentence about the first line that is lost.
+
+    Raises:
+        LaunchError: when something other than a file has its name.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]):
+        self._path, self._tell, self._has_failed = path, tell, False
+        try:
+            self.descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
+            if error.errno in NO_FILE:
+                raise LaunchError(
+                    f"cannot write the log {str(path)!r}: {error.strerror}; remove that, or name "
+                    "another folder with --log-dir"
+                ) from error
+            self.descriptor = os.open(os.devnull, os.O_WRONLY)
+            self._fail(error)
+
+    def write(self, chunk: bytes) -> None:
+        """Adds to the log what the disk takes."""
+        try:
+            while chunk:
+                chunk = chunk[os.write(self.descriptor, chunk) :]
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Closes the file."""
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._tell(f"{self._path}: the log loses lines ({error.strerror}); the ranks go on")
+        self._has_failed = True
 
 
 class Reaper:
@@ -167,12 +241,16 @@ def last_words(log: Path) -> str:
     ours = [line for line in lines if line.startswith(_OURS)]
     starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     errors = [line for line in lines[max(starts, default=len(lines)) :] if _ERROR.match(line)]
-    return (ours[-1:] or errors[:1] or lines[-1:] or [""])[0].removeprefix(_OURS)
+    words = (ours[-1:] or errors[:1] or lines[-1:] or [""])[0].removeprefix(_OURS)
+    return printable(words.replace("\t", " "))[:_MOST_WORDS]
+
+
+_MOST_WORDS = 2000
 
 
 def _tail(log: Path) -> str:
     """The end of a log; nothing where it cannot be read."""
-    with contextlib.suppress(OSError), open(log, "rb") as file:
+    with contextlib.suppress(OSError), open(open_regular(log), "rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
         return file.read().decode(errors="replace")
     return ""
@@ -189,13 +267,13 @@ def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subpr
     )
 
 
-def _copy(source: int, file) -> None:
+def _copy(source: int, log: _Log, has_screen: bool) -> None:
     """Copies until the other end is closed, which a terminal reports as an error."""
-    has_screen = True
-    with file, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
         while chunk := os.read(source, _CHUNK_BYTES):
-            file.write(chunk)
+            log.write(chunk)
             has_screen = has_screen and _show(chunk)
+    log.close()
     os.close(source)
 
 
@@ -205,6 +283,6 @@ def _show(chunk: bytes) -> bool:
     try:
         sys.stdout.buffer.write(b"".join(x for x in lines if not x.startswith(_NOISE)))
         sys.stdout.buffer.flush()
-    except OSError:
+    except (OSError, ValueError):  # The latter of a stream that was closed.
         return False
     return True

@@ -10,15 +10,20 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
 
 from ..core.arguments import check_fields
 from ..core.errors import LaunchError, reworded
+from ..core.files import open_regular
 from .child import Child, Reaper, lasting, start_child
 from .distributed import MOST_DEVICES
 from .environment import DEFAULT_PORT, parse_host, parse_port
@@ -58,21 +63,45 @@ def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
     prefix = f"{_PREFIX}{os.getuid()}-"
     for left in root.glob(f"{prefix}*"):
         _remove_unless_locked(left)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-    with open(folder / f"{_LOCK}.new", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        os.replace(folder / f"{_LOCK}.new", folder / _LOCK)
+    try:
+        folder, lock = _locked_folder(prefix, root)
+    except OSError:
+        # Its memory is full: a run that asks for copies says so, and others need none.
+        yield None
+        return
+    with lock:
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _locked_folder(prefix: str, root: Path) -> tuple[Path, BinaryIO]:
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+    try:
+        made = folder / f"{_LOCK}.new"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        lock = os.fdopen(open_regular(made, flags, 0o600), "r+b")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.replace(made, folder / _LOCK)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder, lock
+
+
 def _remove_unless_locked(folder: Path) -> None:
-    """Removes a folder whose launcher is gone; a new one without a lock is being made just now."""
+    """Removes a folder whose launcher is gone; a new one without a lock is being made just now.
+
+    Any user can make something of such a name in the memory of the host, which is passed over.
+    """
     with contextlib.suppress(OSError):
-        mode = "a" if time.time() - folder.stat().st_mtime > _MAKING_SECONDS else "r"
-        with open(folder / _LOCK, mode) as lock:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return
+        is_old = time.time() - status.st_mtime > _MAKING_SECONDS
+        flags = os.O_RDWR | (os.O_CREAT if is_old else 0)
+        with open(open_regular(folder / _LOCK, flags), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -236,12 +265,58 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
         tell: takes a line about what happens.
 
     Returns:
-        0; 75 where a signal has ended the run between two steps; or the exit code of the rank that
-        failed first in the last attempt.
+        0; 75 where a signal has ended the run, its state saved if it had one; 76 where a rank was
+        killed or lost; 130 or 143 where a second SIGINT or SIGTERM has ended it at once; or the
+        exit code of the rank that failed first in the last attempt.
 
     Raises:
         LaunchError: when the command does not exist.
     """
+    with _noticing() as notice:
+        return _launch(plan, lasting(tell), notice)
+
+
+@dataclasses.dataclass(eq=False)
+class _Notice:
+    """The signals that came, and the ranks that get them too, for they know how to stop."""
+
+    numbers: list[int] = dataclasses.field(default_factory=list)
+    children: Sequence[Child] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers)
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Takes a signal."""
+        self.numbers.append(number)
+        for child in self.children:
+            child.send(number)
+
+    @property
+    def aborting(self) -> list[int]:
+        """Those of which a second one ends a run at once."""
+        return [number for number in self.numbers if number != signal.SIGHUP]
+
+
+@contextlib.contextmanager
+def _noticing() -> Iterator[_Notice]:
+    """Takes the signals that end a run, from before its first rank until after its last."""
+    notice = _Notice()
+    # `nohup` has the hangup ignored, here and in the ranks.
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        handled = []
+    before = {number: signal.signal(number, notice.take) for number in handled}
+    try:
+        yield notice
+    finally:
+        for number, handler in before.items():
+            # A terminal that closes hangs up twice, and the exit code is still to come.
+            is_second = number == signal.SIGHUP and notice
+            signal.signal(number, signal.SIG_IGN if is_second else handler)
+
+
+def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: _Notice) -> int:
     # On the path, or beside the Python that runs this, as `axon` is.
     name, *arguments = plan.command
     path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
@@ -252,26 +327,28 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
     what = f"cannot make the folder {str(plan.log_dir)!r} for logs"
     with reworded(what, "name another with --log-dir", LaunchError):
         plan.log_dir.mkdir(parents=True, exist_ok=True)
-    tell = lasting(tell)
     tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
     # Where the ranks may start again, they get memory that outlives them.
     needs_memory = plan.max_restarts and not os.environ.get(MEMORY)
     with host_folder() if needs_memory else contextlib.nullcontext() as folder:
         memory = {} if folder is None else {MEMORY: str(folder)}
-        return _run_attempts(plan, {**memory, **os.environ}, tell)
+        return _run_attempts(plan, {**memory, **os.environ}, tell, notice)
 
 
-def _run_attempts(plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None]) -> int:
+def _run_attempts(
+    plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None], notice: _Notice
+) -> int:
     count, restarts = plan.num_processes, 0
     while True:
-        attempt = _Attempt(plan, count, tell, base, may_restart=restarts < plan.max_restarts)
+        may_restart = restarts < plan.max_restarts
+        attempt = _Attempt(plan, count, tell, base, notice, may_restart=may_restart)
         code = attempt.run()
-        if attempt.made_room and not attempt.signals and attempt.failed is None:
+        if attempt.made_room and not notice and attempt.failed is None:
             count = plan.num_processes
             tell(f"going on with all {count} processes")
             continue
         tried, count = count, next_count(plan, count, attempt.failed)
-        if code == 0 or attempt.signals or not count:
+        if code == 0 or notice or not count:
             return code
         if code == USER_ERROR:
             tell(f"{tried} processes cannot go on with this run; trying {count}")
@@ -340,38 +417,61 @@ class _Attempt:
     count: int
     tell: Callable[[str], None]
     base: Mapping[str, str]
+    notice: _Notice
     may_restart: bool = False
     made_room: bool = False
     children: list[Child] = dataclasses.field(default_factory=list)
-    signals: list[int] = dataclasses.field(default_factory=list)
+    late: list[Child] = dataclasses.field(default_factory=list)
     failed: Child | None = None
     _last: float | None = None
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none behind."""
         doomed = "" if MEMORY in os.environ else self.base.get(MEMORY, "")
-        with contextlib.closing(Reaper(doomed)) as guard, self._forwarding():
+        self.notice.children = self.children
+        with contextlib.closing(Reaper(doomed)) as guard:
             try:
                 self._start(guard)
-                self.failed = self._wait()
-                if self.failed is not None:
-                    self._end_others(self.failed)
+                if self.notice:
+                    # Not all of them may have got it, and none has taken a step.
+                    self.late = [child for child in self.children if child.code is None]
+                    self._end(self.late)
+                else:
+                    self.failed = self._wait()
+                    if self.failed is not None:
+                        self._end_others(self.failed)
             finally:
                 for child in self.children:
                     if not child.kill():
                         self.tell(f"rank {child.rank}, process {child.process.pid}, outlives it")
-        return max(child.code or 0 for child in ([self.failed] if self.failed else self.children))
+        return self._code()
+
+    def _code(self) -> int:
+        """The exit code of the run, once all ranks have ended."""
+        if self.failed is not None:
+            # The other ranks, started by hand, end with this code by themselves.
+            return EXIT_PEER_LOST if self.failed.was_killed else self.failed.code or 0
+        codes = [child.code or 0 for child in self.children if child not in self.late]
+        if self.notice:
+            # A second signal has effect where a rank had not saved yet.
+            aborting = self.notice.aborting[1:]
+            if aborting and (self.late or not {0, INTERRUPTED}.issuperset(codes)):
+                return 128 + aborting[-1]
+            return INTERRUPTED if any(codes) or len(codes) < self.count else 0
+        return INTERRUPTED if INTERRUPTED in codes else max(codes, default=0)
 
     def _start(self, guard: Reaper) -> None:
         plan = self.plan
         port = plan.master_port or (free_port() if plan.nnodes == 1 else DEFAULT_PORT)
         for env in rank_environments(plan, self.base, self.count, port):
+            if self.notice:
+                return
             rank = int(env["RANK"])
             log = plan.log_dir / f"rank-{rank}.log"
             what = f"cannot start {plan.command[0]!r} as rank {rank}"
             advice = "give a program that this host can run, with its arguments"
             with reworded(what, advice, LaunchError, (OSError, ValueError)):
-                child = start_child(plan.command, env, rank, log, env["LOCAL_RANK"] == "0")
+                child = start_child(plan.command, env, rank, log, self.tell)
             self.children.append(child)
             guard.watch(child)
 
@@ -379,8 +479,9 @@ class _Attempt:
         """Returns the first rank that failed, or None when all have ended, if only for now."""
         started = time.time()
         while True:
-            # A command that does not handle SIGTERM was stopped by it too.
-            stopped = {INTERRUPTED, 128 + signal.SIGTERM} if self.made_room else {INTERRUPTED}
+            # A command that does not handle a signal was stopped by it too.
+            sent = [*self.notice.numbers, *([signal.SIGTERM] if self.made_room else [])]
+            stopped = {INTERRUPTED, *(128 + number for number in sent)}
             codes = [child.code for child in self.children]
             for child, code in zip(self.children, codes, strict=True):
                 if code and code not in stopped:
@@ -404,9 +505,9 @@ class _Attempt:
     def _is_overdue(self, has_saved: bool) -> bool:
         """Whether ranks still run that had to end: a signal came, or another has saved and left."""
         seconds = [_LAST_SECONDS] if has_saved else []
-        if self.signals or self.made_room:
+        if self.notice or self.made_room:
             seconds.append(_STOPPING_SECONDS)
-        if len([number for number in self.signals if number != signal.SIGHUP]) > 1:
+        if len(self.notice.aborting) > 1:
             seconds.append(self.plan.grace)
         if not seconds:
             return False
@@ -420,6 +521,13 @@ class _Attempt:
         names = ", ".join(str(child.rank) for child in late)
         self.tell(f"ranks {names} had to end and did not; ending them (log: {late[0].log})")
         self._end(late)
+        if any(child.code in stopped for child in self.children if child not in late):
+            # The run has stopped as asked, its state saved by all together.
+            self.late = [child for child in late if child.code not in stopped]
+            return None
+        if len(self.notice.aborting) > 1:
+            self.late = late
+            return None
         return next((child for child in late if child.code and child.code not in stopped), None)
 
     def _end(self, children: Sequence[Child]) -> None:
@@ -448,21 +556,3 @@ class _Attempt:
         if not is_at_once:
             self._wait_for_end(self.plan.grace)
             self._end([child for child in self.children if child.code is None])
-
-    @contextlib.contextmanager
-    def _forwarding(self) -> Iterator[None]:
-        """Forwards signals to the ranks, which know how to stop."""
-
-        def forward(number: int, frame: object) -> None:
-            self.signals.append(number)
-            for child in self.children:
-                child.send(number)
-
-        # `nohup` has the hangup ignored, here and in the ranks.
-        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, forward) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -46,8 +46,9 @@ class StopRequest:
 def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
     """Turns the first SIGINT (Ctrl-C), SIGTERM or SIGHUP into a request; a second acts as usual.
 
-    A second SIGHUP does nothing: a terminal that closes sends it by its kernel and by its shell. A
-    process that ignores SIGHUP, as under `nohup`, goes on ignoring it.
+    A second SIGHUP does nothing, also after the context: a terminal that closes sends it by its
+    kernel and by its shell, and a last save may still be under way. A process that ignores SIGHUP,
+    as under `nohup`, goes on ignoring it.
 
     A step that has begun holds donated buffers: an exception in the middle of it would leave no
     state to save. So the signal only sets a flag, which the loop reads between steps.
@@ -72,14 +73,18 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
         del before[signal.SIGHUP]
 
     def restore() -> None:
+        # It stays ignored: what the loop has begun to save may still be written when it has ended.
+        is_second = request.reason in INTERRUPTIONS - {_ANOTHER}
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if number != signal.SIGHUP or not is_second:
+                signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        restore()
+        # First of all, for the second one may come at once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        request.ask(signal.Signals(number).name)
+        restore()
         name = signal.Signals(number).name
-        request.ask(name)
         threading.Thread(target=on_first, args=(name,)).start()
 
     for number in before:

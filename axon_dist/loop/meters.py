@@ -250,7 +250,10 @@ class StepProfile:
         if self._is_on:
             message = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
             self._is_on, self._steps = False, range(0)
-            jax.profiler.stop_trace()
+            try:
+                jax.profiler.stop_trace()
+            except (OSError, RuntimeError) as error:
+                message = f"the trace is not written: {str(error).partition(chr(10))[0]}"
             for tell in self._listeners:
                 tell(message)
 

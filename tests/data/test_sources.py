@@ -584,3 +584,27 @@ def test_compressed_lines_are_those_of_the_plain_file(tmp_path, suffix):
     packed.write_bytes(compress(b'{"text": "a"}\n\n{"text": null}\n'))
     with pytest.raises(ConfigError, match=rf"b.jsonl{suffix}:3 has null under 'text', which must"):
         JsonlSource((str(packed),), validation_fraction=0.5).open(20)
+
+
+def test_a_flipped_bit_of_kept_tokens_is_noticed(tmp_path, monkeypatch):
+    """At once where the file is small; else when the block that it is in is first read."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"number {i} " * 40}) + "\n" for i in range(600)))
+    source = JsonlSource((str(path),))
+    rows = everything(source.open(40))["tokens"]
+    (kept,) = (tmp_path / ".axon_tokens").glob("*.tokens")
+    whole = kept.read_bytes()
+    assert len(whole) > 3 * 2**16
+    for place in (50, len(whole) // 2, len(whole) - 2):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        kept.write_bytes(flipped)
+        np.testing.assert_array_equal(everything(source.open(40))["tokens"], rows)
+        assert kept.read_bytes() == whole
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    kept.write_bytes(flipped)
+    monkeypatch.setattr("axon_dist.data.store._SAMPLE", 2)
+    opened = source.open(40)
+    with pytest.raises(ConfigError, match=r"are not what was written there; remove the file"):
+        everything(opened)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from axon_dist.core.errors import LaunchError
+from axon_dist.launch import child, local
 from axon_dist.launch.child import last_words
 from axon_dist.launch.local import INTERRUPTED, LaunchPlan, launch, rank_environments
 from axon_dist.launch.watchdog import EXIT_PEER_LOST
@@ -71,7 +72,7 @@ def test_one_failure_ends_all_with_its_code(tmp_path):
 def test_a_killed_rank_is_named(tmp_path):
     told = []
     made = plan(tmp_path, "rank == 2 and os.kill(os.getpid(), 9); time.sleep(100)")
-    assert launch(made, told.append) == 128 + signal.SIGKILL
+    assert launch(made, told.append) == EXIT_PEER_LOST
     assert "rank 2 was killed by SIGKILL" in told[1]
 
 
@@ -104,6 +105,77 @@ def test_restarts_run_out(tmp_path):
     assert [line for line in told if line.startswith("restart")][
         -1
     ] == "restart 2 of 2, with 1 processes"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("numbers", "code"), [([15], 75), ([1] * 3, 75), ([15, 15], 143)])
+def test_a_signal_while_ranks_are_started_ends_them(tmp_path, monkeypatch, count, numbers, code):
+    """It comes after a rank has started, and before the launcher knows of it."""
+    started = []
+
+    def start(*arguments):
+        started.append(local.start_child_as_it_is(*arguments))
+        for number in numbers if len(started) == 1 else ():
+            signal.raise_signal(number)
+        return started[-1]
+
+    monkeypatch.setattr(local, "start_child_as_it_is", local.start_child, raising=False)
+    monkeypatch.setattr(local, "start_child", start)
+    # Whoever runs the tests may ignore it.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert launch(plan(tmp_path, "time.sleep(100)", count, max_restarts=3), print) == code
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(started) == 1
+    assert started[0].code is not None
+
+
+def test_a_signal_that_ends_commands_that_save_nothing(tmp_path):
+    """They may start again as well as those that have saved."""
+    program = "time.sleep(.3); rank or os.kill(os.getppid(), 15); time.sleep(100)"
+    assert launch(plan(tmp_path, program, count=2, max_restarts=3), print) == INTERRUPTED
+
+
+def test_a_full_disk_costs_lines_of_a_log(tmp_path):
+    told = []
+    output = child._Log(tmp_path / "rank-0.log", told.append)
+    output.write(b"first\n")
+    kept, output.descriptor = output.descriptor, os.open("/dev/full", os.O_WRONLY)
+    output.write(b"lost\n")
+    output.write(b"lost\n")
+    os.close(output.descriptor)
+    output.descriptor = kept
+    output.write(b"last\n")
+    output.close()
+    assert log(tmp_path, 0) == "first\nlast\n"
+    assert told == [f"{tmp_path}/rank-0.log: the log loses lines (No space left on device); "
+                    "the ranks go on"]  # fmt: skip
+
+
+def test_a_log_that_cannot_be_made_costs_its_lines(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(child, "open_regular", refuse)
+    assert launch(plan(tmp_path, "print('x' * 10**5); sys.exit(0)", count=2), print) == 0
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent / "mine")])
+def test_a_log_that_is_no_file(tmp_path, make):
+    (tmp_path / "mine").write_text("precious")
+    make(tmp_path / "rank-0.log")
+    with pytest.raises(LaunchError, match=r"cannot write the log .*rank-0.log'.*--log-dir"):
+        launch(plan(tmp_path, "pass", count=1), print)
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_control_characters_of_a_rank_stay_in_its_log(tmp_path):
+    told = []
+    made = plan(tmp_path, "print('axon: \\x1b]0;owned\\x07\\x1b[2Jred'); sys.exit(3)", count=1)
+    assert launch(made, told.append) == 3
+    assert "owned" in told[1]
+    assert told[1].isprintable()
 
 
 def test_a_mistake_of_the_user_is_not_repeated(tmp_path):
@@ -193,7 +265,7 @@ def test_a_stopped_rank_does_not_keep_a_lost_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("answer", "code"),
-    [(STOPPED, 137), ("signal.signal(15, lambda *a: sys.exit(75)); time.sleep(100)", 75)],
+    [(STOPPED, 75), ("signal.signal(15, lambda *a: sys.exit(75)); time.sleep(100)", 75)],
 )
 def test_the_last_ranks_have_a_deadline(tmp_path, monkeypatch, answer, code):
     monkeypatch.setattr("axon_dist.launch.local._LAST_SECONDS", 1.0)

@@ -123,3 +123,27 @@ def test_what_a_killed_launcher_left_is_removed_and_nothing_else():
 def test_a_host_without_such_memory_has_none(tmp_path):
     with host_folder(tmp_path / "nothing") as folder:
         assert folder is None
+
+
+def test_leavings_of_strangers_are_passed_over(tmp_path, monkeypatch):
+    """A pipe, a link or a folder of another user, of the name that one of ours would have."""
+    mine, root = tmp_path / "mine", tmp_path / "root"
+    prefix = f"axon-{os.getuid()}-"
+    mine.mkdir()
+    root.mkdir()
+    (root / f"{prefix}linked").symlink_to(mine)
+    piped = root / f"{prefix}piped"
+    piped.mkdir()
+    os.mkfifo(piped / "lock")
+    for folder in (mine, piped):
+        os.utime(folder, (0, 0))
+    with host_folder(root) as folder:
+        assert folder is not None
+    assert not list(mine.iterdir())
+    assert piped.exists()
+    (piped / "lock").unlink()
+    os.utime(piped, (0, 0))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with host_folder(root):
+        assert piped.exists()
+        assert not list(piped.iterdir())

@@ -1,0 +1,165 @@
+"""Every error at every file operation of a run, one at a time: it goes on, or ends in a sentence.
+
+    python -m benchmarks.disk_errors                # eight errors at every operation
+    python -m benchmarks.disk_errors --every 8      # at each operation one of them
+
+What a run does with files is done without its steps: the folder with its lock, its config and its
+metrics, checkpoints, and a summary; then once more, resumed. The operations are counted, and then
+each of them fails once. The run has to end, with an error of this library if with any, and to leave
+the newest checkpoint whose save had not failed, from which another run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import sys
+import tempfile
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from axon_dist.app.directory import RunDirectory, create_directory, take_folders
+from axon_dist.app.training import _go_on, _record
+from axon_dist.checkpoint import CheckpointManager, Retention
+from axon_dist.config import RunConfig
+from axon_dist.core.errors import AxonDistError
+from axon_dist.loop import JsonlWriter
+
+from .watched_disk import watched
+
+CODES = ("ENOSPC", "EDQUOT", "EROFS", "ESTALE", "EIO", "EACCES", "ENOENT", "EMFILE")
+SAVES = 2
+
+
+def state_of(step: int) -> dict:
+    return {"w": jnp.arange(4.0) + step}
+
+
+def config_in(root: Path) -> RunConfig:
+    plain = {"run_dir": str(root / "run"), "data": {"files": ["a.txt"], "sequence_length": 16}}
+    return RunConfig.from_dict(plain)
+
+
+def little_run(root: Path, resume: str | None, saved: list[int]) -> None:
+    """What a run does with files.
+
+    Args:
+        root: takes its folder.
+        resume: as `create_directory` has it.
+        saved: gets the steps whose saves have not failed.
+    """
+    config, told = config_in(root), []
+    directory = create_directory(config, resume)
+    with contextlib.ExitStack() as stack:
+        take_folders(config, directory, stack, told.append)
+        folder = directory.path / "checkpoints"
+        manager = CheckpointManager(
+            folder, Retention(last=2), type="full", background=False, tell=told.append
+        )
+        found = manager.restore_newest(state_of(0)) if resume else None
+        first = 0 if found is None else found.step
+        assert first is not None
+        if resume:
+            state: Any = types.SimpleNamespace(step=first)
+            _go_on(config, directory, state, told.append)
+        writer = stack.enter_context(
+            contextlib.closing(JsonlWriter(directory.metrics, told.append))
+        )
+        with manager:
+            for step in range(first + 1, first + 1 + SAVES):
+                writer.write(step, {"train/loss": 1.0})
+                manager.save(step, state_of(step))
+                if manager.failure is None:
+                    saved.append(step)
+        _record(directory.summary, told.append, lambda: directory.write_summary({"a": 1}))
+
+
+class _Fault:
+    """Counts operations, and fails one of them."""
+
+    def __init__(self, number: int | None, code: int):
+        self.number, self.code, self.seen = number, code, 0
+        self.where = ""
+
+    def __call__(self, name: str, path: Path) -> None:
+        if self.seen == self.number:
+            self.where = f"{name} {path.name}"
+            self.seen += 1
+            raise OSError(self.code, os.strerror(self.code), str(path))
+        self.seen += 1
+
+
+def problem_of(root: Path, leg: int, fault: _Fault) -> str | None:
+    """What is wrong with a run in whose first or second leg an operation fails; None if nothing."""
+    saved: list[int] = []
+    root.mkdir()
+    legs: list[str | None] = [None, "auto"]
+    try:
+        for number, resume in enumerate(legs):
+            with watched(root, fault if number == leg else lambda name, path: None):
+                try:
+                    little_run(root, resume, saved)
+                except AxonDistError as error:
+                    if number != leg:
+                        return f"the leg after it ends in {error}"
+        directory = RunDirectory(root / "run")
+        found = CheckpointManager(directory.path / "checkpoints").restore_newest(state_of(0))
+        newest = max(saved, default=0)
+        step = 0 if found is None else found.step
+        if step is None or step < newest:
+            return f"step {newest} was saved, and {step} is found"
+        if found is not None and found.state["w"].tolist() != state_of(step)["w"].tolist():
+            return f"step {step} has other numbers"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def measure_errors(folder: Path, every: int, most: int | None = None) -> list[tuple[str, int, int]]:
+    """Rows of an error, how often, and how often it did no harm.
+
+    Args:
+        folder: an empty one.
+        every: 1 tries all errors at every operation, 8 one of them at each.
+        most: how many are tried; None for all.
+    """
+    counts, good = Counter(), Counter()
+    number = tried = 0
+    for leg in (0, 1):
+        count = _Fault(None, 0)
+        problem = problem_of(folder / f"counted-{leg}", leg, count)
+        assert problem is None, problem
+        for operation in range(count.seen):
+            for code in CODES:
+                number += 1
+                # Another code at the next operation.
+                if number % every != operation % every or tried == most:
+                    continue
+                tried += 1
+                fault = _Fault(operation, getattr(errno, code))
+                problem = problem_of(folder / f"{leg}-{number}", leg, fault)
+                counts[code] += 1
+                good[code] += problem is None
+                if problem is not None:
+                    print(f"leg {leg}, {code} at {fault.where}: {problem}", flush=True)
+    return [(f"{code} at a file operation", counts[code], good[code]) for code in counts]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--every", type=int, default=1, help="tries one of so many")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure_errors(Path(os.path.realpath(folder)), parser.parse_args().every)
+    for name, count, good in rows:
+        print(f"{name}: {good}/{count}")
+    return 0 if all(count == good for _, count, good in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
