@@ -214,6 +214,8 @@ class CostModel:
 def _read(fused: Computation) -> int:
     """What a fusion reads: a stack of layers of which it slices one counts as that one."""
     total = 0
+    known: dict[str, int] = {}
+    slices_something = any(i.opcode in _SLICES for i in fused.instructions)
     for parameter in fused.instructions:
         if parameter.opcode != "parameter":
             continue
@@ -221,8 +223,47 @@ def _read(fused: Computation) -> int:
         if users and all(user.opcode in _SLICES for user, _ in users):
             total += sum(user.bytes for user, _ in users)
         elif not any(_overwrites(user, name) for user, name in users):
-            total += parameter.bytes
+            whole = max(1, sum(shape.size for shape in parameter.shapes))
+            read = _elements_read(fused, parameter, known) if slices_something else whole
+            total += parameter.bytes * read // whole
     return total
+
+
+_ELEMENTWISE = frozenset(
+    {
+        *("convert", "negate", "exponential", "tanh", "log", "add", "subtract", "multiply"),
+        *("divide", "maximum", "minimum", "select"),
+    }
+)
+
+
+def _elements_read(fused: Computation, value: Instruction, known: dict[str, int]) -> int:
+    """How many elements of a value a fusion needs, which computes an element where it is read.
+
+    A gather from what is converted elementwise reads the elements gathered, no others.
+
+    Args:
+        fused: what the fusion runs.
+        value: one of its instructions.
+        known: the answers so far, by name; this one is added.
+    """
+    if value.name not in known:
+        known[value.name] = _elements_needed(fused, value, known)
+    return known[value.name]
+
+
+def _elements_needed(fused: Computation, value: Instruction, known: dict[str, int]) -> int:
+    whole = sum(shape.size for shape in value.shapes)
+    users = list(_users(fused, value))
+    needed = 0
+    for user, name in users:
+        if user.opcode in _SLICES and user.operands[0] == name:
+            needed += user.shapes[0].size
+        elif user.opcode in _ELEMENTWISE and not user.is_root:
+            needed += _elements_read(fused, user, known)
+        else:
+            return whole
+    return min(needed, whole) if users else whole
 
 
 def _users(fused: Computation, value: Instruction) -> Iterator[tuple[Instruction, str]]:

@@ -180,3 +180,25 @@ def test_a_layer_of_a_stack_is_written_alone_under_another_layout_too():
     module = as_module(STACKED)
     row = 8 * 4 * 2
     assert CostModel(module).computation(module.entry).traffic == 2 * row + 4
+
+
+GATHERED = """HloModule m
+%fused (p: bf16[8,100], at: s32[8,1]) -> f32[8] {
+  %p = bf16[8,100]{1,0} parameter(0)
+  %at = s32[8,1]{1,0} parameter(1)
+  %wide = f32[8,100]{1,0} convert(%p)
+  ROOT %chosen = f32[8]{0} gather(%wide, %at), offset_dims={}, collapsed_slice_dims={1}
+}
+ENTRY %main (a: bf16[8,100], b: s32[8,1]) -> f32[8] {
+  %a = bf16[8,100]{1,0} parameter(0)
+  %b = s32[8,1]{1,0} parameter(1)
+  ROOT %f = f32[8]{0} fusion(%a, %b), kind=kLoop, calls=%fused
+}
+"""
+
+
+@pytest.mark.parametrize(("root", "read"), [("gather", 8), ("reduce", 800)])
+def test_a_gather_of_what_is_converted_reads_what_it_takes(root, read):
+    module = as_module(GATHERED.replace("gather(", f"{root}("))
+    # Two bytes of each element read, the indices, and a float32 for each row written.
+    assert CostModel(module).computation(module.entry).traffic == 2 * read + 4 * 8 + 4 * 8

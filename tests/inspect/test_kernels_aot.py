@@ -11,9 +11,12 @@ from flax import nnx
 
 from axon_dist import World, build_train_step
 from axon_dist.core.errors import ClaimError
-from axon_dist.inspect import expect_kernels, target_devices
+from axon_dist.inspect import as_module, expect_kernels, target_devices
+from axon_dist.inspect.computations import visits
+from axon_dist.inspect.flops import CostModel
 from axon_dist.mesh.targets import missing_compiler, prepare_environment
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.nn import linear_cross_entropy
 from axon_dist.parallel import fsdp
 
 pytestmark = pytest.mark.aot
@@ -58,3 +61,36 @@ def test_whole_logits_are_found():
     _, program = compiled("h100:8", "bf16", logits="whole")
     with pytest.raises(ClaimError, match=r"logits of \d+ positions and 50257 classes"):
         expect_kernels(program, loss=(SAMPLES * LENGTH, 50_257))
+
+
+@pytest.mark.parametrize("logits_dtype", ["float32", "bfloat16"])
+def test_the_loss_is_three_products_and_one_pass_each_way(logits_dtype):
+    if missing := missing_compiler("h100:1"):
+        pytest.skip(missing)
+    prepare_environment("h100:1")
+    place = jax.sharding.SingleDeviceSharding(target_devices("h100:1")[0])
+    width, classes, chunk = 256, 50_304, 2048
+
+    def loss(hidden, kernel, labels):
+        return linear_cross_entropy(hidden, kernel, labels, logits_dtype=logits_dtype).mean
+
+    shapes = ((2 * chunk, width), (width, classes)), jnp.bfloat16
+    arrays = [jax.ShapeDtypeStruct(shape, shapes[1], sharding=place) for shape in shapes[0]]
+    labels = jax.ShapeDtypeStruct((2 * chunk,), jnp.int32, sharding=place)
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    module = as_module(gradient.lower(*arrays, labels).compile())
+    costs, products, passes = CostModel(module), 0, []
+    for visit in visits(module):
+        for one in visit.computation.instructions:
+            if one.opcode in ("while", "tuple", "get-tuple-element", "parameter"):
+                continue
+            cost = costs.instruction(visit.computation, one)
+            if cost.high:
+                products += visit.count
+            elif cost.traffic > chunk * classes:
+                passes += [cost.traffic] * visit.count
+    assert products == 2 * 3
+    size = chunk * classes * jnp.dtype(logits_dtype).itemsize
+    # The statistics read the logits; the gradient reads them, and is written once in bfloat16.
+    expected = sorted(2 * [size, size + 2 * chunk * classes])
+    assert sorted(passes) == pytest.approx(expected, rel=0.02)

@@ -7,8 +7,10 @@ import pytest
 
 from axon_dist.core.errors import ConfigError, DTypeError
 from axon_dist.inspect import flops
+from axon_dist.jaxpr.walk import equations
 from axon_dist.models import cross_entropy
 from axon_dist.nn import linear_cross_entropy, linear_scores
+from axon_dist.ops.linear_loss import _in_turn, _online
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -131,3 +133,81 @@ def test_errors_name_shapes_and_options():
         linear_cross_entropy(HIDDEN, KERNEL, LABELS, num_chunks=0)
     with pytest.raises(DTypeError, match="logits_dtype is 'float16'; logits are 'float32'"):
         linear_cross_entropy(HIDDEN, KERNEL, LABELS, logits_dtype="float16")
+
+
+def reads_logits(equation):
+    return any(x.aval.shape == (32, 100) for x in equation.invars)
+
+
+def traced(dtype, **options):
+    """The equations of a chunk of 32 positions and 100 classes, and what its loop is given."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((64, 8), (8, 100))]
+    loss = lambda h, k, labels: linear_cross_entropy(h, k, labels, num_chunks=2, **options).mean
+    labels = jax.ShapeDtypeStruct((64,), jnp.int32)
+    program = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(*shapes, labels).jaxpr
+    (loop,) = (e for e in program.jaxpr.eqns if e.primitive.name == "scan")
+    return list(equations(loop.params["jaxpr"].jaxpr)), [x.aval.shape for x in loop.invars]
+
+
+@pytest.mark.parametrize("logits_dtype", ["float32", "bfloat16"])
+def test_three_products_and_one_pass_over_logits_in_half_precision(logits_dtype):
+    found, given = traced(jnp.bfloat16, logits_dtype=logits_dtype)
+    over_logits = [
+        e.primitive.name
+        for e in found
+        if e.outvars[0].aval.shape in ((32,), (32, 1), (32, 8))
+        and reads_logits(e)
+        and e.primitive.name != "jit"
+    ]
+    # The statistics, the logits of the labels, and the product that gives the hidden states'.
+    assert sorted(over_logits) == ["dot_general", "gather", "reduce"]
+    assert sum(e.primitive.name == "dot_general" for e in found) == 3
+    # A constant of the size of all logits would be made before the loop, and read in each turn.
+    assert (32, 100) not in given
+
+
+def test_products_in_float32_keep_to_two_passes_and_no_constant_is_hoisted():
+    found, given = traced(jnp.float32, label_smoothing=0.1, z_loss=0.1, soft_cap=3.0)
+    names = [e.primitive.name for e in found]
+    assert names.count("dot_general") == 3
+    assert "reduce_max" in names
+    assert "reduce" not in names
+    assert (32, 100) not in given
+
+
+def test_one_pass_gives_what_two_give():
+    low, high = np.float32(-np.inf), np.float32(3e4)
+    rows = np.array([[low, 1, 2], [3, low, low], [high, -high, high], [0, 0, 0]], np.float32)
+    whole = lambda reduce, x: x
+    one, two = (jax.jit(f, static_argnums=1)(rows, whole) for f in (_online, _in_turn))
+    np.testing.assert_array_equal(one[0], two[0])
+    np.testing.assert_allclose(one[1], two[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("classes", [50_257, 128_256])
+@pytest.mark.parametrize(("lean", "nats", "times"), [(0.0, 1e-3, 1.2), (10.0, 2e-3, 4.0)])
+def test_bfloat16_logits_beside_products_in_bfloat16(classes, lean, nats, times):
+    """How far from float32, and by how much more than the rounding of the products alone.
+
+    `lean` draws the hidden states toward their labels, as training does: large logits lose more.
+    """
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=(64, classes)).astype(np.float32) / 4
+    labels = rng.integers(0, classes, 64).astype(np.int32)
+    own = kernel[:, labels].T
+    hidden = rng.normal(size=(64, 64)) + lean * own / np.linalg.norm(own, axis=1)[:, None]
+    hidden = hidden.astype(np.float32)
+
+    def of(dtype, logits_dtype):
+        def loss(h, k):
+            given = h.astype(dtype), k.astype(dtype), labels
+            return linear_cross_entropy(*given, logits_dtype=logits_dtype).mean
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, kernel)
+
+    want, wide, narrow = of("float32", "float32"), of("bfloat16", "float32"), of(*["bfloat16"] * 2)
+    off = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)
+    assert abs(float(narrow[0] - want[0])) < nats
+    for index in range(2):
+        error, least = (off(each[1][index], want[1][index]) for each in (narrow, wide))
+        assert error < times * least < 0.05
