@@ -14,7 +14,7 @@ from axon_dist.core.words import byte_size, clock_time, duration
 from axon_dist.inspect import Waterfall
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
-from .run_records import Curve, Recorded, Runs, bars, compared, lines, read_recorded
+from .run_records import END, START, Curve, Recorded, Runs, bars, compared, lines, read_recorded
 
 TEMPLATE = Path(__file__).with_name("page.html")
 """Everything of a page that is the same for all runs."""
@@ -246,7 +246,8 @@ def _time(one: Recorded) -> str | None:
     seconds = {str(k): float(v) for k, v in (one.summary.get("seconds") or {}).items()}
     if not seconds:
         return None
-    seconds["restart"] = one.restart_seconds
+    # The last restart lasted until the loop began, which is counted as the start of this leg.
+    seconds["restart"] = max(one.restart_seconds - seconds.get(START, 0.0), 0.0)
     seconds = {_KINDS.get(kind, kind): x for kind, x in seconds.items() if x > 0}
     words = {kind: clock_time(x) if x >= 60 else duration(x) for kind, x in seconds.items()}
     since = one.summary.get("first_step")
@@ -255,6 +256,8 @@ def _time(one: Recorded) -> str | None:
 
 
 _KINDS = {
+    START: "start: imports, data, building",
+    END: "end: curves, last writes",
     "initialize": "initialization",
     "compile": "compile, with the first step",
     "data": "waiting for data",

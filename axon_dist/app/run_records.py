@@ -19,6 +19,9 @@ from axon_dist.core.words import byte_size, clock_time, plural, si
 from ..core.plain_yaml import sections_of
 from .directory import flat, open_directory
 
+START, END = "start", "end"
+"""The seconds of a run before its loop, and after it, in its summary."""
+
 Curve: TypeAlias = Sequence[tuple[float, float]]
 """Pairs of step and value, finite ones alone."""
 

@@ -24,6 +24,7 @@ from axon_dist.planner.reading import LADDER, recomputing_line
 from axon_dist.step import ModelParts, TrainStep
 
 from ..config import Decaying, RunConfig, abstract_batch
+from .run_records import END
 from .runs import Run
 from .steps import build_step
 
@@ -135,13 +136,13 @@ def summarize(run: Run, result: TrainResult) -> JsonDict:
     }
 
 
-def summary_table(summary: JsonDict, total_seconds: float) -> Table:
+def summary_table(summary: JsonDict) -> Table:
     """What a run came to, as a table for people.
 
     Args:
-        summary: from `summarize`.
-        total_seconds: from the start of the program to its end.
+        summary: from `summarize`, with the seconds before and after the loop.
     """
+    total_seconds = sum(summary["seconds"].values())
     since = f" since step {summary['first_step']}" if summary["first_step"] else ""
     unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
     rows = {
@@ -176,6 +177,7 @@ def _spent(summary: JsonDict, total_seconds: float) -> str:
         "in training steps": summary["train_seconds"],
         "validating": by_kind["validation"],
         "saving": by_kind["save"],
+        "ending": by_kind[END],
         "else": by_kind["other"],
     }
     spent = {"starting": total_seconds - sum(known.values()), **known}

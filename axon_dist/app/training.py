@@ -51,6 +51,7 @@ from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
 from .resume import SavedStates, check_copies, check_resume, keep_programs, open_states
+from .run_records import END, START
 from .runs import Run, build_run, compiling_ahead
 from .summary import opening_lines, summarize, summary_table
 
@@ -73,7 +74,11 @@ class RunResult:
 @in_own_context
 @checked(config=CONFIG)
 def train(
-    config: RunConfig, console: Console | None = None, resume: str | None = None
+    config: RunConfig,
+    console: Console | None = None,
+    resume: str | None = None,
+    *,
+    began: float | None = None,
 ) -> RunResult:
     """Trains what a config describes, and keeps what comes of it.
 
@@ -86,6 +91,8 @@ def train(
         config: a run as YAML describes it, checked.
         console: where process 0 reports progress; None is silent.
         resume: what to resume from, `"auto"` or a path; see `SavedStates`.
+        began: the reading of `time.perf_counter` from which the seconds of the run are counted,
+            such as that of the start of the process; None takes that of this call.
 
     Returns:
         The result.
@@ -97,7 +104,7 @@ def train(
         CheckpointError: when there is nothing good to resume, or, after everything else is
             written, when the last state could not be saved.
     """
-    start = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     check_copies(config, os.environ, resume)
     console = Console(quiet=True) if console is None else console
     keep_programs(functools.partial(_print_line, console))
@@ -142,18 +149,48 @@ def train(
                 profile_dir=str(directory.profile),
             )
             with explained(run, directory.path):
+                fitted = time.perf_counter()
                 result = _fit(trainer, state, checkpoints)
-        summary = summarize(run, result)
-        if run.is_main:
-            _record(directory.summary, tell, lambda: directory.write_summary(summary))
-            _record(directory.plot, tell, lambda: _plot(run, result, directory))
+        summary = _write_results(run, result, directory, tell, began, fitted)
         # All wait for that: a scheduler may end the other processes as soon as one has ended.
         on_main(lambda: None)
-        _print_closing(console, result, summary, directory, time.perf_counter() - start)
+        _print_closing(console, result, summary, directory)
         if checkpoints.failure is not None:
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_not_removed(config, directory, writers)
     return RunResult(result, directory, summary)
+
+
+def _write_results(
+    run: Run,
+    result: TrainResult,
+    directory: RunDirectory,
+    tell: Callable[[str], None],
+    began: float,
+    fitted: float,
+) -> JsonDict:
+    """Writes the summary and the curves of a run; returns what the summary holds.
+
+    Args:
+        run: what was trained.
+        result: what the loop came to.
+        directory: takes the files.
+        tell: takes a sentence about each file that a disk refuses.
+        began: when the run began, as `time.perf_counter` counts.
+        fitted: when its loop began.
+    """
+    summary = summarize(run, result)
+    seconds = {START: fitted - began, **summary["seconds"]}
+    if run.is_main:
+        first = {**summary, "seconds": seconds}
+        _record(directory.summary, tell, lambda: directory.write_summary(first))
+        _record(directory.plot, tell, lambda: _plot(run, result, directory))
+    # The report counts the same seconds as the table, those of the plot too.
+    spent = sum(seconds.values())
+    summary["seconds"] = {**seconds, END: max(time.perf_counter() - began - spent, 0.0)}
+    if run.is_main:
+        _record(directory.summary, tell, lambda: directory.write_summary(summary))
+    return summary
 
 
 def _open_port(run: Run) -> list[str]:
@@ -307,9 +344,8 @@ def _print_closing(
     result: TrainResult,
     summary: dict[str, object],
     directory: RunDirectory,
-    seconds: float,
 ) -> None:
-    console.print(summary_table(summary, seconds))
+    console.print(summary_table(summary))
     plot = f"none ({install_command('plots')})"
     if directory.plot.exists():
         plot = directory.place / directory.plot.name

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from axon_dist import __version__
+from axon_dist.core.clock import process_began
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 from axon_dist.core.words import printable
 
@@ -53,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for a mistake of the user, 130 when interrupted, 1 for an
         unexpected error, whose traceback goes to a file, or whatever the verb returns.
     """
+    # Where this is the command of a process, all its seconds are those of the verb.
+    began = process_began() if arguments is None else time.perf_counter()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if set(os.environ.get("COLUMNS", "1")) == {"0"}:
         # A terminal that does not know its width says so, and nothing would be printed at all.
@@ -64,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # No verb has run, so this process cannot be one of several yet.
         _say(f"error: {one_line(error)}")
         return _USER_ERROR
+    parsed.began = began
     try:
         code = parsed.verb.run(parsed)
         sys.stdout.flush()

@@ -85,7 +85,7 @@ def train_config(arguments: argparse.Namespace) -> int:
     """Trains, and reports on the standard output."""
     config = _config(arguments)
     if not arguments.dry_run:
-        done = train(config, LastingConsole(), arguments.resume)
+        done = train(config, LastingConsole(), arguments.resume, began=arguments.began)
         return INTERRUPTED if done.result.is_interrupted else 0
     if arguments.resume is not None:
         raise ConfigError(
