@@ -124,6 +124,7 @@ def build_step(
         precision=config.precision,
         remat=config.remat,
         unroll=config.unroll,
+        scan_layers=config.scan_layers,
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,

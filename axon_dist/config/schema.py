@@ -198,8 +198,11 @@ class RunConfig:
             the strategies.
         remat: what the backward pass recomputes; `auto` as little as the memory of a device allows,
             which is asked of the compiled step; None leaves it to the strategies.
-        unroll: up to how many blocks are unrolled rather than run by a loop; None is 4, and 1
-            where they are recomputed or loop themselves. It changes no number.
+        unroll: up to how many blocks are unrolled rather than run by a loop, where the strategy
+            splits or recomputes them; None leaves it to `scan_layers`. It changes no number.
+        scan_layers: whether equal blocks run as one loop, `true`, or are unrolled, `false`; `auto`
+            decides by what it costs on the devices. Blocks that `model.scan_layers` keeps stacked
+            are a loop in any case. It changes no number.
         weights: files with the first weights; None draws them.
         lora: adapters put beside linear layers, which are then what is trained; None for none.
         trainable: regular expressions, searched for in the paths of the parameters: what is found
@@ -262,6 +265,7 @@ class RunConfig:
     precision: MixedPrecision | str | None = None
     remat: Remat = None
     unroll: int | None = None
+    scan_layers: bool | Literal["auto"] = "auto"
     weights: Weights | None = None
     lora: Lora | None = None
     trainable: tuple[str, ...] = ()

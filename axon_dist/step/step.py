@@ -19,6 +19,7 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import joined, parted
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import Weighted
+from ..jaxpr.loop_rule import LoopChoice
 from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
@@ -115,7 +116,13 @@ class TrainStep:
         what = f"{self.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
         what += f", {count} microbatches" if count > 1 else ""
         idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
-        return f"TrainStep({what}{''.join(idle)})"
+        layers = (f", {choice}" for choice in self.loop_choices)
+        return f"TrainStep({what}{''.join(idle)}{''.join(layers)})"
+
+    @property
+    def loop_choices(self) -> tuple[LoopChoice, ...]:
+        """Which blocks run as a loop and why, for the batches traced so far."""
+        return tuple(self.spec.loop_choices)
 
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
         """Makes the first state, every array born where it lives.
