@@ -196,8 +196,10 @@ class RunConfig:
         parallel: the strategies to compose, each with its options.
         precision: `float32`, `bf16`, `fp16`, `fp8`, or the dtypes one by one; None leaves it to
             the strategies.
-        remat: what the backward pass recomputes; `auto` as little as the memory of a device allows,
-            which is asked of the compiled step; None leaves it to the strategies.
+        remat: what the backward pass recomputes; `auto` what the strategies say, and where they say
+            nothing as little as the memory of a device allows, which is read from the traced step,
+            and where that is close from the compiled one; nothing on devices whose memory is not
+            known, as emulated ones. None recomputes what the strategies say.
         unroll: up to how many blocks are unrolled rather than run by a loop, where the strategy
             splits or recomputes them; None leaves it to `scan_layers`. It changes no number.
         scan_layers: whether equal blocks run as one loop, `true`, or are unrolled, `false`; `auto`
@@ -263,7 +265,7 @@ class RunConfig:
         ),
     ] = dataclasses.field(default_factory=lambda: strategy_options("ddp"))
     precision: MixedPrecision | str | None = None
-    remat: Remat = None
+    remat: Remat = "auto"
     unroll: int | None = None
     scan_layers: bool | Literal["auto"] = "auto"
     weights: Weights | None = None
