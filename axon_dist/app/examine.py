@@ -41,7 +41,8 @@ class Examination:
         strategy: the name of the strategy.
         parameters: how many there are, how many are trained, and in what others are kept.
         target: the machine, or None for the devices of this one.
-        attention: which attention runs, in a sentence; None for a model that is not ours.
+        attention: which attention runs, which blocks are a loop, and what `remat: auto` recomputes,
+            in sentences; None where there is nothing to say.
         outer_steps: of replicas with outer steps (`diloco`, `local_sgd`), the report of the outer
             step of each fragment.
         every: after how many steps each fragment synchronizes; 0 where there is one replica.
@@ -100,7 +101,8 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     world = build_world(config) if machine is None else _target_world(config, machine)
     step = build_step(config, world)
     step_report = compiled_report(step, config)
-    line = ". ".join(filter(None, [attention_line(config, step), remat_line(config, step)])) or None
+    lines = attention_line(config, step), *map(str, step.loop_choices), remat_line(config, step)
+    line = ". ".join(filter(None, lines)) or None
     parameters = parameters_of(step.parts)
     outer_steps = tuple(
         report(lowered.compile(), world.mesh) for lowered in step.lower_outer_steps()

@@ -24,7 +24,7 @@ from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import SlowPlan, Strategy
-from axon_dist.planner import AUTO, read_step, recompute_least, usable_bytes
+from axon_dist.planner import AUTO, knows_memory, read_step, recompute_least, usable_bytes
 from axon_dist.step import TrainStep, build_train_step, trainable_filter
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
@@ -124,6 +124,7 @@ def build_step(
         precision=config.precision,
         remat=config.remat,
         unroll=config.unroll,
+        scan_layers=config.scan_layers,
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,
@@ -200,7 +201,7 @@ def _check_batch(config: RunConfig, step: TrainStep) -> None:
 def recomputing_least(
     config: RunConfig, world: World, trains: bool, build: Callable[[RunConfig], TrainStep]
 ) -> TrainStep:
-    """The step of a config whose `remat` is `auto`: the fewest blocks recomputed that fit.
+    """The step of a config whose `remat` is `auto`: the least recomputed that fits.
 
     Args:
         config: a run as YAML describes it, checked.
@@ -208,32 +209,41 @@ def recomputing_least(
         trains: whether steps will be taken; else nothing is recomputed.
         build: makes the step of a config that says what is recomputed.
 
+    Returns:
+        The step; what the strategy says where it says something, and where the memory of the
+        devices is not known the step that recomputes nothing, which is not even traced.
+
     Raises:
-        ConfigError: when the strategy sets what is recomputed, or nothing fits.
+        ConfigError: when nothing fits.
     """
 
     def with_remat(remat: ActivationCheckpointing | None) -> TrainStep:
         return build(dataclasses.replace(config, remat=remat))
 
-    def peak(step: TrainStep) -> int | None:
-        return None if is_abstract(world) else memory(step.lower(batch).compile()).peak
-
     batch = abstract_batch(config)
     plain = with_remat(None)
-    if not trains:
+    if not trains or not leaves_remat_open(plain):
         return plain
-    if plain.strategy.remat is not None or plain.strategy.pipeline is not None:
-        raise ConfigError(
-            f"remat: auto, and strategy {plain.strategy.name!r} says itself what is recomputed; "
-            "leave one of both out: full_shard's activation_checkpointing, or remat. In a pipeline "
-            "pipeline.backward says it"
-        )
     return recompute_least(
         lambda remat: plain if remat is None else with_remat(remat),
         lambda step: read_step(step, batch),
-        peak,
+        lambda step: memory(step.lower(batch).compile()).peak,
         usable_bytes(world),
     )
+
+
+def leaves_remat_open(step: TrainStep) -> bool:
+    """Whether `remat: auto` has to find out what a step recomputes.
+
+    Not where its strategy says it, nor where it is not known how much memory a device has.
+
+    Args:
+        step: that recomputes what its strategy says.
+    """
+    strategy, world = step.strategy, step.world
+    if strategy.remat is not None or strategy.pipeline is not None:
+        return False
+    return not world.is_cpu and not is_abstract(world) and knows_memory(world)
 
 
 def check_memory(config: RunConfig, step: TrainStep) -> None:

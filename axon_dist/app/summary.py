@@ -26,7 +26,7 @@ from axon_dist.step import ModelParts, TrainStep
 from ..config import Decaying, RunConfig, abstract_batch
 from .run_records import END
 from .runs import Run
-from .steps import build_step
+from .steps import build_step, leaves_remat_open
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -46,6 +46,7 @@ def opening_lines(run: Run) -> list[str]:
             for axis in run.step.idle_axes
         ),
         *filter(None, [attention_line(run.config, run.step)]),
+        *map(str, run.step.loop_choices),
         f"data: {run.loader.description}",
         f"{plural(train.steps, 'step')} of {batch}{_epochs_of(run)}",
         *_batch_lines(run),
@@ -187,13 +188,16 @@ def _spent(summary: JsonDict, total_seconds: float) -> str:
 
 
 def remat_line(config: RunConfig, step: TrainStep) -> str | None:
-    """What `remat: auto` has chosen for a step, and what that saves; None where it was not asked.
+    """What `remat: auto` has chosen for a step, and what that saves; None where it chose nothing.
 
     Args:
         config: a run as YAML describes it.
         step: its step.
     """
     if config.remat != AUTO:
+        return None
+    plain = build_step(dataclasses.replace(config, remat=None), step.world)
+    if not leaves_remat_open(plain):
         return None
     batch, usable = abstract_batch(config), usable_bytes(step.world)
     recomputed = build_step(dataclasses.replace(config, remat=LADDER["every block"]), step.world)

@@ -43,6 +43,7 @@ from axon_dist.loop import (
     make_progress,
     plot_losses,
 )
+from axon_dist.planner import AUTO
 from axon_dist.step import TrainState
 
 from ..config import CONFIG, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
@@ -403,7 +404,7 @@ def advice(run: Run) -> list[str]:
     if rows > 1:
         more = config.train.accumulate * next(k for k in range(2, rows + 1) if rows % k == 0)
         clauses.append(f"take less at a time, train.accumulate={more}")
-    if config.remat is None and run.step.strategy.remat is None:
+    if config.remat in (None, AUTO) and run.step.strategy.remat is None:
         clauses.append("recompute blocks in the backward pass, 'remat={interval: 1}'")
     return clauses or ["take more devices, or a smaller train.global_batch"]
 

@@ -196,10 +196,15 @@ class RunConfig:
         parallel: the strategies to compose, each with its options.
         precision: `float32`, `bf16`, `fp16`, `fp8`, or the dtypes one by one; None leaves it to
             the strategies.
-        remat: what the backward pass recomputes; `auto` as little as the memory of a device allows,
-            which is asked of the compiled step; None leaves it to the strategies.
-        unroll: up to how many blocks are unrolled rather than run by a loop; None is 4, and 1
-            where they are recomputed or loop themselves. It changes no number.
+        remat: what the backward pass recomputes; `auto` what the strategies say, and where they say
+            nothing as little as the memory of a device allows, which is read from the traced step,
+            and where that is close from the compiled one; nothing on devices whose memory is not
+            known, as emulated ones. None recomputes what the strategies say.
+        unroll: up to how many blocks are unrolled rather than run by a loop, where the strategy
+            splits or recomputes them; None leaves it to `scan_layers`. It changes no number.
+        scan_layers: whether equal blocks run as one loop, `true`, or are unrolled, `false`; `auto`
+            decides by what it costs on the devices. Blocks that `model.scan_layers` keeps stacked
+            are a loop in any case. It changes no number.
         weights: files with the first weights; None draws them.
         lora: adapters put beside linear layers, which are then what is trained; None for none.
         trainable: regular expressions, searched for in the paths of the parameters: what is found
@@ -260,8 +265,9 @@ class RunConfig:
         ),
     ] = dataclasses.field(default_factory=lambda: strategy_options("ddp"))
     precision: MixedPrecision | str | None = None
-    remat: Remat = None
+    remat: Remat = "auto"
     unroll: int | None = None
+    scan_layers: bool | Literal["auto"] = "auto"
     weights: Weights | None = None
     lora: Lora | None = None
     trainable: tuple[str, ...] = ()

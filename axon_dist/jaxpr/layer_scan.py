@@ -27,6 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import eval_equation, eval_jaxpr, inner_programs
 from ..core.typing import Array, Function, PyTree
+from .loop_rule import LoopChoice, LoopRule
 from .units import RealOnly, RematPolicy, is_unit
 from .walk import (
     CALLS,
@@ -44,11 +45,6 @@ from .walk import (
 )
 
 SHARED, STACKED = "shared", "stacked"
-
-UNROLLED = 4
-"""Up to how many blocks are written out that keep what their backward pass reads: a loop puts it on
-stacks, which takes a tenth of the time of four small blocks, and more memory; blocks written out
-take time to compile, each."""
 
 Protect: TypeAlias = Callable[[Function, int], Function]
 """(function, how many times it runs) -> it under `jax.checkpoint`, or unchanged."""
@@ -81,22 +77,23 @@ class LayerScan:
         group: (number of iterations) -> how many of them are recomputed together.
         remat: what the backward pass keeps of them; None keeps all.
         prefetch: whether it may gather the weights of an iteration in the one before.
-        unroll: up to how many units of a chain are called one after another, without a loop; None
-            is `UNROLLED`, of units that do not loop themselves.
+        rule: which chains run as a loop.
     """
 
     group: Callable[[int], int]
     remat: RematPolicy | None
     prefetch: bool
-    unroll: int | None = 1
+    rule: LoopRule
 
     def loops(self, jaxpr: Jaxpr, chain: Chain) -> bool:
         """Whether a chain runs as a loop; groups are iterations, so that they always do."""
-        length, unit = len(chain.calls), jaxpr.eqns[chain.calls[0]].params["jaxpr"]
-        if length > (self.unroll or UNROLLED) or self.group(length) > 1:
+        length = len(chain.calls)
+        if self.group(length) > 1:
+            self.rule.tell(LoopChoice(length, True, "groups of them are recomputed together"))
             return True
-        # The residuals of a unit that loops itself, as over time, are stacked in any case.
-        return self.unroll is None and any(e.primitive.name in LOOPS for e in equations(unit))
+        program = jaxpr.eqns[chain.calls[0]].params["jaxpr"]
+        keeps = functools.partial(self.protect, times=length)
+        return self.rule.loops(program, chain.roles, length, keeps)
 
     def protect(self, body: Function, times: int) -> Function:
         """What runs so many times, under `jax.checkpoint`.
@@ -118,6 +115,7 @@ def scan_over_layers(
     *,
     prefetch: bool = False,
     unroll: int | None = 1,
+    rule: LoopRule | None = None,
 ) -> Function:
     """Makes a function whose chains of units run as scans.
 
@@ -134,10 +132,13 @@ def scan_over_layers(
         unroll: chains of at most so many units stay calls one after another: what they keep for
             the backward pass is put on no stacks then, and each is compiled by itself. None is
             `UNROLLED`, of units that do not loop themselves.
+        rule: which chains run as a loop, in place of `unroll`.
 
     Returns:
         A function of the same arguments with the same results.
     """
+
+    loops = LoopRule(unroll, f"unroll={unroll}") if rule is None else rule
 
     def scanned(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -145,7 +146,7 @@ def scan_over_layers(
         def size(length: int) -> int:
             return group if isinstance(group, int) else group(length)
 
-        how = LayerScan(size, remat, prefetch, unroll)
+        how = LayerScan(size, remat, prefetch, loops)
         results = _evaluate(closed, jax.tree.leaves(args), how)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

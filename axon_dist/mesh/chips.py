@@ -153,6 +153,8 @@ class Hardware:
         capability: the compute capability of an NVIDIA GPU, such as `9.0`; "" for others.
         like: the chip whose limits the compiler gets, where those of this one are not described; ""
             where they are.
+        block_seconds: about what it takes to compile one more block of a model for it; 0 where a
+            loop over blocks has not been measured against unrolled ones.
 
     Raises:
         ConfigError: for a rate or size that is not positive.
@@ -184,6 +186,7 @@ class Hardware:
     parallel_options: Options = ()
     capability: str = ""
     like: str = ""
+    block_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.validate()
@@ -305,6 +308,11 @@ _NVLINK3, _NVLINK4, _NVLINK5, _PCIE5 = 300e9, 450e9, 900e9, 64e9
 _HDR, _NDR, _XDR = 25e9, 50e9, 100e9
 
 
+_BLOCK_SECONDS = 1.0
+"""At most what a block of a GPT adds to the compile time of its step, on one core. A loop with
+double buffers is compiled as two blocks."""
+
+
 def _gpu(
     name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
     kind: str, capability: str, like: str = "", wiring: Wiring = _NODES,
@@ -321,7 +329,7 @@ def _gpu(
         no_gather_options=tuple(SINGLE_BUFFERED.items()) if from_hopper else (),
         sums_only_options=tuple(SUMS_NOT_PIPELINED.items()),
         parallel_options=tuple(IN_PARALLEL.items()) if from_hopper else (),
-        capability=capability, like=like,
+        capability=capability, like=like, block_seconds=_BLOCK_SECONDS,
     )  # fmt: skip
 
 

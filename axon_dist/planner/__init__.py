@@ -23,6 +23,7 @@ from .reading import AUTO as AUTO
 from .reading import Reading as Reading
 from .reading import StepCost as StepCost
 from .reading import idle_share as idle_share
+from .reading import knows_memory as knows_memory
 from .reading import read_program as read_program
 from .reading import read_step as read_step
 from .reading import recompute_least as recompute_least

@@ -15,6 +15,7 @@ from ..core.errors import warn
 from ..core.tree import is_key, wide
 from ..core.typing import Function, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
+from ..jaxpr.loop_rule import LoopRule
 from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
 from ..jaxpr.units import GATHER, RematPolicy, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
@@ -49,8 +50,7 @@ class ModelChanges:
         strategy: its precision, activation checkpointing, layers and policies.
         parts: the model's structure, and the shapes of its parameters and buffers.
         units: the paths of the modules that are gathered, freed and recomputed as one.
-        unroll: at most how many consecutive units are unrolled; None is the scan's default, or 1
-            where units are recomputed.
+        loops: which chains of consecutive units run as a loop.
         looped: the paths of units that stack the parameters of the layers that a loop calls.
 
     Attributes:
@@ -64,7 +64,7 @@ class ModelChanges:
     strategy: Strategy
     parts: ModelParts
     units: frozenset[Path]
-    unroll: int | None = None
+    loops: LoopRule = LoopRule()
     looped: frozenset[Path] = frozenset()
     dtype: Any = dataclasses.field(init=False)
     fp8: Fp8Layers | None = dataclasses.field(init=False)
@@ -162,7 +162,7 @@ class ModelChanges:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
-        strategy, unroll = self.strategy, self.unroll
+        strategy, loops = self.strategy, self.loops
         # Of gathered weights a unit keeps none for its backward pass, recomputed or not.
         remat: RematPolicy | None = remake_in_backward
         if strategy.layers:
@@ -171,10 +171,13 @@ class ModelChanges:
             remat = regather_in_backward if gathers or self.parts.int8 else None
         group = 1
         if strategy.remat is not None:
-            remat, group, unroll = strategy.remat.remat, strategy.remat.group_size, unroll or 1
+            remat, group = strategy.remat.remat, strategy.remat.group_size
+            if loops.most is None:
+                why = "each keeps its input alone, and is computed again in the backward pass"
+                loops = dataclasses.replace(loops, most=1, why=why)
         # The compiler prefetches none of the pieces that are sent around a ring.
         prefetch = all(map(sends_pieces, strategy.layers))
-        return scan_over_layers(forward, group, remat, prefetch=prefetch, unroll=unroll)
+        return scan_over_layers(forward, group, remat, prefetch=prefetch, rule=loops)
 
 
 def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:

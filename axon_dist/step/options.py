@@ -36,6 +36,7 @@ class StepKeywords(TypedDict, total=False):
     ema: float | None
     unroll: int | None
     axis_names: Mapping[str, str | Sequence[str]] | None
+    scan_layers: bool | Literal["auto"]
 
 
 def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool) -> StepOptions:
@@ -201,6 +202,9 @@ def check_kind(name: str, value: object, kind: type, example: str) -> None:
 METRICS = ("loss", "grad_norm", "param_norm")
 """What a step can be asked to report."""
 
+AUTO = "auto"
+"""The `scan_layers` that leaves the choice to what is known of the devices."""
+
 ELASTIC = "elastic"
 """The `deterministic` whose bits do not depend on how many ranks there are."""
 
@@ -256,10 +260,18 @@ class StepOptions:
             `ema = decay * ema + (1 - decay) * params` after every update, from the first
             parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates
             it.
-        unroll: where a strategy splits or recomputes blocks, and these call each other, they run
-            as one loop, which is compiled once. Up to so many are written out instead: each is
-            compiled by itself, and what it keeps for its backward pass goes on no stack. None is 4,
-            and 1 where blocks are recomputed or loop themselves. It changes no number.
+        unroll: up to how many blocks are unrolled, where `scan_layers` is `"auto"` and the strategy
+            splits or recomputes them; longer chains run as one loop. None leaves it to
+            `scan_layers`. It changes no number.
+        scan_layers: whether equal blocks that call each other run as one loop, a `lax.scan`, or are
+            unrolled. A loop is compiled once, gathers and recomputes one block at a time, and puts
+            what each keeps for its backward pass on stacks; unrolled, each block is compiled by
+            itself. `"auto"` runs blocks that are recomputed as a loop; unrolls them on a GPU that
+            has all of the model, unless the stacks take less time in 10,000 steps than compiling
+            the blocks; elsewhere makes a loop of more than four that the strategy splits; and
+            leaves other blocks as the model calls them. `print(step)` says what it chose, once a
+            batch was traced. Blocks that the model keeps stacked are a loop of its own. It changes
+            no number.
         axis_names: the axes of the mesh that are meant by the names in the code of the model, such
             as `{"data": ("dp", "fsdp"), "heads": "tp"}`: in `with_sharding_constraint`, in
             `reshard`, and in the annotations of `nnx.with_partitioning`. Axes of the mesh are known
@@ -285,6 +297,7 @@ class StepOptions:
     ema: float | None = None
     unroll: int | None = None
     axis_names: Mapping[str, str | Sequence[str]] | None = None
+    scan_layers: bool | Literal["auto"] = "auto"
 
     @property
     def is_elastic(self) -> bool:
@@ -305,6 +318,11 @@ class StepOptions:
             raise ConfigError(
                 f"unroll is {self.unroll!r}; it must be up to how many blocks are written out, at "
                 "least 1, which runs all of them by a loop, or None"
+            )
+        if self.unroll is not None and self.scan_layers != AUTO:
+            raise ConfigError(
+                f"unroll is {self.unroll}, and scan_layers is {self.scan_layers}: both say which "
+                "blocks run as a loop; leave one of the two out"
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(

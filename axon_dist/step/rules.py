@@ -21,6 +21,7 @@ from .elastic import obstacle
 from .gather import no_fp8_gather
 from .global_view import check_eval_kwargs
 from .model_changes import own_statistics, warn_of_statistics
+from .options import AUTO
 from .replicas import Outer
 from .separable import wants_ranks
 from .spec import StepSpec
@@ -116,16 +117,26 @@ def _matrices(spec: StepSpec) -> Found:
 
 
 def _loops(spec: StepSpec) -> Found:
-    unroll, strategy = spec.options.unroll, spec.strategy
-    assert unroll is not None
-    facts = {"unroll": unroll, "strategy": strategy.name}
+    options, strategy = spec.options, spec.strategy
+    is_unroll = options.unroll is not None
+    name = "unroll" if is_unroll else "scan_layers"
+    value = options.unroll if is_unroll else options.scan_layers
+    facts = {"name": name, "value": value, "strategy": f"strategy {strategy.name!r}"}
+    unrolls = options.unroll > 1 if options.unroll is not None else options.scan_layers is False
     if strategy.pipeline is not None:
         return {**facts, "why": "runs the blocks of its stages one after another as they are"}
-    if not spec.changes.units:
+    if is_unroll and not spec.changes.units:
         return {**facts, "why": "neither splits nor recomputes blocks, and runs none as a loop"}
-    if unroll > 1 and strategy.remat is not None and strategy.remat.interval != 1:
+    if unrolls and strategy.remat is not None and strategy.remat.interval != 1:
         interval = strategy.remat.interval
         return {**facts, "why": f"recomputes groups of interval={interval!r}, which are a loop"}
+    if is_unroll:
+        return None
+    stacks, model = sorted(spec.parts.stacks), {**facts, "strategy": "the model"}
+    if unrolls and stacks:
+        return {**model, "why": f"keeps the blocks of {stacks[0]!r} stacked, and loops over them"}
+    if options.scan_layers is True and not spec.changes.units:
+        return {**model, "why": "repeats no blocks"}
     return None
 
 
@@ -144,9 +155,13 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "there are loops to unroll",
         StrategyConflictError,
-        "unroll={unroll} says how many blocks are written out rather than run by a loop, and "
-        "strategy {strategy!r} {why}; leave unroll out",
-        lambda spec: None if spec.options.unroll is None else _loops(spec),
+        "{name}={value} says which blocks are unrolled rather than run by a loop, and {strategy} "
+        "{why}; leave {name} out",
+        lambda spec: (
+            None
+            if spec.options.unroll is None and spec.options.scan_layers == AUTO
+            else _loops(spec)
+        ),
     ),
     Requirement(
         "there are sums to keep",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Set
 from functools import cached_property
 from types import MappingProxyType
@@ -18,13 +19,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import joined, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, Path, PyTree
+from ..jaxpr.loop_rule import LoopChoice, LoopCost, LoopRule
 from ..jaxpr.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
 from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings
 from .model_changes import ModelChanges
 from .optimizer import DistributedUpdate, Update, optimizer_for
-from .options import ELASTIC, StepOptions
+from .options import AUTO, ELASTIC, StepOptions
 from .parts import ModelParts
 from .separable import Separator
 from .storage import Storage, storage_of
@@ -234,6 +236,7 @@ class StepSpec:
             region where the axis between them is manual; None outside of such a region.
         batch: a global batch that the step is built for, as the loss sees it, arrays or shapes;
             None where no batch is known.
+        loop_choices: takes, whenever the step is traced, which blocks run as a loop.
 
     Attributes:
         mesh: the mesh, as it is in context where the step is traced.
@@ -254,6 +257,7 @@ class StepSpec:
     options: StepOptions
     region: AbstractMesh | None = None
     batch: Batch | None = None
+    loop_choices: dict[LoopChoice, None] = dataclasses.field(default_factory=dict)
     mesh: Any = dataclasses.field(init=False)
     num_microbatches: int = dataclasses.field(init=False)
     num_ranks: int = dataclasses.field(init=False)
@@ -395,9 +399,32 @@ class StepSpec:
             # Weights are whole: blocks are no units of a gather, however the strategy splits them.
             strategy = dataclasses.replace(strategy, params=Replicate(), opt_state=Replicate())
         units: frozenset[Path] = frozenset()
-        if strategy.splits or strategy.remat is not None or self.parts.int8:
+        is_split = strategy.splits or bool(self.parts.int8)
+        if is_split or strategy.remat is not None or self.options.scan_layers is True:
             units = strategy.units(self.parts.abstract)
-        return ModelChanges(strategy, self.parts, units, self.options.unroll)
+        return ModelChanges(strategy, self.parts, units, self._loop_rule())
+
+    def _loop_rule(self) -> LoopRule:
+        """Which chains of blocks run as a loop.
+
+        Where blocks gather their weights over devices, a loop bounds how many are whole at a time,
+        and what it costs does not decide.
+        """
+        options, told = self.options, self.loop_choices
+
+        def tell(choice: LoopChoice) -> None:
+            told[choice] = None
+
+        if options.scan_layers != AUTO:
+            most = 1 if options.scan_layers else sys.maxsize
+            return LoopRule(most, f"scan_layers={options.scan_layers} says so", tell=tell)
+        if options.unroll is not None:
+            return LoopRule(options.unroll, f"unroll={options.unroll} says so", tell=tell)
+        chip = None if self.world.is_cpu else relative_of(self.world.mesh)
+        cost = None
+        if chip is not None and chip.block_seconds and self.mesh.size == 1:
+            cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda")
+        return LoopRule(cost=cost, tell=tell)
 
     def change_layers(self, model: nnx.Module) -> None:
         """Makes the calls of a merged model's layers those of the strategy, in place."""

@@ -20,6 +20,7 @@ from ..core.own_context import AxisNames, in_context_of_step, in_own_context, re
 from ..core.tree import joined, parted, shape_key, shapes_of
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import FilledBatch, Weighted
+from ..jaxpr.loop_rule import LoopChoice
 from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
 from ..sharding.padding import model_tree, padding_of, stored_shapes, stored_tree
@@ -127,7 +128,13 @@ class TrainStep:
         what = f"{self.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
         what += f", {count} microbatches" if count > 1 else ""
         idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
-        return f"TrainStep({what}{''.join(idle)})"
+        layers = (f", {choice}" for choice in self.loop_choices)
+        return f"TrainStep({what}{''.join(idle)}{''.join(layers)})"
+
+    @property
+    def loop_choices(self) -> tuple[LoopChoice, ...]:
+        """Which blocks run as a loop and why, for the batches traced so far."""
+        return tuple(self.spec.loop_choices)
 
     @in_context_of_step
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import optax
 import pytest
@@ -34,9 +35,11 @@ class Row:
     optimizer: str = "sgd"
     clip_norm: float | None = None
     unroll: int | None = None
+    scan_layers: bool | Literal["auto"] = "auto"
 
     def __str__(self) -> str:
-        more = ("-clip" if self.clip_norm else "") + ("-loop" if self.unroll else "")
+        loops = self.unroll or self.scan_layers is True
+        more = ("-clip" if self.clip_norm else "") + ("-loop" if loops else "")
         return f"{self.strategy}-{self.mesh}-{self.model}-k{self.accumulate}-{self.optimizer}{more}"
 
 
@@ -81,6 +84,7 @@ ROWS = [
     Row("hybrid_shard", "dp=2,fsdp=4", "weighted", 1, unroll=1),
     Row("full_shard_remat", "fsdp=4", "weighted", 1),
     Row("full_shard_offload", "fsdp=4", "mlp", 2, "sgd", 0.1),
+    Row("ddp", "dp=4", "transformer", 2, scan_layers=True),
 ]
 BLOCKS = ("mlp", "weighted", "transformer")
 """The models that repeat blocks, which rematerialisation needs."""
@@ -103,6 +107,7 @@ FULL = [
     Row("ddp", "dp=8", "mlp", 1, "sgd", 0.1),
     Row("full_shard", "fsdp=8", "transformer", 2, unroll=1),
     Row("full_shard_remat", "fsdp=4", "transformer", 1),
+    *(Row("full_shard", "fsdp=1", "transformer", 2, scan_layers=loops) for loops in (True, False)),
 ]
 FULL += [
     Row(strategy, _mesh(strategy, size), model, k, optimizer)
@@ -143,6 +148,7 @@ def check(
         clip_norm=row.clip_norm,
         metrics=METRICS,
         unroll=row.unroll,
+        scan_layers=row.scan_layers,
     )
     gradients_of = (0, NUM_STEPS - 1) if has_gradients else ()
     assert_trained_alike(step, case, want, gradients_of)

@@ -1,5 +1,6 @@
 """Chains of equal units become scans that compute the same, forward, backward and in state."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axon_dist.core.words import byte_size
 from axon_dist.jaxpr.layer_scan import find_chains, scan_over_layers
+from axon_dist.jaxpr.loop_rule import LoopCost, LoopRule, stacked_bytes
 from axon_dist.jaxpr.units import mark_units
 from axon_dist.nn import ActivationCheckpointing, by_class
 
@@ -305,3 +308,47 @@ def test_a_chain_keeps_its_boundaries_and_nothing_else():
         assert sum(shape[0] if len(shape) > 2 else 1 for shape in rows) in (kept, kept + 1)
         saved = ActivationCheckpointing(group).num_saved(8)
         assert saved == kept + 1
+
+
+def choices_of(rule, num_blocks=8, **options):
+    """What a rule chooses for a chain of blocks, and the lengths of the loops."""
+    told = []
+    rule = dataclasses.replace(rule, tell=told.append)
+    _, rolled, params, rest = functions(Net(nnx.Rngs(0), num_blocks), rule=rule, **options)
+    lengths = scans(rolled, params, rest, X)
+    assert [choice.num_blocks for choice in told] == [num_blocks]
+    assert [choice.is_loop for choice in told] == [bool(lengths)]
+    return told[0]
+
+
+def test_a_loop_is_made_where_it_costs_less_than_compiling():
+    slow, fast = LoopCost(bandwidth=1e3, block_seconds=1.0), LoopCost(1e12, block_seconds=1.0)
+    assert not choices_of(LoopRule(cost=slow)).is_loop
+    assert choices_of(LoopRule(cost=fast)).is_loop
+    assert choices_of(LoopRule()).is_loop
+    assert not choices_of(LoopRule(), num_blocks=4).is_loop
+    assert not choices_of(LoopRule(most=8, cost=fast)).is_loop
+    assert choices_of(LoopRule(most=1, cost=slow)).is_loop
+    assert choices_of(LoopRule(most=8), group=2, remat=NOTHING).is_loop
+
+
+def test_stacks_are_what_the_loop_has_on_them():
+    """The operands of each block, and of its results those that its policy keeps."""
+    # Twelve bytes are the key and the count of a block's stream of random numbers.
+    operands = 4 * (WIDTH * WIDTH + WIDTH) + 12
+    for policy, kept in (("nothing", X.size), ("dots", 2 * X.size)):
+        remat = ActivationCheckpointing(policy=policy).remat
+        choice = choices_of(LoopRule(cost=LoopCost(1e3, 1.0)), remat=remat)
+        stacks = 8 * (operands + 4 * kept)
+        assert f"the {byte_size(stacks)} of a loop's stacks" in str(choice)
+
+
+def test_what_another_platform_keeps_is_on_no_stack():
+    """A branch that is not taken leaves nothing for the backward pass."""
+
+    def block(x):
+        return jax.lax.platform_dependent(x, cuda=lambda x: 2 * x, default=lambda x: jnp.sin(x) * x)
+
+    program = jax.make_jaxpr(block)(X)
+    assert stacked_bytes(program, (0,), "cuda") == 0
+    assert stacked_bytes(program, (0,), "tpu") >= 4 * X.size

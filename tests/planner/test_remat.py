@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import build_train_step
+from axon_dist import ActivationCheckpointing, build_train_step
+from axon_dist.app import steps, summary
 from axon_dist.app.steps import build_step
 from axon_dist.app.summary import remat_line
 from axon_dist.config import RunConfig
@@ -18,7 +19,7 @@ from axon_dist.mesh import World, abstract_world
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import fsdp
 from axon_dist.planner import read_step, recompute_least
-from axon_dist.planner.reading import LADDER
+from axon_dist.planner.reading import LADDER, SURE
 
 CONFIG = TransformerConfig(
     vocab_size=512, width=512, num_layers=4, num_heads=4, max_length=1024, scan_layers=True
@@ -39,7 +40,7 @@ def reading_of(remat):
     return read_step(step_of(remat), BATCH)
 
 
-def chosen(usable, peak=lambda step: None):
+def chosen(usable, peak=lambda step: 1):
     read = lambda step: reading_of(step.strategy.remat)
     return recompute_least(step_of, read, peak, usable).strategy.remat
 
@@ -61,8 +62,9 @@ def test_the_first_row_that_fits_is_taken(row):
 
 def test_what_the_compiled_step_needs_is_asked_last():
     first, second, *_ = LADDER.values()
-    peak = lambda step: 2**60 if step.strategy.remat == first else 1
-    assert chosen(2**50, peak) == second
+    needed, peak = reading_of(first).peak, lambda step: 2**60 if step.strategy.remat == first else 1
+    assert chosen(needed, peak) == second
+    assert chosen(needed / SURE, peak) == first  # So far below, it is not compiled.
 
 
 def test_nothing_fits():
@@ -73,7 +75,6 @@ def test_nothing_fits():
 
 
 TINY = {
-    "remat": "auto",
     "mesh": "fsdp=8",
     "parallel": "full_shard",
     "model": {"num_layers": 2, "width": 32, "max_length": 64},
@@ -82,11 +83,29 @@ TINY = {
 }
 
 
-@pytest.mark.full
-def test_a_config_says_auto_and_is_told_what_it_got():
-    config = RunConfig.from_dict(TINY)
+def emulated(monkeypatch, usable=None, **changes):
+    """The step of the config on emulated devices, which are said to have so much memory."""
+    if usable is not None:
+        monkeypatch.setattr(steps, "leaves_remat_open", lambda step: step.strategy.remat is None)
+        monkeypatch.setattr(steps, "usable_bytes", lambda world: usable)
+        monkeypatch.setattr(summary, "leaves_remat_open", lambda step: step.strategy.remat is None)
+        monkeypatch.setattr(summary, "usable_bytes", lambda world: usable)
+    config = RunConfig.from_dict({**TINY, **changes})
+    return config, build_step(config, World.emulate(8, str(config.mesh)))
+
+
+def test_auto_is_the_default_and_traces_nothing_where_memory_is_unknown(monkeypatch):
+    monkeypatch.setattr(steps, "read_step", None)
+    config, step = emulated(monkeypatch)
+    assert RunConfig().remat == config.remat == "auto"
     assert RunConfig.from_dict(config.to_dict()).remat == "auto"
-    step = build_step(config, World.emulate(8, "fsdp=8"))
+    assert step.strategy.remat is None
+    assert remat_line(config, step) is None
+
+
+@pytest.mark.full
+def test_a_config_says_auto_and_is_told_what_it_got(monkeypatch):
+    config, step = emulated(monkeypatch, usable=2**40)
     assert step.strategy.remat is None
     assert "remat: auto recomputes nothing: " in remat_line(config, step)
     assert "fewer FLOPs than recomputing every block" in remat_line(config, step)
@@ -94,9 +113,17 @@ def test_a_config_says_auto_and_is_told_what_it_got():
 
 
 @pytest.mark.full
-def test_where_a_strategy_says_what_is_recomputed_auto_is_refused():
-    piped = {"pipeline": {"num_microbatches": 2}, "ddp": {}}
-    config = RunConfig.from_dict({**TINY, "mesh": "pp=2,dp=4", "parallel": piped})
-    said = r"auto, and strategy 'pipeline . ddp' says itself .*pipeline\.backward says it"
-    with pytest.raises(ConfigError, match=said):
-        build_step(config, World.emulate(8, "pp=2,dp=4"))
+@pytest.mark.parametrize(
+    ("changes", "remat"),
+    [
+        ({"mesh": "pp=2,dp=4", "parallel": {"pipeline": {"num_microbatches": 2}, "ddp": {}}}, None),
+        (
+            {"parallel": {"full_shard": {"activation_checkpointing": {"interval": 2}}}},
+            ActivationCheckpointing(2),
+        ),
+    ],
+)
+def test_where_a_strategy_says_what_is_recomputed_auto_leaves_it(monkeypatch, changes, remat):
+    config, step = emulated(monkeypatch, **changes)
+    assert step.strategy.remat == remat
+    assert remat_line(config, step) is None

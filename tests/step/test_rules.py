@@ -118,6 +118,16 @@ def mixture():
     return Transformer(config, rngs=nnx.Rngs(0))
 
 
+def stacked():
+    sizes = {"vocab_size": 32, "width": 16, "num_layers": 2, "num_heads": 2, "ffn_width": 16}
+    config = TransformerConfig(**sizes, max_length=16, scan_layers=True)
+    return Transformer(config, rngs=nnx.Rngs(0))
+
+
+def lone():
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
 def half_a_mixture():
     model = mixture()
     model.blocks[0].mlp = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -336,6 +346,29 @@ def test_what_cannot_be_made_says_so(what):
             (lambda x=x: build(fsdp(), "fsdp=8", unroll=x), f"unroll( is |=){x!r}")
             for x in (0, True)
         ),
+        (
+            lambda: build(compose(*WIDE), PP, scan_layers=True),
+            "scan_layers=True .*one after another as they are; leave scan_layers out",
+        ),
+        (
+            lambda: build(compose(fsdp(), remat(interval=2)), "fsdp=8", scan_layers=False),
+            "scan_layers=False .* recomputes groups of interval=2, which are a loop",
+        ),
+        (
+            lambda: build(fsdp(), "fsdp=8", stacked, scan_layers=False),
+            "scan_layers=False .*the model keeps the blocks of 'blocks' stacked, and loops",
+        ),
+        (
+            lambda: build(
+                ddp(), model=lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), scan_layers=True
+            ),
+            "scan_layers=True .*the model repeats no blocks",
+        ),
+        (
+            lambda: build(fsdp(), "fsdp=8", unroll=2, scan_layers=True),
+            "unroll is 2, and scan_layers is True: .*leave one of the two out",
+        ),
+        (lambda: build(fsdp(), "fsdp=8", scan_layers="yes"), "scan_layers.*'yes'"),
     ],
 )
 def test_what_cannot_be_unrolled(run, said):
