@@ -25,8 +25,16 @@ def test_replicate_keeps_every_leaf_whole():
 def test_largest_dim_splits_the_largest_that_divides(shape, min_elements):
     spec = LargestDim(("fsdp",), min_elements)("w", shape, MESH)
     divisible = [size for size in shape if size % 4 == 0]
-    if math.prod(shape) < min_elements or not divisible:
+    only_even = LargestDim(("fsdp",), min_elements, pads=False)("w", shape, MESH)
+    assert only_even == (spec if divisible else P())
+    if math.prod(shape) < min_elements or max(shape, default=0) < 4:
         assert spec == P()
+        return
+    if not divisible:
+        # One row more at most on each device, and of all dims the least padding.
+        (dim,) = [dim for dim in range(len(spec)) if axes_of(spec, dim)]
+        waste = {d: (-size % 4) / size for d, size in enumerate(shape) if size >= 4}
+        assert waste[dim] == min(waste.values())
         return
     (dim,) = [dim for dim in range(len(spec)) if axes_of(spec, dim)]
     assert shape[dim] == max(divisible)
