@@ -420,8 +420,9 @@ class StateForm:
             stored = self.spec.stored.storage.store(weights)
             return stored_tree(stored, self._stored), buffers
 
-        # Rows of a pipeline and whole numbers are other arrays than what they are made from.
-        is_same = self.spec.stored.storage.rows is None and not self.spec.parts.int8
+        # Rows of a pipeline, whole numbers and padded arrays are others than they are made from.
+        storage, is_even = self.spec.stored.storage, self.padding is None
+        is_same = storage.rows is None and not self.spec.parts.int8 and is_even
         donated = 0 if is_same else ()
         places = (self._stored, self.replicated)
         return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
