@@ -22,6 +22,7 @@ from ..mesh import GROUP, ProcessGroup, from_main
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision, cast_floating, clip_by_global_norm
 from ..sharding import Policy, Replicate, explain_optimizer, put, shardings
+from ..sharding.padding import even_places
 from .data import MIN_ELEMENTS, ShardingStrategy, ZeROStage, ddp, fsdp, zero
 from .plans import AutoWrapPolicy, CPUOffload
 from .strategy import Reduction, Strategy, with_masters
@@ -249,7 +250,9 @@ class FullyShardedDataParallel(_Wrapper):
     def reshard_parameters(self, params: ArrayTree) -> PyTree:
         """Shards arrays as the strategy stores them; updates of the gathered arrays are kept."""
         kind = self.strategy.offload.params
-        return put(params, shardings(self.strategy.params, params, self.group.mesh, kind))
+        places = shardings(self.strategy.params, params, self.group.mesh, kind)
+        # Without padding: a leaf whose dims do not divide is split over as many axes as divide it.
+        return put(params, even_places(params, places))
 
     def clip_grad_norm(self, grads: ArrayTree, max_norm: float) -> tuple[PyTree, Array]:
         """Scales gradients down to a global norm, as `build_train_step(clip_norm=...)` does.

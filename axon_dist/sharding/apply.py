@@ -50,6 +50,9 @@ def shardings(
 ) -> PyTree:
     """The NamedSharding of every leaf of a tree.
 
+    Where a policy pads a dim, the sharding is that of the padded array: within `jit` a leaf may be
+    constrained to it as it is, and outside it has to be padded to a multiple of its shards first.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from axon_dist.mesh import World

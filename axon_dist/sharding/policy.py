@@ -112,6 +112,10 @@ themselves instead of running beside it.
 """
 
 
+NO_DIM = "no free dim of"
+"""How the reason begins for which a leaf stays whole that is large enough to be split."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LargestDim(Policy):
     """Splits the largest free dim that divides by the size of the axes; the FSDP and ZeRO rule.
@@ -184,8 +188,8 @@ class LargestDim(Policy):
         """Decides where no free dim divides."""
         padded = {d: -(-shape[d] // count) * count for d in free if shape[d] >= count}
         if not self.pads or not padded:
-            has = "divides by" if free and not self.pads else "can be padded to a multiple of"
-            why = f"no free dim of {shape} {has} {'×'.join(self.axes)}={count}"
+            has = "has as many rows as" if self.pads else "divides by"
+            why = f"{NO_DIM} {shape} {has} {'×'.join(self.axes)}={count}"
             return Decision(PartitionSpec(), self.label, f"stays whole: {why}")
         dim = min(padded, key=lambda d: ((padded[d] - shape[d]) / shape[d], -shape[d], d))
         spec = PartitionSpec(*(None,) * dim, self.axes)

@@ -9,8 +9,10 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..core.errors import warn
 from ..core.own_context import AxisNames, own_context
 from ..core.typing import Batch, LossFn, Trainable
+from ..core.words import byte_size, first_few
 from ..mesh import World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
@@ -25,6 +27,7 @@ from ..parallel import (
     with_masters,
 )
 from ..sharding import FromMetadata, annotations_of
+from ..sharding.policy import NO_DIM
 from .batch import unwrapped
 from .options import StepKeywords, StepOptions, check_arguments, options_of, takes_step
 from .parts import ModelLike, ModelParts, stored_as, take_apart
@@ -171,6 +174,29 @@ def build_train_step(
         check_rules(spec)
         form = (StateForm if resolved.slow is None else ReplicaForm)(spec, source)
         step = TrainStep(spec, form)
+        _warn_of_whole(step)
         if batch is not None:
             step.check(batch)
         return step
+
+
+_NOTEWORTHY = 2**20
+"""Bytes on each device from which on arrays that no dim splits are warned of."""
+
+
+def _warn_of_whole(step: TrainStep) -> None:
+    """Warns of large arrays that a strategy would split and that no dim of theirs lets it.
+
+    Small ones, which stay whole on purpose, are in `step.whole` and in `print(step)` alone.
+    """
+    rows = [row for row in step.whole if NO_DIM in row.decision.reason]
+    size = sum(row.bytes for row in rows)
+    if size < _NOTEWORTHY:
+        return
+    listed = [f"{row.path} {row.shape} ({byte_size(row.bytes)})" for row in rows]
+    warn(
+        f"{step.strategy.name} on mesh {step.world.spec} leaves {len(rows)} "
+        f"array{'s' * (len(rows) > 1)} of {byte_size(size)} whole on every device, for each of "
+        f"their dims is shorter than the number of shards: {first_few(listed)}. Split them over "
+        "fewer devices, as hybrid_shard does, or see step.whole for all of them"
+    )

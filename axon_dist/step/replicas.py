@@ -261,19 +261,20 @@ class ReplicaForm(StateForm):
         super().__init__(
             spec, source, dataclasses.replace(strategy, params=params, opt_state=moments)
         )
-        row = NamedSharding(spec.mesh, PartitionSpec(plan.axis))
-        outer, meeting = self.outer.places(self.model_shapes, self.places.params)
-        self.reported = row
+        self.reported = NamedSharding(spec.mesh, PartitionSpec(plan.axis))
         self.outer_steps = tuple(self.outer.program(number) for number in range(plan.fragments))
-        places = dataclasses.replace(
-            self.places,
-            buffers=jax.tree.map(lambda _: row, self.shapes.buffers),
-            scaler=jax.tree.map(lambda _: row, self.shapes.scaler),
+
+    def _with_replicas(self, places: TrainState) -> TrainState:
+        """The shardings with those of what the replicas have in common."""
+        row = NamedSharding(self.spec.mesh, PartitionSpec(self.outer.plan.axis))
+        outer, meeting = self.outer.places(self.model_shapes, places.params)
+        return dataclasses.replace(
+            places,
+            buffers=jax.tree.map(lambda _: row, self.model_shapes.buffers),
+            scaler=jax.tree.map(lambda _: row, self.model_shapes.scaler),
             outer=outer,
             meeting=meeting,
-            padding=None,
         )
-        self._lay_out(self.model_shapes, places)
 
     def due(self, step: int) -> tuple[int, ...]:
         """Which outer steps follow after so many steps."""

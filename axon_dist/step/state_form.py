@@ -203,16 +203,16 @@ class StateForm:
             explain_optimizer(moments, rows, opt_state, mesh, f"optimizer state {under}"),
             explain(one.params, state.frozen, mesh, f"frozen parameters {under}"),
         )
-        self._lay_out(state, self.places)
-
-    def _lay_out(self, state: TrainState, places: TrainState) -> None:
-        """Sets what is stored of a state of the model's shapes, which these places may pad."""
         self.model_shapes: TrainState = state
-        self._places = places
-        self.padding: Padding | None = padding_of(state, places)
-        self.places = dataclasses.replace(places, padding=self.padding)
-        stored = stored_shapes(state, places) if self.padding else state
+        self._places = self._with_replicas(self.places)
+        self.padding: Padding | None = padding_of(state, self._places)
+        self.places = dataclasses.replace(self._places, padding=self.padding)
+        stored = stored_shapes(state, self._places) if self.padding else state
         self.shapes: TrainState = dataclasses.replace(stored, padding=self.padding)
+
+    def _with_replicas(self, places: TrainState) -> TrainState:
+        """The shardings with those of what replicas have in common; nothing where there is one."""
+        return places
 
     def unpadded(self, state: TrainState) -> TrainState:
         """A stored state without the rows that pad it, as a step computes with it; in `jit`."""

@@ -20,9 +20,10 @@ from ..core.own_context import AxisNames, in_context_of_step, in_own_context, re
 from ..core.tree import joined, parted, shape_key, shapes_of
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import FilledBatch, Weighted
+from ..core.words import byte_size
 from ..jaxpr.loop_rule import LoopChoice
 from ..mesh import agree, digest, is_abstract
-from ..sharding import LargestDim, shardings
+from ..sharding import LargestDim, LeafDecision, shardings
 from ..sharding.padding import model_tree, padding_of, stored_shapes, stored_tree
 from .batch import BatchLayout, Placed, apart, samples_of
 from .global_view import evaluation, means
@@ -123,13 +124,46 @@ class TrainStep:
         sizes = self.world.mesh.shape.items()
         return tuple(axis for axis, size in sizes if size > 1 and axis not in self.strategy.axes)
 
+    @property
+    def whole(self) -> tuple[LeafDecision, ...]:
+        """The arrays that every device holds whole under a strategy that splits arrays, and why.
+
+        Parameters, trained and frozen, where it splits these; else those whose moments are whole.
+        None under a strategy that splits no array.
+        """
+        strategy, sizes = self.storage.strategy, self.spec.mesh.shape
+        if any(sizes[axis] > 1 for axis in strategy.params.split_axes):
+            return (*self.claims.params.whole, *self.claims.frozen.whole)
+        if any(sizes[axis] > 1 for axis in strategy.opt_state.split_axes):
+            return self.claims.grads.whole
+        return ()
+
+    @property
+    def whole_summary(self) -> str:
+        """How many arrays stay whole, their bytes, and why the largest does; "" where none does."""
+        if not self.whole:
+            return ""
+        largest, size = max(self.whole, key=lambda row: row.bytes), byte_size(self.whole_bytes)
+        each = "the largest" if len(self.whole) > 1 else "it"
+        return (
+            f"whole on every device: {len(self.whole)} "
+            f"array{'s' * (len(self.whole) > 1)} of {size}, "
+            f"{each} {largest.path!r} ({largest.decision.reason})"
+        )
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of the arrays that stay whole; each device has as many."""
+        return sum(row.bytes for row in self.whole)
+
     def __repr__(self) -> str:
         world, count = self.world, self.spec.num_microbatches
         what = f"{self.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
         what += f", {count} microbatches" if count > 1 else ""
         idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
         layers = (f", {choice}" for choice in self.loop_choices)
-        return f"TrainStep({what}{''.join(idle)}{''.join(layers)})"
+        whole = f", {self.whole_summary}" if self.whole else ""
+        return f"TrainStep({what}{''.join(idle)}{''.join(layers)}{whole})"
 
     @property
     def loop_choices(self) -> tuple[LoopChoice, ...]:

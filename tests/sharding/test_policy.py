@@ -25,8 +25,16 @@ def test_replicate_keeps_every_leaf_whole():
 def test_largest_dim_splits_the_largest_that_divides(shape, min_elements):
     spec = LargestDim(("fsdp",), min_elements)("w", shape, MESH)
     divisible = [size for size in shape if size % 4 == 0]
-    if math.prod(shape) < min_elements or not divisible:
+    only_even = LargestDim(("fsdp",), min_elements, pads=False)("w", shape, MESH)
+    assert only_even == (spec if divisible else P())
+    if math.prod(shape) < min_elements or max(shape, default=0) < 4:
         assert spec == P()
+        return
+    if not divisible:
+        # One row more at most on each device, and of all dims the least padding.
+        (dim,) = [dim for dim in range(len(spec)) if axes_of(spec, dim)]
+        waste = {d: (-size % 4) / size for d, size in enumerate(shape) if size >= 4}
+        assert waste[dim] == min(waste.values())
         return
     (dim,) = [dim for dim in range(len(spec)) if axes_of(spec, dim)]
     assert shape[dim] == max(divisible)
@@ -54,14 +62,17 @@ def test_a_claimed_dim_of_whole_tiles_is_left_to_its_owner():
 @given(shape=SHAPES)
 def test_two_axes_split_one_dim_together(shape):
     spec = LargestDim(("dp", "fsdp"), 1)("w", shape, MESH)
-    assert shard_count(spec, MESH) == (8 if any(size % 8 == 0 for size in shape) else 1)
+    assert shard_count(spec, MESH) == (8 if any(size >= 8 for size in shape) else 1)
 
 
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
         ((4, 4), "stays whole: 16 elements are fewer than min_elements=100"),
-        ((25, 9), "stays whole: no free dim of (25, 9) divides by fsdp=4"),
+        ((25, 9), "dim 0 of (25, 9) padded to 28 and split 4 ways"),
+        ((1000, 1001), "dim 0 of (1000, 1001) split 4 ways"),
+        ((9, 1001), "dim 1 of (9, 1001) padded to 1004 and split 4 ways"),
+        ((3, 3, 3, 3, 2), "stays whole: no free dim of (3, 3, 3, 3, 2) has as many rows as fsdp=4"),
         ((100, 64), "dim 0 of (100, 64) split 4 ways"),
         ((2052, 2048), "dim 1 of (2052, 2048) split 4 ways"),
     ],

@@ -1,0 +1,118 @@
+"""Devices that do not divide the dims of a model: what a state looks like, and who reads it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step, fsdp, load_checkpoint, save_checkpoint
+from axon_dist.checkpoint import read_manifest
+
+WIDTH = 32
+X = np.random.default_rng(0).normal(size=(120, WIDTH)).astype(np.float32)
+BATCH = {"x": X, "y": np.sin(X)}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+def mean_square(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def step_of(ranks: int, make=lambda: Net(nnx.Rngs(0)), **options):
+    world = World.emulate(ranks, f"fsdp={ranks}")
+    strategy = fsdp(min_elements=options.pop("min_elements", 8))
+    return build_train_step(make, optax.adamw(1e-2), mean_square, strategy, world, **options)
+
+
+def test_what_a_state_and_its_readers_show():
+    step = step_of(5, ema=0.9)
+    state, _ = step(step.init(), BATCH)
+    kernel = state.params["layers"][0]["kernel"]
+    assert kernel.shape == (35, WIDTH)
+    assert kernel.addressable_shards[0].data.shape == (7, WIDTH)
+    assert not np.asarray(kernel)[WIDTH:].any()
+    assert state.padding.shapes["params/layers/0/kernel"] == (WIDTH, WIDTH)
+    weights = step.weights(state)
+    assert weights["layers/0/kernel"].shape == (WIDTH, WIDTH)
+    np.testing.assert_array_equal(weights["layers/0/kernel"], np.asarray(kernel)[:WIDTH])
+    np.testing.assert_array_equal(
+        step.storage.to_model(state.params)["layers"][0]["kernel"], weights["layers/0/kernel"]
+    )
+    model = step.merge(state)
+    assert model.layers[0].kernel.shape == (WIDTH, WIDTH)
+    loss = mean_square(model, BATCH)
+    np.testing.assert_allclose(step.evaluate(state, BATCH)["loss"], loss, rtol=1e-6)
+    averaged = mean_square(step.merge(state, ema=True), BATCH)
+    np.testing.assert_allclose(step.evaluate(state, BATCH, ema=True)["loss"], averaged, rtol=1e-6)
+    # Weights of a model that exists, and those of a state, start another run.
+    again = step.init({path: jnp.array(x) for path, x in weights.items()})
+    np.testing.assert_array_equal(again.params["layers"][0]["kernel"], kernel)
+    given = step_of(5, Net(nnx.Rngs(0))).init()
+    np.testing.assert_array_equal(
+        np.asarray(given.params["layers"][1]["kernel"])[:WIDTH],
+        Net(nnx.Rngs(0)).layers[1].kernel.get_value(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
+    five = step_of(5)
+    state, _ = five(five.init(), BATCH)
+    save_checkpoint(tmp_path / "c", state, type=kind)
+    manifest = read_manifest(tmp_path / "c")
+    assert manifest.leaves["params/layers/0/kernel"].shape == (WIDTH, WIDTH)
+    want = five.weights(state)["layers/0/kernel"]
+    moments = np.asarray(state.opt_state[0].mu["layers"][0]["kernel"])[:WIDTH]
+    for ranks in (8, 1, 3, 5):
+        step = step_of(ranks)
+        restored = load_checkpoint(tmp_path / "c", step)
+        np.testing.assert_array_equal(step.weights(restored)["layers/0/kernel"], want)
+        of_layer = restored.opt_state[0].mu["layers"][0]["kernel"]
+        np.testing.assert_array_equal(np.asarray(of_layer)[:WIDTH], moments)
+        params = load_checkpoint(tmp_path / "c", step, parts="params")
+        assert params["layers"][0]["kernel"].shape == of_layer.shape
+
+
+def test_what_stays_whole_is_said():
+    step = step_of(5, min_elements=100)
+    assert {row.path for row in step.whole} == {"layers/0/bias", "layers/1/bias"}
+    assert step.whole_bytes == 2 * 4 * WIDTH
+    assert "whole on every device: 2 arrays of 256 B" in repr(step)
+    assert "min_elements=100" in repr(step)
+    assert step_of(5).whole == ()
+
+
+class Cube(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.zeros((4,) * 10))
+
+    def __call__(self, x):
+        return x * jnp.sum(self.w)
+
+
+def test_large_arrays_that_no_dim_splits_are_warned_of():
+    with pytest.warns(UserWarning, match=r"leaves 1 array of 4.19 MB whole on every device"):
+        step = step_of(5, Cube)
+    assert "no free dim of (4, 4" in repr(step)
+
+
+def test_no_whole_matrix_is_gathered_to_update_it():
+    """The optimizer reads arrays without padding, and no device holds more than its rows of one."""
+    step = step_of(5)
+    text = step.lower(jax.eval_shape(lambda: BATCH)).compile().as_text()
+    # Each weight once for each pass that reads it, and nothing for the update.
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
+    assert len(gathers) <= 2 * 4
+    assert " all-to-all(" not in text
+    assert " collective-permute(" not in text
