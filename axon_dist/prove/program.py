@@ -243,11 +243,13 @@ class Evaluation:
         noise: a seed and a size: results of arithmetic are moved by so many units in the last
             place, up or down. None leaves them.
         injected: bits for draws, by the number of the operation.
+        turns: of a loop by its number the turn whose values are recorded; of others the first.
     """
 
     wanted: frozenset[Value] = frozenset()
     noise: tuple[Array, Array] | None = None
     injected: Mapping[int, Injected] = dataclasses.field(default_factory=dict)
+    turns: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def run(self, program: Program, values: Sequence[Array]) -> tuple[list[Array], dict]:
         """Computes the outputs, and the recorded values by `Value`, ranks stacked in front."""
@@ -335,10 +337,19 @@ class Evaluation:
         turn = operation.turn
         if record is None or turn is None or not _holds(turn, self.wanted):
             return
-        at = -1 if operation.equation.params.get("reverse") else 0
+        number = self.turns.get(operation.number, 0)
+        reverse = operation.equation.params.get("reverse")
+        if number and operation.name == "scan":
+            consts, carry = scan_counts(operation.equation)
+            rows = operands[consts + carry :]
+            before = [x[-number:] if reverse else x[:number] for x in rows]
+            given = [*operands[: consts + carry], *before]
+            carried = self._scan(operation, given, number)[:carry]
+            operands = [*operands[:consts], *carried, *rows]
+        at = -1 - number if reverse else number
         self._region(turn, operation.first_turn(operands, lambda x: x[at]) or [], record)
 
-    def _scan(self, operation: Operation, operands: list) -> list[Array]:
+    def _scan(self, operation: Operation, operands: list, length: int | None = None) -> list[Array]:
         consts, carry = scan_counts(operation.equation)
         shared, start = operands[:consts], operands[consts : consts + carry]
         params = operation.equation.params
@@ -348,7 +359,7 @@ class Evaluation:
             return outputs[:carry], outputs[carry:]
 
         rows = operands[consts + carry :]
-        ends = {"length": params["length"], "reverse": params["reverse"]}
+        ends = {"length": length or params["length"], "reverse": params["reverse"]}
         carried, stacked = jax.lax.scan(turn, start, rows, **ends)
         return [*carried, *stacked]
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from ..core.errors import ConfigError
@@ -30,6 +31,7 @@ class Traced:
         mesh: which it was traced on.
         context: the mesh in context, if the function takes its mesh from that.
         specs: how the arrays among the arguments were placed.
+        closed: the program as JAX traced it.
     """
 
     program: Program
@@ -37,6 +39,7 @@ class Traced:
     mesh: Mesh
     context: Mesh | None
     specs: tuple[Any, ...]
+    closed: ClosedJaxpr
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -48,14 +51,20 @@ class Traced:
         """The mesh as it is written."""
         return ",".join(f"{name}={size}" for name, size in self.sizes.items())
 
-    def compiled(self, wanted: frozenset[Value], with_noise: bool) -> Callable[..., Any]:
+    def compiled(
+        self,
+        wanted: frozenset[Value],
+        with_noise: bool,
+        turns: Mapping[int, int] | None = None,
+    ) -> Callable[..., Any]:
         """(inputs, seed, scale, bits) -> outputs and the recorded values, as NumPy arrays.
 
         Args:
             wanted: the values to record.
             with_noise: whether results are moved by `scale` units in the last place.
+            turns: which turn of a loop is recorded, by its number; the first by default.
         """
-        return functools.partial(self._call, _jitted(self, wanted, with_noise))
+        return functools.partial(self._call, _jitted(self, wanted, with_noise, turns or {}))
 
     def _call(
         self,
@@ -83,13 +92,15 @@ class Traced:
         return contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context)
 
 
-def _jitted(traced: Traced, wanted: frozenset[Value], with_noise: bool) -> Callable[..., Any]:
+def _jitted(
+    traced: Traced, wanted: frozenset[Value], with_noise: bool, turns: Mapping[int, int]
+) -> Callable[..., Any]:
     order: list[Value] = []
 
     @functools.partial(jax.jit, static_argnums=0)
     def compute(splits: Any, values: list, noise: tuple, bits: dict) -> tuple[list, list]:
         given = {number: Injected(bits[number], split) for number, split in splits}
-        evaluation = Evaluation(wanted, noise if with_noise else None, given)
+        evaluation = Evaluation(wanted, noise if with_noise else None, given, turns)
         outputs, record = evaluation.run(traced.program, values)
         order[:] = record
         return [plain(x) for x in outputs], [plain(x) for x in record.values()]
@@ -163,7 +174,7 @@ class Subject:
             closed = jax.make_jaxpr(run)(*placed)
         program = flatten(closed)
         _release(program)
-        return Traced(program, tuple(names), mesh, context, specs)
+        return Traced(program, tuple(names), mesh, context, specs, closed)
 
 
 def _path(path: Any) -> str:
