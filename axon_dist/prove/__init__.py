@@ -1,7 +1,8 @@
 """Any parallel program against itself on one device, and where two programs part.
 
 A program on a mesh whose axes are all 1 is its own oracle: nothing else says what it should
-compute. Imports `step`, `jaxpr`, `mesh` and `core`. Start reading in `check.py`; a program as a
+compute. Imports `step`, `parallel`, `jaxpr`, `mesh` and
+`core`. Start reading in `check.py`; a program as a
 list of operations is in `program.py`, the way back from a wrong output in `locate.py`. A name is
 imported when it is asked for: pytest loads the plugin of this room in every run.
 """
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from .report import Output as Output
     from .report import Place as Place
     from .report import Report as Report
+    from .strategies import prove_strategy as prove_strategy
 
 _NAMES = {
     "parting": "Parting bisect",
     "check": "MeshVariant assert_mesh_invariant prove",
     "file": "bisect_files prove_file",
     "report": "Finding Kind Output Place Report",
+    "strategies": "prove_strategy",
 }
 _FILE_OF = {name: file for file, names in _NAMES.items() for name in names.split()}
 

@@ -223,6 +223,10 @@ class Search:
         found = [*frontier, *(operation for operation, _, _ in exits)]
         return min(found, key=lambda o: o.number, default=None)
 
+    def lines_of(self, operation: Operation) -> list[Frame]:
+        """The lines that an operation comes from, the innermost first."""
+        return source_frames(operation.equation, operation.callers)[0]
+
     def found_at(self, operation: Operation) -> Found:
         """An operation with its lines, and by how much its value differs."""
         return self._found(Kind.DIFFERS, operation, ())

@@ -233,7 +233,8 @@ class _Closure:
             return {name: of(value) for name, value in thing.items()}
         if isinstance(thing, (tuple, list)):
             values = [of(value) for value in thing]
-            return thing._make(values) if hasattr(thing, "_make") else type(thing)(values)
+            remade = getattr(thing, "_make", type(thing))
+            return remade(values)
         if _is_compiled(thing):
             return of(thing.__wrapped__)
         other = copy.copy(thing)

@@ -16,7 +16,7 @@ from .check import bound_of, places_of
 from .inputs import draws_of
 from .locate import Recorded, Search, align
 from .meshes import find_mesh, sizes_of
-from .program import Operation, Value
+from .program import Operation, Value, reads_of
 from .report import Place, finite
 from .trace import Subject, Traced, subject_of
 
@@ -209,11 +209,19 @@ class _Bisection:
         )
 
     def _ordinal(self, blamed: Operation, search: Search) -> int:
-        """How many operations of this kind have come from this line, this one included."""
-        lines = search.found_at(blamed).frames[:1]
-        same = [o for o in self._other.program.operations if o.name == blamed.name]
-        same = [o for o in same if o.number <= blamed.number]
-        return sum(search.found_at(o).frames[:1] == lines for o in same)
+        """How often the lines up to this one have run, this time included.
+
+        What differs may stand in one layer only; what it reads is computed in every one.
+        """
+        near = {blamed}
+        for _ in range(2):
+            near |= {r.maker for o in near for r in reads_of(o.reads) if r.maker is not None}
+        return max(self._times(operation, search) for operation in near)
+
+    def _times(self, operation: Operation, search: Search) -> int:
+        lines = search.lines_of(operation)[:1]
+        before = self._other.program.operations[: operation.number + 1]
+        return sum(o.name == operation.name and search.lines_of(o)[:1] == lines for o in before)
 
     def _turn(self, loop: Operation, inputs: list[Any]) -> int:
         """The first turn of a loop after which the values differ, by halving."""

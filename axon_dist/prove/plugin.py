@@ -50,7 +50,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker(_MARK)
     if mark is None:
         return None
-    meshes = list(pyfuncitem.config.getoption("--mesh")) or list(mark.args)
+    meshes = list(pyfuncitem.config.getoption("--mesh") or ()) or list(mark.args)
     if not meshes:
         pytest.skip(f"no mesh: give --mesh dp=2,tp=2, or name one in @pytest.mark.{_MARK}")
     from .check import assert_mesh_invariant  # noqa: PLC0415

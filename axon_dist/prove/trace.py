@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from ..core.errors import ConfigError
@@ -31,7 +30,6 @@ class Traced:
         mesh: which it was traced on.
         context: the mesh in context, if the function takes its mesh from that.
         specs: how the arrays among the arguments were placed.
-        closed: the program as JAX traced it.
     """
 
     program: Program
@@ -39,7 +37,6 @@ class Traced:
     mesh: Mesh
     context: Mesh | None
     specs: tuple[Any, ...]
-    closed: ClosedJaxpr
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -174,7 +171,7 @@ class Subject:
             closed = jax.make_jaxpr(run)(*placed)
         program = flatten(closed)
         _release(program)
-        return Traced(program, tuple(names), mesh, context, specs, closed)
+        return Traced(program, tuple(names), mesh, context, specs)
 
 
 def _path(path: Any) -> str:
@@ -238,7 +235,7 @@ def subject_of(function: Any, arguments: tuple[Any, ...], name: str | None = Non
     """
     if not callable(function):
         raise ConfigError(f"[PROVE004] got {function!r:.60} to prove; it must be a function")
-    name = name or getattr(function, "__qualname__", type(function).__name__)
+    name = name or str(getattr(function, "__qualname__", type(function).__name__))
     parameters = _parameters(function)
     if parameters[:1] == ["mesh"] and len(parameters) == 1:
         return Subject(functools.partial(_made, function, arguments, name), name)
