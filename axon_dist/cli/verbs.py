@@ -421,6 +421,66 @@ VERBS: tuple[Verb, ...] = (
         examples=("axon verify configs/fsdp8.yaml", "axon verify configs/fsdp8.yaml --here"),
     ),
     _verb(
+        "prove",
+        "Compare a parallel program with itself on one device, and name the wrong line.",
+        "proofs:prove",
+        _argument(
+            "target", "a function of a file, such as step.py:train_step", metavar="FILE:NAME"
+        ),
+        _argument(
+            "--mesh",
+            "the real sizes, as dp=4,tp=2; may be repeated; those of the file by default",
+            dest="meshes",
+            action="append",
+            default=[],
+            metavar="SIZES",
+        ),
+        _argument(
+            "--shape",
+            "an argument to draw at random, as f32[16,8]; repeat it for each",
+            dest="shapes",
+            action="append",
+            default=[],
+            metavar="SHAPE",
+        ),
+        _argument(
+            "--arguments", "a function of the file that returns the arguments", metavar="NAME"
+        ),
+        _int("--draws", "how often shapes are drawn (2)", default=2, metavar="N"),
+        _file("--json", "write the findings to this file too"),
+        _file("--sarif", "write them in SARIF, for code review"),
+        examples=(
+            "axon prove step.py:train_step",
+            "axon prove loss.py:make --mesh dp=4,tp=2 --shape 'f32[16,8]' --sarif found.sarif",
+        ),
+    ),
+    _verb(
+        "bisect",
+        "Find the first operation at which two programs part that should be equal.",
+        "proofs:bisect",
+        _argument("one", "a function of a file, as in `axon prove`", metavar="A"),
+        _argument("other", "another, or the same file with --other-mesh", metavar="B"),
+        _argument("--mesh", "the mesh of A, as dp=4; that of its file by default"),
+        _argument("--other-mesh", "the mesh of B; that of A by default"),
+        _argument(
+            "--shape",
+            "an argument to draw at random, as f32[16,8]; repeat it for each",
+            dest="shapes",
+            action="append",
+            default=[],
+            metavar="SHAPE",
+        ),
+        _argument(
+            "--arguments", "a function of the file of A that returns the arguments", metavar="NAME"
+        ),
+        _int("--steps", "steps to compare: outputs become the first arguments (1)", default=1),
+        _file("--json", "write what was found to this file too"),
+        examples=(
+            "axon bisect old.py:step new.py:step --arguments batch",
+            "axon bisect step.py:make step.py:make --mesh dp=1 --other-mesh dp=8",
+        ),
+    ),
+    _verb(
         "doctor",
         "Print versions, devices, and what is missing.",
         "machine:doctor",

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec
 
-from ..core.compat import Frame, map_axes, source_frames
+from ..core.compat import Frame, source_frames
 from . import relations
-from .program import DRAWS, Operation, Program, Region, Value, reads_of
+from .program import DRAWS, Operation, Program, Value, reads_of
 from .relations import MAX, MEAN, MIN, SUM, Held, Relation
-from .report import Finding, Kind
+from .report import Kind
 
 _SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
 _PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
@@ -75,9 +74,8 @@ class Found:
 def align(one: Program, other: Program) -> dict[Operation, Operation]:
     """The operations of the second program that the operations of the first correspond to."""
 
-    def key(operation: Operation) -> tuple[str, int]:
-        frames = operation.equation.source_info.traceback
-        return operation.name, hash(str(frames)) if frames is not None else 0
+    def key(operation: Operation) -> tuple[str, tuple[int, ...]]:
+        return operation.name, tuple(len(value.shape) for value in operation.results)
 
     names = [operation.name for operation in one.operations]
     others = [operation.name for operation in other.operations]
@@ -147,8 +145,11 @@ class Search:
         held = self._real.values.get(value)
         if whole is None or held is None:
             return None
-        whole = whole.reshape(whole.shape[len(other.results[at].axes) :])
-        return Held(held, value.axes), whole, self._bounds[other.results[at]]
+        bound, mine = self._bounds[other.results[at]], other.results[at].axes
+        if math.prod(whole.shape[: len(mine)]) > 1:
+            # Two meshes of several devices: rank is compared with rank.
+            return (Held(held, ()), whole, bound) if whole.shape == held.shape else None
+        return Held(held, value.axes), whole.reshape(whole.shape[len(mine) :]), bound
 
     @functools.cache  # noqa: B019
     def relation(self, value: Value) -> Relation | None:
@@ -214,6 +215,22 @@ class Search:
         known = [o for o in found if o.kind is not Kind.DIFFERS]
         return next(iter(firsts or known or found), None)
 
+    def start(self, output: Any) -> Operation | None:
+        """The first operation whose results differ, on the way to an output; None for none."""
+        if not isinstance(output, Value):
+            return None
+        frontier, _, exits = self._back(output)
+        found = [*frontier, *(operation for operation, _, _ in exits)]
+        return min(found, key=lambda o: o.number, default=None)
+
+    def lines_of(self, operation: Operation) -> list[Frame]:
+        """The lines that an operation comes from, the innermost first."""
+        return source_frames(operation.equation, operation.callers)[0]
+
+    def found_at(self, operation: Operation) -> Found:
+        """An operation with its lines, and by how much its value differs."""
+        return self._found(Kind.DIFFERS, operation, ())
+
     def _back(self, output: Value) -> tuple[list[Operation], set[Operation], list[tuple]]:
         """Walks back from a wrong value; returns where it starts, and what it went through."""
         frontier: set[Operation] = set()
@@ -259,9 +276,12 @@ class Search:
         turn = operation.turn
         if turn is None or at >= len(turn.outputs):
             return None
-        inner = turn.outputs[at]
-        is_bad = isinstance(inner, Value) and self.relation(inner) is None
-        return inner if is_bad and not self.is_coordinate(inner) else None
+        # Rows that are right in this turn may be wrong in the next, for what it carries is.
+        for inner in (turn.outputs[at], *turn.outputs):
+            is_bad = isinstance(inner, Value) and self.relation(inner) is None
+            if is_bad and not self.is_coordinate(inner):
+                return inner
+        return None
 
     def _at_exit(
         self, operation: Operation, value: Value, spec: Any, visited: set[Operation]
@@ -281,8 +301,10 @@ class Search:
         return self._found(Kind.GATHER_ORDER, operation, axes)
 
     def _outer_bad(self, operation: Operation, value: Value) -> bool:
-        return value.maker is None and isinstance(self._outer.get(value), Value) and (
-            self.relation(value) is None
+        return (
+            value.maker is None
+            and isinstance(self._outer.get(value), Value)
+            and (self.relation(value) is None)
         )
 
     def _origin(self, value: Value, relation: Relation) -> Operation | None:
@@ -346,8 +368,9 @@ class Search:
                 kind, blamed = Kind.TWICE, again
             elif not parts:
                 kind = Kind.TWICE
-        found = self._found(kind, blamed, axes, gradient=True)
-        return dataclasses.replace(found, hard_coded=size) if written else found
+        if written is not None:
+            return dataclasses.replace(self._found(kind, written, axes), hard_coded=size)
+        return self._found(kind, blamed, axes, gradient=True)
 
     def _reduced_again(self, operation: Operation, visited: set[Operation]) -> Operation | None:
         axes = operation.equation.params.get("axes")
@@ -357,8 +380,8 @@ class Search:
                 return other
         return None
 
-    def _hard_coded(self, size: int, visited: set[Operation]) -> bool:
-        """Whether an operation on the way divides by the number that the size of the mesh is."""
+    def _hard_coded(self, size: int, visited: set[Operation]) -> Operation | None:
+        """The operation on the way that divides by the number that the size of the mesh is."""
         for operation in visited:
             other = self._aligned.get(operation)
             if other is None or operation.name not in ("div", "mul"):
@@ -367,8 +390,8 @@ class Search:
             if mine == _numbers_in(other) and any(
                 math.isclose(x, size) or math.isclose(x, 1 / size) for x in mine
             ):
-                return True
-        return False
+                return operation
+        return None
 
     def _of_parts(
         self, operation: Operation, parts: list[tuple], visited: set[Operation]
@@ -502,26 +525,3 @@ def _numbers_in(operation: Operation) -> list[float]:
         if number is not None and np.ndim(number) == 0:
             found.append(float(number))
     return found
-
-
-def all_regions(region: Region) -> list[Region]:
-    """A region and those within it."""
-    found = [region]
-    for operation in region.operations:
-        for inner in operation.regions:
-            found += all_regions(inner)
-    return found
-
-
-def out_spec_axes(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that a specification names."""
-    names: set[str] = set()
-    for part in spec:
-        if isinstance(part, str):
-            names.add(part)
-        elif part is not None:
-            names |= set(part)
-    return names
-
-
-__all__ = ["Found", "Recorded", "Search", "align", "all_regions", "map_axes", "out_spec_axes"]

@@ -211,7 +211,9 @@ class _Closure:
         if id(thing) not in self._holders:
             return thing
         if id(thing) not in self._copies:
-            self._copies[id(thing)] = self._copy(thing, lambda part: self.copy(part, replace), replace)
+            self._copies[id(thing)] = self._copy(
+                thing, lambda part: self.copy(part, replace), replace
+            )
         return self._copies[id(thing)]
 
     def _copy(self, thing: Any, of: Callable[[Any], Any], replace: Callable[[Mesh], Mesh]) -> Any:
@@ -231,7 +233,8 @@ class _Closure:
             return {name: of(value) for name, value in thing.items()}
         if isinstance(thing, (tuple, list)):
             values = [of(value) for value in thing]
-            return thing._make(values) if hasattr(thing, "_make") else type(thing)(values)
+            remade = getattr(thing, "_make", type(thing))
+            return remade(values)
         if _is_compiled(thing):
             return of(thing.__wrapped__)
         other = copy.copy(thing)
@@ -297,18 +300,12 @@ class _MeshKind(type(Mesh)):
 
 @contextlib.contextmanager
 def substituted(sizes: Sizes) -> Iterator[None]:
-    """Has `jax.make_mesh`, `Mesh` and `jax.devices` make meshes of the sizes that are wanted.
+    """Has `jax.make_mesh` and `Mesh` make meshes of the sizes that are wanted.
 
     For a file that is imported anew, in a process of `axon prove`. A mesh whose axes are not those
     of the proof stays as it is written.
     """
-    make, devices = jax.make_mesh, jax.devices
-    count = math.prod(sizes.values())
-
-    def replaced(mesh_: Mesh) -> Mesh:
-        if not set(mesh_.axis_names) <= set(sizes):
-            return mesh_
-        return build_mesh({name: sizes[name] for name in mesh_.axis_names}, mesh_)
+    make, devices = jax.make_mesh, available_devices
 
     def make_mesh(shape: Sequence[int], names: Sequence[str], **options: Any) -> Mesh:
         if not set(names) <= set(sizes):
@@ -328,16 +325,9 @@ def substituted(sizes: Sizes) -> Iterator[None]:
             grid = np.asarray(devices()[: math.prod(sizes[n] for n in names)])
             return Mesh(grid.reshape([sizes[n] for n in names]), names, axis_types=given)
 
-    def first_devices(*arguments: Any, **options: Any) -> list[Any]:
-        return devices(*arguments, **options)[:count]
-
     with (
         mock.patch.object(jax, "make_mesh", make_mesh),
         mock.patch.object(jax.sharding, "Mesh", Substitute),
-        mock.patch.object(jax, "devices", first_devices),
-        mock.patch.object(jax, "local_devices", first_devices),
-        mock.patch.object(jax, "device_count", lambda *_: count),
-        mock.patch.object(jax, "local_device_count", lambda *_: count),
     ):
         yield
 
@@ -349,16 +339,21 @@ def load_file(path: Path, sizes: Sizes | None = None) -> types.ModuleType:
         ConfigError: when it cannot be imported.
     """
     if not path.is_file():
-        raise ConfigError(f"[PROVE002] there is no file {str(path)!r}; name one as file.py:function")
+        raise ConfigError(
+            f"[PROVE002] there is no file {str(path)!r}; name one as file.py:function"
+        )
     name = f"axon_proved_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"[PROVE002] {str(path)!r} is no Python file; name one as file.py:function")
+        raise ConfigError(
+            f"[PROVE002] {str(path)!r} is no Python file; name one as file.py:function"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.parent.resolve())
     within = contextlib.nullcontext() if sizes is None else substituted(sizes)
-    with mock.patch.object(sys, "path", [folder, *sys.path]), within:
-        with reworded(f"[PROVE003] {path} cannot be imported", "run it alone first", of=Exception):
-            spec.loader.exec_module(module)
+    wording = (f"[PROVE003] {path} cannot be imported", "run it alone first")
+    search = mock.patch.object(sys, "path", [folder, *sys.path])
+    with search, within, reworded(*wording, of=Exception):
+        spec.loader.exec_module(module)
     return module

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from ..core.compat import called, eval_equation, map_axes, scan_counts
 from ..core.reduction import varying
 from ..core.typing import Array, Shape
-from ..jaxpr.walk import OPENED
+from ..jaxpr.walk import OPENED, dtype_of
 
 DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Primitives that draw random bits."""
@@ -243,11 +243,13 @@ class Evaluation:
         noise: a seed and a size: results of arithmetic are moved by so many units in the last
             place, up or down. None leaves them.
         injected: bits for draws, by the number of the operation.
+        turns: of a loop by its number the turn whose values are recorded; of others the first.
     """
 
     wanted: frozenset[Value] = frozenset()
     noise: tuple[Array, Array] | None = None
     injected: Mapping[int, Injected] = dataclasses.field(default_factory=dict)
+    turns: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def run(self, program: Program, values: Sequence[Array]) -> tuple[list[Array], dict]:
         """Computes the outputs, and the recorded values by `Value`, ranks stacked in front."""
@@ -273,7 +275,7 @@ class Evaluation:
             if record is not None:
                 record.update((v, known[v]) for v in operation.results if v in self.wanted)
         return [
-            jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else known[atom]
+            jnp.asarray(atom.val, dtype_of(atom)) if isinstance(atom, Literal) else known[atom]
             for atom in region.outputs
         ]
 
@@ -335,10 +337,19 @@ class Evaluation:
         turn = operation.turn
         if record is None or turn is None or not _holds(turn, self.wanted):
             return
-        at = -1 if operation.equation.params.get("reverse") else 0
+        number = self.turns.get(operation.number, 0)
+        reverse = operation.equation.params.get("reverse")
+        if number and operation.name == "scan":
+            consts, carry = scan_counts(operation.equation)
+            rows = operands[consts + carry :]
+            before = [x[-number:] if reverse else x[:number] for x in rows]
+            given = [*operands[: consts + carry], *before]
+            carried = self._scan(operation, given, number)[:carry]
+            operands = [*operands[:consts], *carried, *rows]
+        at = -1 - number if reverse else number
         self._region(turn, operation.first_turn(operands, lambda x: x[at]) or [], record)
 
-    def _scan(self, operation: Operation, operands: list) -> list[Array]:
+    def _scan(self, operation: Operation, operands: list, length: int | None = None) -> list[Array]:
         consts, carry = scan_counts(operation.equation)
         shared, start = operands[:consts], operands[consts : consts + carry]
         params = operation.equation.params
@@ -348,7 +359,7 @@ class Evaluation:
             return outputs[:carry], outputs[carry:]
 
         rows = operands[consts + carry :]
-        ends = {"length": params["length"], "reverse": params["reverse"]}
+        ends = {"length": length or params["length"], "reverse": params["reverse"]}
         carried, stacked = jax.lax.scan(turn, start, rows, **ends)
         return [*carried, *stacked]
 
@@ -407,7 +418,8 @@ def _holds(region: Region, wanted: frozenset[Value]) -> bool:
 
 def plain(x: Any) -> Any:
     """An array of numbers: keys of random numbers as their data."""
-    is_key = jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+    dtype = getattr(x, "dtype", None)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x
 
 
@@ -434,3 +446,49 @@ def varying_axes(aval: Any) -> frozenset[str]:
 def reads_of(values: Iterable[Read]) -> list[Value]:
     """The reads that are values, not literals."""
     return [value for value in values if not isinstance(value, Literal)]
+
+
+def same_operations(one: Program, other: Program) -> bool:
+    """Whether two programs are one but for where their arrays are placed.
+
+    A `shard_map` is none of these: its ranks compute on parts.
+    """
+    if len(one.operations) != len(other.operations):
+        return False
+    names: dict[Value, Value] = {}
+    for mine, theirs in zip(one.operations, other.operations, strict=True):
+        if mine.is_map or mine.name != theirs.name or _plan(mine) != _plan(theirs):
+            return False
+        if len(mine.reads) != len(theirs.reads):
+            return False
+        if not all(_same_read(a, b, names) for a, b in zip(mine.reads, theirs.reads, strict=True)):
+            return False
+        if [v.shape for v in mine.results] != [v.shape for v in theirs.results]:
+            return False
+        names.update(zip(mine.results, theirs.results, strict=True))
+    return True
+
+
+def _plan(operation: Operation) -> dict[str, str]:
+    """The parameters of an operation that say what it computes."""
+    if operation.name in ("sharding_constraint", "reshard", "device_put"):
+        return {}
+    return {
+        key: str(value)
+        for key, value in operation.equation.params.items()
+        if "sharding" not in key and key not in ("jaxpr", "branches", "cond_jaxpr", "body_jaxpr")
+    }
+
+
+def _same_read(one: Read, other: Read, names: dict[Value, Value]) -> bool:
+    if isinstance(one, Literal) or isinstance(other, Literal):
+        is_both = isinstance(one, Literal) and isinstance(other, Literal)
+        return is_both and bool(np.array_equal(one.val, other.val, equal_nan=False))
+    if one.maker is None or other.maker is None:
+        # Inputs and constants: a constant must hold the same numbers.
+        held = one.constant, other.constant
+        if one.maker is not other.maker or (held[0] is None) != (held[1] is None):
+            return False
+        is_same = held[0] is None or np.array_equal(*(np.asarray(plain(x)) for x in held))
+        return bool(is_same) and names.setdefault(one, other) is other
+    return names.get(one) is other

@@ -176,9 +176,7 @@ def assembled(held: Held, splits: tuple[tuple[str, ...], ...]) -> Held:
     return Held(values, rest)
 
 
-def find(
-    held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
-) -> Relation | None:
+def find(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> Relation | None:
     """How the values of the ranks give that of one device, or None.
 
     Args:
@@ -238,7 +236,7 @@ def scaled_by(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, i
 
 
 def is_permuted(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> bool:
-    """Whether each rank has parts of the value of one device, in another order or another's part."""
+    """Whether each rank has parts of the value of one device, but not those that are its own."""
     counts = [size for size in sizes.values() if size > 1]
     several = range(1, len(counts) + 1)
     blocks = {math.prod(c) for n in several for c in itertools.combinations(counts, n)}

@@ -299,10 +299,10 @@ class Report:
             "ok": self.ok,
             "meshes": list(self.meshes),
             "draws": self.draws,
-            "outputs": [_finite(dataclasses.asdict(output)) for output in self.outputs],
+            "outputs": [finite(dataclasses.asdict(output)) for output in self.outputs],
             "findings": [
                 {
-                    **_finite(dataclasses.asdict(finding)),
+                    **finite(dataclasses.asdict(finding)),
                     "kind": finding.kind and str(finding.kind),
                     "code": finding.code,
                     "sentence": finding.sentence,
@@ -344,7 +344,7 @@ class Report:
         return json.dumps(self.as_json() if form == "json" else self.as_sarif(), indent=1)
 
 
-def _finite(data: dict[str, Any]) -> dict[str, Any]:
+def finite(data: dict[str, Any]) -> dict[str, Any]:
     """JSON has no infinity: that is null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -48,14 +48,20 @@ class Traced:
         """The mesh as it is written."""
         return ",".join(f"{name}={size}" for name, size in self.sizes.items())
 
-    def compiled(self, wanted: frozenset[Value], with_noise: bool) -> Callable[..., Any]:
+    def compiled(
+        self,
+        wanted: frozenset[Value],
+        with_noise: bool,
+        turns: Mapping[int, int] | None = None,
+    ) -> Callable[..., Any]:
         """(inputs, seed, scale, bits) -> outputs and the recorded values, as NumPy arrays.
 
         Args:
             wanted: the values to record.
             with_noise: whether results are moved by `scale` units in the last place.
+            turns: which turn of a loop is recorded, by its number; the first by default.
         """
-        return functools.partial(self._call, _jitted(self, wanted, with_noise))
+        return functools.partial(self._call, _jitted(self, wanted, with_noise, turns or {}))
 
     def _call(
         self,
@@ -83,13 +89,15 @@ class Traced:
         return contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context)
 
 
-def _jitted(traced: Traced, wanted: frozenset[Value], with_noise: bool) -> Callable[..., Any]:
+def _jitted(
+    traced: Traced, wanted: frozenset[Value], with_noise: bool, turns: Mapping[int, int]
+) -> Callable[..., Any]:
     order: list[Value] = []
 
     @functools.partial(jax.jit, static_argnums=0)
     def compute(splits: Any, values: list, noise: tuple, bits: dict) -> tuple[list, list]:
         given = {number: Injected(bits[number], split) for number, split in splits}
-        evaluation = Evaluation(wanted, noise if with_noise else None, given)
+        evaluation = Evaluation(wanted, noise if with_noise else None, given, turns)
         outputs, record = evaluation.run(traced.program, values)
         order[:] = record
         return [plain(x) for x in outputs], [plain(x) for x in record.values()]
@@ -227,7 +235,7 @@ def subject_of(function: Any, arguments: tuple[Any, ...], name: str | None = Non
     """
     if not callable(function):
         raise ConfigError(f"[PROVE004] got {function!r:.60} to prove; it must be a function")
-    name = name or getattr(function, "__qualname__", type(function).__name__)
+    name = name or str(getattr(function, "__qualname__", type(function).__name__))
     parameters = _parameters(function)
     if parameters[:1] == ["mesh"] and len(parameters) == 1:
         return Subject(functools.partial(_made, function, arguments, name), name)

@@ -1,0 +1,168 @@
+"""A function of a file, imported anew for each mesh, as `axon prove file.py:function` proves it."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..core.errors import ConfigError, did_you_mean
+from .check import prove_subject
+from .meshes import find_mesh, load_file, sizes_of, substituted
+from .parting import Parting, bisect_subjects
+from .report import Report
+from .trace import Subject, subject_of
+
+_DTYPES = {
+    "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32",
+    "i8": "int8", "u32": "uint32", "u8": "uint8", "bool": "bool", "key": "key",
+}  # fmt: skip
+
+
+def prove_file(
+    target: str,
+    meshes: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    arguments: str | None = None,
+    draws: int = 2,
+) -> Report:
+    """Proves a function of a file on several meshes.
+
+    The file is imported once for each mesh, with `jax.make_mesh` and `jax.sharding.Mesh` making the
+    mesh that is tried; so whatever it builds when it is imported, or when the function is called,
+    is built for that mesh.
+
+    Args:
+        target: `file.py:function`.
+        meshes: the real sizes, as `"dp=4,tp=2"`; by default those of the mesh in the file.
+        shapes: of the arguments, as `"f32[16,8]"`, to draw at random.
+        arguments: instead: the name of a function of the file without parameters that returns
+            the arguments as a tuple; `arguments` by default, if the file has one.
+        draws: how often shapes are drawn.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ConfigError: when the file, a name in it or a shape is not what it must be.
+        MeshError: when no mesh is found, or the devices do not suffice.
+    """
+    path, _ = _target(target)
+    subject, own = _subject(target, shapes, arguments)
+    if not meshes and own is None:
+        raise ConfigError(
+            f"[PROVE006] {path} makes no mesh when it is imported; say which sizes to try, as in "
+            "--mesh dp=4,tp=2"
+        )
+    wanted = [sizes_of(mesh) for mesh in meshes] or [sizes_of(own)]
+    return prove_subject(subject, own, wanted, draws)
+
+
+def bisect_files(
+    one: str,
+    other: str,
+    mesh: str | None = None,
+    other_mesh: str | None = None,
+    shapes: Sequence[str] = (),
+    arguments: str | None = None,
+    steps: int = 1,
+) -> Parting:
+    """Finds where functions of two files part, or one function on two meshes.
+
+    Args:
+        one: `file.py:function`.
+        other: another, or the same.
+        mesh: of the first, as `"dp=4"`; by default that of its file.
+        other_mesh: of the other; by default that of its file, or of the first.
+        shapes: of the arguments, to draw at random.
+        arguments: instead: the name of a function of the first file that returns them.
+        steps: how many steps are compared.
+
+    Returns:
+        Where they part.
+
+    Raises:
+        ConfigError: when a file, a name or a shape is not what it must be.
+    """
+    mine, own = _subject(one, shapes, arguments)
+    theirs, others = _subject(other, shapes, arguments, one)
+    first = mesh or own or other_mesh or others or {"device": 1}
+    return bisect_subjects(mine, theirs, first, other_mesh or others or first, steps)
+
+
+def _subject(
+    target: str, shapes: Sequence[str], arguments: str | None, given_by: str | None = None
+) -> tuple[Subject, Mesh | None]:
+    """A function of a file as it is on each mesh, and the mesh that the file makes."""
+    path, name = _target(target)
+    module = load_file(path)
+    own = find_mesh(_named(module, name, path)) or _largest(module)
+    structs = tuple(struct_of(text) for text in shapes)
+    at = path if given_by is None else _target(given_by)[0]
+    has_own = hasattr(module if at == path else load_file(at), "arguments")
+    source = arguments or ("arguments" if has_own and not shapes else None)
+
+    def make(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        sizes = {str(axis): size for axis, size in mesh.shape.items()}
+        fresh = load_file(path, sizes)
+        giver = fresh if at == path else load_file(at, sizes)
+        with substituted(sizes):
+            given = structs if source is None else tuple(_named(giver, source, at)())
+            function, given = subject_of(_named(fresh, name, path), given, name).make(mesh)
+
+        @functools.wraps(function)
+        def within(*values: Any) -> Any:
+            with substituted(sizes):
+                return function(*values)
+
+        return within, given
+
+    return Subject(make, name), own
+
+
+def _target(target: str) -> tuple[Path, str]:
+    file, separator, name = target.rpartition(":")
+    if not separator or not name.isidentifier():
+        raise ConfigError(f"[PROVE002] got {target!r:.80}; say which function, as file.py:function")
+    return Path(file), name
+
+
+def _named(module: types.ModuleType, name: str, path: Path) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+    raise ConfigError(f"[PROVE002] {path} has no {name!r}.{did_you_mean(name, names)}")
+
+
+def _largest(module: types.ModuleType) -> Mesh | None:
+    meshes = [value for value in vars(module).values() if isinstance(value, Mesh)]
+    return max(meshes, key=lambda mesh: mesh.size, default=None)
+
+
+def struct_of(text: str) -> jax.ShapeDtypeStruct:
+    """Reads a shape as JAX prints it.
+
+    Raises:
+        ConfigError: for anything else.
+
+    Example:
+        >>> struct_of("bf16[2,8]")
+        ShapeDtypeStruct(shape=(2, 8), dtype=bfloat16)
+    """
+    match = re.fullmatch(r"(\w+)\[([0-9, ]*)\]", text.strip())
+    if match is None or match[1] not in _DTYPES:
+        raise ConfigError(
+            f"[PROVE008] got {text!r:.60} for a shape; write it as JAX does, f32[16,8]."
+            f"{did_you_mean(match[1] if match else '', _DTYPES)}"
+        )
+    shape = tuple(int(size) for size in match[2].split(",") if size.strip())
+    if match[1] == "key":
+        return jax.ShapeDtypeStruct(shape, jax.eval_shape(jax.random.key, 0).dtype)
+    return jax.ShapeDtypeStruct(shape, np.dtype(jax.numpy.dtype(_DTYPES[match[1]])))

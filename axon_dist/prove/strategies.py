@@ -1,0 +1,57 @@
+"""A strategy of this library, or of a user, proven like any other program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from ..mesh import Backend, World
+from ..parallel import Strategy
+from ..step import build_train_step
+from ..step.step import PortableForm
+from .check import Report, prove
+
+
+def prove_strategy(
+    make_model: Callable[[], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    strategy: Strategy | Callable[[], Strategy],
+    batch: Any,
+    meshes: Any,
+    **options: Any,
+) -> Report:
+    """Proves the train step of a strategy: its loss and its parameters after one step.
+
+    Args:
+        make_model: makes the model, the same each time.
+        optimizer: of optax.
+        loss_fn: as `build_train_step` takes it.
+        strategy: what is proven, also one with parts of its own; or a function that makes it.
+        batch: arrays of the global batch.
+        meshes: the real sizes, as `prove` takes them.
+        **options: of `build_train_step`.
+
+    Returns:
+        What was found.
+    """
+
+    def make(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        chosen = strategy if isinstance(strategy, Strategy) else strategy()
+        world = World(mesh, Backend.EMULATED)
+        step = build_train_step(
+            make_model(), optimizer, loss_fn, chosen, world, batch=batch, **options
+        )
+        state, form = step.init(), PortableForm(step)
+
+        def run(batch: Any) -> tuple[Any, Any]:
+            after, metrics = step._step(state, step.layout.place(batch), None)
+            return metrics["loss"], form.of(after).params
+
+        return run, (batch,)
+
+    return prove(make, meshes=meshes, name="train step")

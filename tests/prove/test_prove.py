@@ -1,0 +1,233 @@
+"""Mistakes are found at their line, and nothing is found in right programs."""
+
+import json
+import pathlib
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from axon_dist.cli.main import main
+from axon_dist.core.errors import ConfigError, MeshError
+from axon_dist.parallel import compose, ddp, fsdp, suggest_plan, tensor_parallel, zero
+from axon_dist.prove import (
+    Kind,
+    MeshVariant,
+    assert_mesh_invariant,
+    bisect,
+    prove,
+    prove_strategy,
+)
+
+from . import planted
+from .historic import HISTORIC
+from .parts import BATCH, DATA, TARGETS, Net, lines_of, sharded
+from .right import RIGHT
+from .wrong import WRONG
+
+REAL = "dp=4,tp=2"
+
+
+@pytest.mark.sample(
+    "masked_mean_checked", "first_group_by_jit", "gradient_summed_by_jax_and_again",
+    "statistics_summed", "bias_on_every_rank", "module_dropout_with_one_key",
+    "positions_of_the_part", "groups_norm_by_jit", "norms_of_rows", "gathers_of_one_name_list",
+    "argmax_of_the_part", "maximum_of_the_part",
+)  # fmt: skip
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_found_at_its_line(name):
+    kind, make = WRONG[name]
+    report = prove(make, meshes=REAL)
+    assert report.mistakes, report
+    file, lines = lines_of(make)
+    first = report.mistakes[0]
+    assert (first.place.file, first.kind) == (file, kind) or name == "clip_by_optax", report
+    assert first.place.line in lines, report
+
+
+@pytest.mark.sample(
+    "masked_loss", "gradients_by_jax", "adam_by_hand-unchecked", "dropout_with_folded_keys",
+    "megatron_with_sequence", "vocabulary_parallel_loss", "ring_attention_causal", "ulysses",
+    "expert_all_to_all", "zero_by_hand-unchecked", "pipeline_by_ppermute-unchecked",
+    "module_step_by_nnx",
+)  # fmt: skip
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_found_in_a_right_program(name):
+    report = prove(RIGHT[name], meshes=REAL)
+    assert report.ok, report
+    assert all(output.status != "unjudged" for output in report.outputs), report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", HISTORIC)
+def test_a_mistake_of_history_is_found(name):
+    report = prove(HISTORIC[name], meshes=REAL)
+    _, lines = lines_of(HISTORIC[name])
+    assert report.mistakes, report
+    assert report.mistakes[0].place.line in lines, report
+
+
+def test_a_mesh_that_a_function_closes_over_is_replaced(make_world):
+    mesh = make_world(REAL).mesh
+
+    @jax.jit
+    def loss(x):
+        run = jax.shard_map(
+            lambda x: lax.psum(x.mean(), "dp"), mesh=mesh, in_specs=DATA, out_specs=P()
+        )
+        return run(x)
+
+    (found,) = prove(loss, BATCH).mistakes
+    assert (found.kind, found.axes, found.mesh) == (Kind.SUM_FOR_MEAN, ("dp",), "dp=4,tp=1")
+    assert "^" in str(found)
+
+
+def test_outputs_of_one_program_are_proven_for_every_input():
+    report = prove(RIGHT["train_step_by_jit"], meshes=REAL)
+    assert {output.status for output in report.outputs} == {"proven"}
+
+
+def test_a_size_that_is_written_as_a_number_is_said_with_its_line():
+    def make(mesh):
+        def body(x):
+            total = lax.psum(x.mean(), "dp")
+            return total / 4  # wrong
+
+        return sharded(mesh, body, (DATA,), P()), (BATCH,)
+
+    report = prove(make, meshes="dp=4")
+    (found,) = report.findings
+    assert report.exit_code == 2
+    assert "the size 4" in found.sentence
+    assert found.place.line in lines_of(make)[1]
+
+
+def test_a_shape_is_drawn_and_a_wrong_mesh_is_refused(make_world):
+    def make(mesh):
+        return sharded(mesh, lambda x: lax.pmean(x.mean(), "dp"), (DATA,), P())
+
+    shape = jax.ShapeDtypeStruct((8, 3), jnp.float32)
+    assert assert_mesh_invariant(make, shape, meshes="dp=2").draws == 2
+    with pytest.raises(MeshError, match="needs 64 devices"):
+        prove(make, shape, meshes="dp=64")
+    with pytest.raises(MeshError, match="PROVE006"):
+        prove(lambda x: x, shape)
+    with pytest.raises(ConfigError, match="PROVE004"):
+        prove(3, meshes="dp=2")
+    with pytest.raises(AssertionError, match="sum for mean") as raised:
+        assert_mesh_invariant(WRONG["loss_summed"][1], meshes="dp=2")
+    assert isinstance(raised.value, MeshVariant)
+
+
+PROGRAM = """
+import jax, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("dp", "tp"))
+
+def body(x):
+    return jax.lax.psum(x.mean(), "dp")
+
+loss = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P()))
+
+def mean(x):
+    return loss(x) / mesh.shape["dp"]
+
+def arguments():
+    return (np.arange(8, dtype=np.float32),)
+"""
+
+
+def test_the_verbs_print_the_line_and_write_json_and_sarif(tmp_path, capsys):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    written = tmp_path / "found.json", tmp_path / "found.sarif"
+    options = ["--json", str(written[0]), "--sarif", str(written[1])]
+    assert main(["prove", f"{file}:loss", *options]) == 1
+    assert "program.py:7: sum for mean" in capsys.readouterr().out
+    (found,) = json.loads(written[0].read_text())["findings"]
+    (result,) = json.loads(written[1].read_text())["runs"][0]["results"]
+    assert found["code"] == result["ruleId"] == "PROVE103"
+    assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 7
+    assert main(["prove", f"{file}:mean"]) == 0
+    assert main(["bisect", f"{file}:loss", f"{file}:mean"]) == 1
+    assert "part at div" in capsys.readouterr().out
+
+
+def test_the_plugin_proves_marked_tests(tmp_path, capsys):
+    file = tmp_path / "test_program.py"
+    file.write_text(
+        textwrap.dedent(
+            """
+            import jax, numpy as np, pytest
+            from jax.sharding import PartitionSpec as P
+
+            @pytest.mark.mesh_invariant
+            @pytest.mark.parametrize("reduce", [jax.lax.pmean, jax.lax.psum])
+            def test_loss(mesh, reduce):
+                def body(x):
+                    return reduce(x.mean(), "dp")
+                run = jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P())
+                return run, (np.arange(8, dtype=np.float32),)
+            """
+        )
+    )
+    options = ["-p", "axon_dist.prove.plugin", "--mesh", "dp=4", "-q", "-c", "/dev/null"]
+    found = Outcomes()
+    pytest.main([str(file), *options, "--rootdir", str(tmp_path)], plugins=[found])
+    assert found.outcomes == ["passed", "failed"]
+
+
+class Outcomes:
+    def __init__(self):
+        self.outcomes = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call":
+            self.outcomes.append(report.outcome)
+
+
+@pytest.mark.sample("scores-1-1", "hidden-1-3")
+@pytest.mark.parametrize("plant", planted.PLANTS, ids=lambda plant: "-".join(map(str, plant)))
+def test_a_planted_difference_is_located(plant):
+    place, layer, step = plant
+    arguments = (planted.COUNT, planted.PARAMETERS, planted.TOKENS)
+    one, other = planted.train_step(planted.Plant()), planted.train_step(planted.Plant(*plant))
+    found = bisect(one, other, *arguments, steps=3)
+    assert (found.ok, found.step) == (False, step)
+    lines = pathlib.Path(planted.__file__).read_text().splitlines()
+    assert any(f'at("{place}"' in lines[p.line - 1] for p in found.places), found
+    assert found.time == layer + 1, found
+    assert found.runs <= np.log2(found.operations) + 3
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+STRATEGIES = {
+    "ddp": (ddp, "dp=4"),
+    "fsdp": (fsdp, "fsdp=4"),
+    "zero1": (lambda: zero(1), "dp=4"),
+    "zero2": (lambda: zero(2), "dp=4"),
+    "tensor": (
+        lambda: compose(ddp(), tensor_parallel(suggest_plan(Net(nnx.Rngs(0)), BATCH))),
+        "dp=2,tp=2",
+    ),
+}
+
+
+@pytest.mark.sample("fsdp")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_step_of_a_strategy_is_proven(name):
+    strategy, meshes = STRATEGIES[name]
+    batch = {"x": BATCH, "y": TARGETS}
+    report = prove_strategy(
+        lambda: Net(nnx.Rngs(0)), optax.adam(1e-2), loss_fn, strategy, batch, meshes
+    )
+    assert report.ok, report
