@@ -22,6 +22,7 @@ from ..core.weighted import FilledBatch, Weighted
 from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed, apart, samples_of
+from .describe import describe
 from .global_view import evaluation, means
 from .guards import ESCAPED, DeadlockGuard, trace
 from .replicas import separation_of, shared_metrics
@@ -120,6 +121,10 @@ class TrainStep:
         what += f", {count} microbatches" if count > 1 else ""
         idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
         return f"TrainStep({what}{''.join(idle)})"
+
+    def __str__(self) -> str:
+        """What it is, on one screen: mesh, what is split and what is whole, view, options."""
+        return describe(self)
 
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
         """Makes the first state, every array born where it lives.
