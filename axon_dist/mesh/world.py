@@ -191,6 +191,17 @@ class World:
         """Another name of `emulate`."""
         return cls.emulate(num_devices, axes)
 
+    def __str__(self) -> str:
+        """Mesh, devices and processes in a few lines."""
+        kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
+        axes = " × ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        lines = [
+            f"World: mesh {axes}, {self.size} {self.backend} devices ({', '.join(kinds)})",
+            "  axes from outer to inner; neighbours along the last one have consecutive ranks",
+            f"  process {self.process_index} of {self.num_processes}",
+        ]
+        return "\n".join(lines)
+
     @property
     def spec(self) -> MeshSpec:
         """The axes and sizes of the mesh."""

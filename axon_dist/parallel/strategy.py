@@ -185,6 +185,16 @@ class Strategy:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def __str__(self) -> str:
+        """What the strategy says, a line for each field that has a say."""
+        given = [
+            f"  {field.name}: {' '.join(str(value).split()):.160}"
+            for field in dataclasses.fields(self)
+            if field.name != "name"
+            and (value := getattr(self, field.name)) not in (None, (), False)
+        ]
+        return "\n".join([f"Strategy {self.name}", *given])
+
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes whose ranks have data of their own: samples, or positions of them.

@@ -137,6 +137,11 @@ class Separator:
             self._separations[key] = self._separate(shapes, samples)
         return self._separations[key]
 
+    @property
+    def found(self) -> tuple[Separation, ...]:
+        """What was found out about the batches seen so far."""
+        return tuple(self._separations.values())
+
     def coupling(self, batch: Batch) -> str:
         """What couples the samples, so that other microbatches would give another loss; "" if not.
 

@@ -26,6 +26,7 @@ from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, LeafDecision, shardings
 from ..sharding.padding import model_tree, padding_of, stored_shapes, stored_tree
 from .batch import BatchLayout, Placed, apart, samples_of
+from .describe import describe
 from .global_view import evaluation, means
 from .guards import ESCAPED, DeadlockGuard, trace
 from .replicas import separation_of, shared_metrics
@@ -164,6 +165,10 @@ class TrainStep:
         layers = (f", {choice}" for choice in self.loop_choices)
         whole = f", {self.whole_summary}" if self.whole else ""
         return f"TrainStep({what}{''.join(idle)}{''.join(layers)}{whole})"
+
+    def __str__(self) -> str:
+        """What it is, on one screen: mesh, what is split and what is whole, view, options."""
+        return describe(self)
 
     @property
     def loop_choices(self) -> tuple[LoopChoice, ...]:

@@ -1,0 +1,95 @@
+"""A step, a strategy and a world as text for people: what `print` shows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..core.words import plural, si
+from ..sharding.apply import Explanation, LeafDecision
+
+if TYPE_CHECKING:
+    from .step import TrainStep
+
+_SHOWN = 3
+"""How many arrays that stay whole are named."""
+
+
+def describe(step: TrainStep) -> str:
+    """What a step is, on one screen: where it runs, what is split, and how it computes.
+
+    Args:
+        step: built; nothing is traced or compiled for it.
+    """
+    claims = step.claims
+    tables = [claims.params, claims.frozen, claims.opt_state]
+    names = ["parameters", "frozen", "optimizer state"]
+    lines = [
+        f"{repr(step).removeprefix('TrainStep(').removesuffix(')')}",
+        f"batch: {_batch(step)}",
+        f"view: {_view(step)}",
+        *(f"{name}: {_layout(table)}" for name, table in zip(names, tables, strict=True)
+          if table.rows),
+        *_options(step),
+    ]  # fmt: skip
+    first, *others = lines
+    return "\n".join([f"TrainStep: {first}", *(f"  {line}" for line in others)])
+
+
+def _batch(step: TrainStep) -> str:
+    layout = step.layout
+    sizes = "×".join(f"{axis}={layout.mesh.shape[axis]}" for axis in layout.axes)
+    split = f"split over {sizes}" if sizes else "whole on every device"
+    count = plural(layout.num_microbatches, "microbatch")
+    return f"{split}, {count}; its samples divide by {layout.divisor}"
+
+
+def _view(step: TrainStep) -> str:
+    found = {str(separation) for separation in step.spec.replica(region=False).separator.found}
+    if step.strategy.pipeline is not None:
+        schedule = step.strategy.pipeline.schedule
+        return f"pipeline by the table {schedule.name}"
+    if found:
+        return "; ".join(sorted(found))
+    return "known once the step has seen a batch; step.separation(batch) says it for one"
+
+
+def _layout(table: Explanation) -> str:
+    """How many bytes a tree has, how many a device holds, and what every device holds whole."""
+    split = [row for row in table.rows if row.ways > 1]
+    text = (
+        f"{_bytes(table.bytes)} in {plural(len(table.rows), 'array')}, "
+        f"{_bytes(table.bytes_per_device)} on each device"
+    )
+    if split:
+        text += f"; split: {plural(len(split), 'array')} of {_size(split)}"
+    if table.whole:
+        largest = sorted(table.whole, key=lambda row: -row.bytes)[:_SHOWN]
+        named = ", ".join(f"{row.path} {_bytes(row.bytes)}" for row in largest)
+        more = len(table.whole) - len(largest)
+        named += f" and {more} more" if more else ""
+        text += f"; whole: {plural(len(table.whole), 'array')} of {_size(table.whole)} ({named})"
+    return text
+
+
+def _size(rows: Iterable[LeafDecision]) -> str:
+    return _bytes(sum(row.bytes for row in rows))
+
+
+def _bytes(count: int) -> str:
+    return f"{si(count)}B"
+
+
+def _options(step: TrainStep) -> Sequence[str]:
+    """Precision, recomputation, the loop over blocks, and what the compiler is told."""
+    strategy, options = step.strategy, step.options
+    blocks = "a loop over blocks that are equal, where the strategy splits or recomputes them"
+    if options.unroll is not None:
+        blocks = f"up to {plural(options.unroll, 'block')} written out; longer rows are a loop"
+    told = step.compiler_options
+    return [
+        f"precision: {strategy.precision or step.parts.dtype}",
+        f"recomputed: {strategy.remat or 'nothing'}",
+        f"blocks: {blocks}",
+        f"compiler: {', '.join(f'{k}={v}' for k, v in told.items()) or 'its own defaults'}",
+    ]
