@@ -11,6 +11,7 @@ from axon_dist.core.arguments import explain_calls
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
 from .build import build_train_step as build_train_step
+from .build import leaves_remat_open as leaves_remat_open
 from .options import StepOptions as StepOptions
 from .parts import ModelLike as ModelLike
 from .parts import ModelParts as ModelParts
