@@ -32,9 +32,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from axon_dist import ActivationCheckpointing, World, build_train_step, fsdp
+from axon_dist import World, build_train_step, fsdp
 from axon_dist.app import check_numerics, tiny, tune, verify
 from axon_dist.config import RunConfig
+from axon_dist.core.errors import ConfigError
 from axon_dist.inspect import memory
 from axon_dist.mesh.chips import machine_of
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
@@ -56,7 +57,8 @@ class Size:
         length: positions of a sample.
         batches: samples per step; the first that fits by the compiler's count is taken.
         vocab: ids.
-        remat: whether blocks are recomputed.
+        remat: whether the plain step and that of torch recompute; ours recomputes what the memory
+            asks.
     """
 
     width: int
@@ -161,20 +163,20 @@ def twice(size: Size) -> Mapping[str, Any]:
 
 def built(size: Size, precision: str, samples: int, **options: Any) -> tuple[Any, dict]:
     """The step of a size on all devices that there are, and a batch."""
-    world = World.init("fsdp=-1")
+    tokens = np.random.default_rng(0).integers(0, size.vocab, (samples, size.length + 1))
+    batch = {"tokens": tokens.astype(np.int32)}
     step = build_train_step(
         lambda: Transformer(size.config(), rngs=nnx.Rngs(0)),
         optax.adamw(3e-4),
         next_token_loss,
         fsdp(),
-        world,
+        World.init("fsdp=-1"),
         clip_norm=1.0,
         precision=precision,
-        remat=ActivationCheckpointing() if size.remat else None,
+        batch=batch,
         **options,
     )
-    tokens = np.random.default_rng(0).integers(0, size.vocab, (samples, size.length + 1))
-    return step, {"tokens": tokens.astype(np.int32)}
+    return step, batch
 
 
 def speed(size: Size, precision: str) -> Mapping[str, Any]:
@@ -230,7 +232,10 @@ def fitting(size: Size, precision: str) -> tuple[int, Any, Any, dict]:
     stats = jax.devices()[0].memory_stats() or {}
     limit = 0.9 * stats.get("bytes_limit", float("inf"))
     for samples in size.batches:
-        step, batch = built(size, precision, samples * jax.device_count())
+        try:
+            step, batch = built(size, precision, samples * jax.device_count())
+        except ConfigError:  # Not even with every block recomputed.
+            continue
         compiled = step.lower(batch).compile()
         if memory(compiled).peak <= limit:
             return samples * jax.device_count(), step, compiled, batch

@@ -19,13 +19,13 @@ from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.inspect import bytes_per_device, memory
 from axon_dist.launch import Timeouts
-from axon_dist.mesh import World, agree, is_abstract, self_test
+from axon_dist.mesh import World, agree, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import SlowPlan, Strategy
-from axon_dist.planner import AUTO, knows_memory, read_step, recompute_least, usable_bytes
-from axon_dist.step import TrainStep, build_train_step, trainable_filter
+from axon_dist.planner import AUTO, read_step, recompute_least, usable_bytes
+from axon_dist.step import TrainStep, build_train_step, leaves_remat_open, trainable_filter
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
 
@@ -230,20 +230,6 @@ def recomputing_least(
         lambda step: memory(step.lower(batch).compile()).peak,
         usable_bytes(world),
     )
-
-
-def leaves_remat_open(step: TrainStep) -> bool:
-    """Whether `remat: auto` has to find out what a step recomputes.
-
-    Not where its strategy says it, nor where it is not known how much memory a device has.
-
-    Args:
-        step: that recomputes what its strategy says.
-    """
-    strategy, world = step.strategy, step.world
-    if strategy.remat is not None or strategy.pipeline is not None:
-        return False
-    return not world.is_cpu and not is_abstract(world) and knows_memory(world)
 
 
 def check_memory(config: RunConfig, step: TrainStep) -> None:

@@ -21,12 +21,12 @@ from axon_dist.optim import matrices
 from axon_dist.parallel import ContextMode
 from axon_dist.planner import AUTO, read_step, usable_bytes
 from axon_dist.planner.reading import LADDER, recomputing_line
-from axon_dist.step import ModelParts, TrainStep
+from axon_dist.step import ModelParts, TrainStep, leaves_remat_open
 
 from ..config import Decaying, RunConfig, abstract_batch
 from .run_records import END
 from .runs import Run
-from .steps import build_step, leaves_remat_open
+from .steps import build_step
 
 
 def opening_lines(run: Run) -> list[str]:

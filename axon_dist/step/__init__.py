@@ -9,6 +9,7 @@ changes in the model itself is in `model_changes.py`; `StepSpec` (`spec.py`) is 
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
 from .build import build_train_step as build_train_step
+from .build import leaves_remat_open as leaves_remat_open
 from .options import StepOptions as StepOptions
 from .parts import ModelLike as ModelLike
 from .parts import ModelParts as ModelParts

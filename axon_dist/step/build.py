@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Unpack
 
 import optax
@@ -13,7 +15,8 @@ from ..core.errors import warn
 from ..core.own_context import AxisNames, own_context
 from ..core.typing import Batch, LossFn, Trainable
 from ..core.words import byte_size, first_few
-from ..mesh import World
+from ..inspect import memory
+from ..mesh import World, is_abstract
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..parallel import (
@@ -26,6 +29,8 @@ from ..parallel import (
     said_once,
     with_masters,
 )
+from ..planner import AUTO, knows_memory, read_step, recompute_least, usable_bytes
+from ..planner.reading import Remat
 from ..sharding import FromMetadata, annotations_of
 from ..sharding.policy import NO_DIM
 from .batch import unwrapped
@@ -92,7 +97,7 @@ def build_train_step(
     *,
     options: StepOptions | None = None,
     precision: MixedPrecision | str | bool | None = None,
-    remat: ActivationCheckpointing | None = None,
+    remat: Remat = AUTO,
     batch: Batch | None = None,
     trainable: Trainable = nnx.Param,
     frozen_dtype: DTypeLike | None = None,
@@ -118,7 +123,10 @@ def build_train_step(
         options: what the step does besides its strategy.
         precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, where the strategy does
             not say.
-        remat: what the backward pass recomputes, where the strategy does not say.
+        remat: what the backward pass recomputes, where the strategy does not say. `"auto"`
+            recomputes the least that fits a device's memory with this `batch`, by the traced step,
+            and where that is close by the compiled one; and nothing where there is no `batch`, or
+            the memory of the devices is not known, as that of emulated ones. It changes no number.
         batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
             then also what only a batch can show is refused here, rather than by the first call.
             Its leaves have shape [B, ...]; what belongs to no sample stands in a `Shared`.
@@ -158,6 +166,25 @@ def build_train_step(
         >>> int(state.step)
         1
     """
+    if isinstance(remat, str) and remat == AUTO:
+
+        def build(remat: Remat | None) -> TrainStep:
+            return build_train_step(
+                model,
+                optimizer,
+                loss_fn,
+                strategy,
+                world,
+                options=options,
+                precision=precision,
+                remat=remat,
+                batch=batch,
+                trainable=trainable,
+                frozen_dtype=frozen_dtype,
+                **keywords,
+            )
+
+        return _recomputing_least(build, batch)
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
     with own_context(names):
@@ -199,4 +226,36 @@ def _warn_of_whole(step: TrainStep) -> None:
         f"array{'s' * (len(rows) > 1)} of {byte_size(size)} whole on every device, for each of "
         f"their dims is shorter than the number of shards: {first_few(listed)}. Split them over "
         "fewer devices, as hybrid_shard does, or see step.whole for all of them"
+    )
+
+
+def leaves_remat_open(step: TrainStep) -> bool:
+    """Whether `remat="auto"` has to find out what a step recomputes.
+
+    Not where its strategy says it, nor where it is not known how much memory a device has.
+
+    Args:
+        step: that recomputes what its strategy says.
+    """
+    strategy, world = step.strategy, step.world
+    if strategy.remat is not None or strategy.pipeline is not None:
+        return False
+    return not world.is_cpu and not is_abstract(world) and knows_memory(world)
+
+
+def _recomputing_least(build: Callable[..., TrainStep], batch: Batch | None) -> TrainStep:
+    """The step that recomputes the least that fits; as its strategy says where that is not asked.
+
+    Args:
+        build: makes the step that recomputes what its keyword `remat` says.
+        batch: a global batch, arrays or shapes.
+    """
+    plain = build(remat=None)
+    if batch is None or not leaves_remat_open(plain):
+        return plain
+    return recompute_least(
+        lambda remat: plain if remat is None else build(remat=remat),
+        lambda step: read_step(step, batch),
+        lambda step: memory(step.lower(batch).compile()).peak,
+        usable_bytes(plain.world),
     )

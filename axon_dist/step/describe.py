@@ -83,9 +83,7 @@ def _bytes(count: int) -> str:
 def _options(step: TrainStep) -> Sequence[str]:
     """Precision, recomputation, the loop over blocks, and what the compiler is told."""
     strategy, options = step.strategy, step.options
-    blocks = "a loop over blocks that are equal, where the strategy splits or recomputes them"
-    if options.unroll is not None:
-        blocks = f"up to {plural(options.unroll, 'block')} written out; longer rows are a loop"
+    blocks = "; ".join(map(str, step.loop_choices)) or "known once the step has seen a batch"
     told = step.compiler_options
     return [
         f"precision: {strategy.precision or step.parts.dtype}",

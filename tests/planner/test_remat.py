@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from axon_dist.parallel import fsdp
 from axon_dist.planner import read_step, recompute_least
 from axon_dist.planner.reading import LADDER, SURE
 
+build_module = importlib.import_module("axon_dist.step.build")
 CONFIG = TransformerConfig(
     vocab_size=512, width=512, num_layers=4, num_heads=4, max_length=1024, scan_layers=True
 )
@@ -101,6 +104,27 @@ def test_auto_is_the_default_and_traces_nothing_where_memory_is_unknown(monkeypa
     assert RunConfig.from_dict(config.to_dict()).remat == "auto"
     assert step.strategy.remat is None
     assert remat_line(config, step) is None
+
+
+@pytest.mark.parametrize(("row", "remat"), list(enumerate(LADDER.values())))
+def test_a_step_is_built_for_its_batch(monkeypatch, row, remat):
+    """The first row whose need is within the memory, as the traced step says it."""
+    monkeypatch.setattr(build_module, "leaves_remat_open", lambda step: True)
+    needs = [3 - list(LADDER.values()).index(one) for one in LADDER.values()]
+    peaks = dict(zip(LADDER.values(), needs, strict=True))
+    reading = lambda step, batch: types.SimpleNamespace(peak=peaks[step.strategy.remat])
+    monkeypatch.setattr(build_module, "read_step", reading)
+    monkeypatch.setattr(build_module, "memory", reading)
+    monkeypatch.setattr(build_module, "usable_bytes", lambda world: needs[row] / SURE)
+    config = dataclasses.replace(CONFIG, vocab_size=32, width=16, num_layers=2, max_length=8)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)}
+    built = functools.partial(
+        build_train_step, lambda: Transformer(config, rngs=nnx.Rngs(0)), optax.sgd(0.1),
+        next_token_loss, fsdp(), abstract_world("fsdp=8", 8, "gpu", "9.0"),
+    )  # fmt: skip
+    assert built(batch=batch).strategy.remat == remat
+    assert built().strategy.remat is None
+    assert built(batch=batch, remat=None).strategy.remat is None
 
 
 @pytest.mark.full
