@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from ..core.typing import Array, PyTree
 from ..jaxpr.host_keys import Key
 from ..jaxpr.shared_programs import Constant, Part, Parts, run_part
-from ..jaxpr.walk import shape_of
 
 IN_FLIGHT = 16
 """The most programs that emulated devices have not yet run."""
@@ -84,7 +83,7 @@ class InParts:
             whole = jax.jit(self._function, out_shardings=self._places, donate_argnums=donated)
             return whole(*arguments)
         places = jax.tree.leaves(self._places)
-        given = dict(zip(parts.whole.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
+        given = dict(zip(parts.inputs, jax.tree.leaves(arguments), strict=True))
         known: dict[Any, Any] = {**parts.values(), **given}
         results: list[Any] = [None] * len(places)
         kept: set[int] = set()
@@ -136,10 +135,9 @@ def _named(
 
 def _shares(part: Part, places: Sequence[Sharding]) -> NamedSharding | None:
     """How devices that are to hold the same large array share in drawing it; None for others."""
-    jaxpr, place = part.program.jaxpr, places[0]
-    if len(places) > 1 or not jaxpr.eqns or not isinstance(place, NamedSharding):
+    place, shape = places[0], part.shape
+    if len(places) > 1 or part.is_operand or not isinstance(place, NamedSharding):
         return None
-    shape = shape_of(jaxpr.outvars[0])
     if math.prod(place.shard_shape(shape)) < LARGE:
         return None
     entries = [*place.spec, *(None,) * (len(shape) - len(place.spec))]
@@ -172,8 +170,7 @@ def _is_kept(
     part: Part, operands: Sequence[Any], places: Sequence[Sharding], kept: set[int]
 ) -> bool:
     """Whether the one result of a part is its operand, an array in its place that is not taken."""
-    jaxpr = part.program.jaxpr
-    if len(operands) != 1 or [*jaxpr.outvars] != [*jaxpr.invars]:
+    if not part.is_operand:
         return False
     (array,) = operands
     if not isinstance(array, jax.Array) or id(array) in kept:
