@@ -82,7 +82,7 @@ def models() -> dict[str, Callable[[], Model]]:
 
     return {
         "quickstart": lambda: language(65),
-        "12x192": lambda: language(33, num_layers=12, width=192, num_heads=6),
+        "12x192": lambda: language(33, num_layers=12, width=192, num_heads=6, num_kv_heads=6),
         "mlp": mlp,
         "vit": lambda: images(
             lambda: ViT(

@@ -80,6 +80,17 @@ class Part:
         return *avals, *(equation.primitive.name for equation in jaxpr.eqns)
 
     @property
+    def shape(self) -> Shape:
+        """The shape of its first result."""
+        return shape_of(self.program.jaxpr.outvars[0])
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether its only result is its only operand, as it is."""
+        jaxpr = self.program.jaxpr
+        return len(jaxpr.invars) == 1 and [*jaxpr.outvars] == [*jaxpr.invars]
+
+    @property
     def constant(self) -> Constant | None:
         """The result of a part that only repeats one number; None for another part."""
         jaxpr = self.program.jaxpr
@@ -137,6 +148,11 @@ class Parts:
             closed = opened(closed, inputs, _is_inlined)
         first = _known_before(closed)
         return cls(closed, tuple(first), tuple(_cut(closed, first)))
+
+    @property
+    def inputs(self) -> list[Var]:
+        """The variables of the inputs of the whole program."""
+        return list(self.whole.jaxpr.invars)
 
     def values(self) -> dict[Var, Value]:
         """Computes what the parts are given, on the host."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ..core.typing import Array, PyTree
 from ..jaxpr.host_keys import Key
@@ -17,6 +17,10 @@ from ..jaxpr.shared_programs import Constant, Part, Parts, run_part
 
 IN_FLIGHT = 16
 """The most programs that emulated devices have not yet run."""
+
+
+LARGE = 2**15
+"""The fewest elements of an array of which devices draw a share each."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,6 +52,8 @@ class InParts:
         owns: whether the arguments are used up, so that results may be the very arrays.
         in_flight: how many programs may be under way; None sets no limit.
         on_host: whether the devices are CPUs, on which the host writes constants.
+        spreads: whether devices that hold the same array draw a share of it each, and gather it, as
+            pays where they have the same cores.
 
     Attributes:
         programs: those that were compiled, once it has been called.
@@ -61,9 +67,10 @@ class InParts:
         owns: bool = False,
         in_flight: int | None = None,
         on_host: bool = False,
+        spreads: bool = False,
     ):
         self._function, self._places, self._owns = function, places, owns
-        self._in_flight, self._on_host = in_flight, on_host
+        self._in_flight, self._on_host, self._spreads = in_flight, on_host, spreads
         self.programs: list[Program] = []
         self._by_signature: dict[Hashable, list[Program]] = {}
 
@@ -76,7 +83,7 @@ class InParts:
             whole = jax.jit(self._function, out_shardings=self._places, donate_argnums=donated)
             return whole(*arguments)
         places = jax.tree.leaves(self._places)
-        given = dict(zip(parts.whole.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
+        given = dict(zip(parts.inputs, jax.tree.leaves(arguments), strict=True))
         known: dict[Any, Any] = {**parts.values(), **given}
         results: list[Any] = [None] * len(places)
         kept: set[int] = set()
@@ -104,7 +111,8 @@ class InParts:
         program = next((one for one in kinds if one.part.is_like(part)), None)
         impls = tuple(x.impl if isinstance(x, Key) else None for x in operands)
         if program is None:
-            run = jax.jit(_named(part, impls), out_shardings=list(places))
+            shares = _shares(part, places) if self._spreads else None
+            run = jax.jit(_named(part, impls, shares), out_shardings=list(places))
             program = Program(part, places, run)
             kinds.append(program)
             self.programs.append(program)
@@ -112,12 +120,37 @@ class InParts:
         return program.run(*(x.data if isinstance(x, Key) else x for x in operands))
 
 
-def _named(part: Part, impls: Sequence[Hashable | None]) -> Callable[..., list[Array]]:
+def _named(
+    part: Part, impls: Sequence[Hashable | None], shares: NamedSharding | None
+) -> Callable[..., list[Array]]:
     # Profilers show a compiled program by the name of its function.
     def first_values(*values: Array) -> list[Array]:
-        return run_part(part, impls, values)
+        results = run_part(part, impls, values)
+        if shares is None:
+            return results
+        return [jax.lax.with_sharding_constraint(x, shares) for x in results]
 
     return first_values
+
+
+def _shares(part: Part, places: Sequence[Sharding]) -> NamedSharding | None:
+    """How devices that are to hold the same large array share in drawing it; None for others."""
+    place, shape = places[0], part.shape
+    if len(places) > 1 or part.is_operand or not isinstance(place, NamedSharding):
+        return None
+    if math.prod(place.shard_shape(shape)) < LARGE:
+        return None
+    entries = [*place.spec, *(None,) * (len(shape) - len(place.spec))]
+    axes = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
+    taken = {axis for each in axes for axis in each}
+    free = tuple(axis for axis, size in place.mesh.shape.items() if size > 1 and axis not in taken)
+    ways = math.prod(place.mesh.shape[axis] for axis in free)
+    sizes = place.shard_shape(shape)
+    dim = next((dim for dim, size in enumerate(sizes) if size % ways == 0), None)
+    if dim is None or ways == 1:
+        return None
+    axes[dim] = (*axes[dim], *free)
+    return NamedSharding(place.mesh, PartitionSpec(*(each or None for each in axes)))
 
 
 def _filled(constant: Constant, place: Sharding) -> Array:
@@ -137,8 +170,7 @@ def _is_kept(
     part: Part, operands: Sequence[Any], places: Sequence[Sharding], kept: set[int]
 ) -> bool:
     """Whether the one result of a part is its operand, an array in its place that is not taken."""
-    jaxpr = part.program.jaxpr
-    if len(operands) != 1 or [*jaxpr.outvars] != [*jaxpr.invars]:
+    if not part.is_operand:
         return False
     (array,) = operands
     if not isinstance(array, jax.Array) or id(array) in kept:

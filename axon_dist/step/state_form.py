@@ -427,9 +427,16 @@ class StateForm:
         return jax.jit(self._first_stored, out_shardings=places, donate_argnums=donated)
 
     def _in_parts(self, function: Function, places: PyTree, owns: bool) -> InParts:
-        is_cpu = self.spec.world.is_cpu
-        in_flight = IN_FLIGHT if is_cpu and self.spec.mesh.size > 1 else None
-        return InParts(function, places, owns=owns, in_flight=in_flight, on_host=is_cpu)
+        world, is_cpu = self.spec.world, self.spec.world.is_cpu
+        return InParts(
+            function,
+            places,
+            owns=owns,
+            in_flight=IN_FLIGHT if is_cpu and world.size > 1 else None,
+            on_host=is_cpu,
+            # Emulated devices share the cores of one machine.
+            spreads=is_cpu and world.num_processes == 1,
+        )
 
     def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
         targets = self.weight_targets

@@ -21,6 +21,7 @@ from ..models.formats import rules_for
 from ..models.snapshot import Files, check_snapshot
 from ..models.weight_rules import WeightRules
 from ..step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
+from ..step.init_programs import InParts
 from .files import adapter_rules, find_tensors
 from .match import ParameterSource, match_weights
 
@@ -151,8 +152,9 @@ def load_weights(
         both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
         absent = {path for path, _ in both} - set(arrays)
         make = source.make
-        # XLA does not compute the arrays that are left out.
-        arrays |= jax.jit(lambda: _only(make(), absent))() if absent else {}
+        # The arrays that are left out are not computed.
+        drawn = InParts(lambda: _only(make(), absent), dict.fromkeys(absent, here))
+        arrays |= drawn() if absent else {}
         first = parts.weights, parts.buffers
     return parts.merge(*map(replaced, first))
 

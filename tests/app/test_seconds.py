@@ -36,8 +36,9 @@ def test_the_parts_of_the_time_row_are_all_of_it():
     }  # fmt: skip
     summary = {
         "seconds": seconds, "train_seconds": 21.0, "first_step": 0, "name": "a",
-        "ended": "finished", "unit": "nats", "item": "tokens", "items_per_second": 1.0, "steps": 3, "train_loss": 1.0,
-        "validation_loss": 1.0, "validation_metrics": {}, "state_bytes_per_device": 1,
+        "ended": "finished", "unit": "nats", "item": "tokens", "items_per_second": 1.0,
+        "steps": 3, "train_loss": 1.0, "validation_loss": 1.0, "validation_metrics": {},
+        "state_bytes_per_device": 1,
     }  # fmt: skip
     console = Console(file=io.StringIO(), width=200)
     console.print(summary_table(summary))

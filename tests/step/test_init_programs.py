@@ -179,6 +179,25 @@ def test_the_bits_of_other_states(mesh, strategy, make, options):
     check_bits(step_of(make, World.emulate(8, mesh), strategy, **options))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "share"),
+    [
+        ("dp=8", ddp(), "f32[64,1024]"),
+        ("dp=2,fsdp=4", fsdp("hybrid_shard", ("dp", "fsdp")), "f32[256,256]"),
+    ],
+)
+def test_devices_that_hold_the_same_share_in_drawing_it(recorded, mesh, strategy, share):
+    """A large array has the same bits, and each device draws an eighth of it."""
+    step = step_of(
+        lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0)), World.emulate(8, mesh), strategy
+    )
+    check_bits(step)
+    kernel = max(recorded[0].programs, key=lambda one: np.prod(one.part.program.out_avals[0].shape))
+    text = kernel.run.lower(np.zeros(2, np.uint32)).compile().as_text()
+    assert "all-gather" in text
+    assert share in text
+
+
 def test_twelve_layers_share_their_programs(recorded):
     """Of a block four kernels of attention and three of its feed-forward, two scales; two norms."""
     step = step_of(transformer(num_layers=12), World.emulate(8, "fsdp=8"), fsdp(min_elements=1))
