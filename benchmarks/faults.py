@@ -9,7 +9,7 @@ of the run that nobody disturbed. Copies of a good checkpoint, sharded and full,
 flipped, files cut short or removed, every kind of file as often), each of which has to be noticed
 and passed over for the one before it. The power is cut (see `power`), every state of a save is
 looked at (`crash_states`), file operations fail (`disk_errors`), links and pipes lie in the place
-of files (`links`), a second run starts in the
+of files (`links`), strangers connect to its port (`strangers`), a second run starts in the
 folder of the first, and the disk fills up and is emptied again, which takes root. At last one of
 four processes of a run is killed or stopped, and the others have to name it and to end within the
 time set. The kinds of run in `faults_launched` meet every kind of fault there, under the launcher.
@@ -47,6 +47,7 @@ from .faults_launched import measure_launched
 from .links import measure_links
 from .peers import measure_losses
 from .power import measure_power_cuts
+from .strangers import measure_strangers
 
 STEPS = 40
 CONFIG = """
@@ -349,6 +350,7 @@ PARTS: dict[str, tuple[str, Callable[[Ground, int], Rows]]] = {
         lambda on, times: measure_errors(_new(on.folder / "errors"), max(1, 128 // times)),
     ),
     "links": ("others", lambda on, times: measure_links(_new(on.folder / "links"))),
+    "strangers": ("others", lambda on, times: measure_strangers()),
     "two": ("others", lambda on, times: [measure_two(on.folder, on.config, times, on.expected)]),
     "disk": (
         "others",

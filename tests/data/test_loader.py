@@ -179,6 +179,7 @@ def test_no_validation_batches_is_refused():
         ({"num_samples": 11}, r"num_samples=11, this loader has num_samples=10"),
         ({"length": 8}, r"length=8, this loader has length=4"),
         ({"samples_seen": -4}, r"samples_seen=-4, which must be 0 or more"),
+        ({"samples_seen": 10**30}, r"samples_seen=10{30}, which must be .* less than"),
     ],
 )
 def test_a_state_of_another_run_is_refused(change, message):

@@ -662,7 +662,7 @@ def test_a_run_folder_whose_config_is_none(capsys, tmp_path, kind):
     refused(capsys, ["eval", str(path.parent)])
 
 
-@pytest.mark.parametrize("name", ["loss.png", "summary.json", "program.tmp"])
+@pytest.mark.parametrize("name", ["loss.png", "summary.json", "program.json"])
 def test_a_run_folder_in_which_something_else_stands(capsys, config, tmp_path, name):
     folder = odd(tmp_path, name, "pipe").parent
     refused(capsys, ["train", str(config), f"run_dir={folder}"])

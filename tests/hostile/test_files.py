@@ -220,8 +220,9 @@ def test_an_address_is_no_folder(address):
         ("gs://bucket/../b", "has no empty part"),
         ("s3://bucket/a\nb", "no control character"),
         ("gs://bucket/" + "a" * 1025, "at most 1024 bytes"),
-        ("gs://Not A Bucket/a", "the address of an object store"),
-        ("gs://", "the address of an object store"),
+        ("gs://Not A Bucket/a", "'Not A Bucket' cannot be the name of a bucket"),
+        ("s3://b/runs/one", "'b' cannot be the name of a bucket: it has 3 to 63"),
+        ("gs://", "'' cannot be the name of a bucket"),
         (7, "a int, which must be a path"),
     ],
 )
