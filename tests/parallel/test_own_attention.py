@@ -100,7 +100,7 @@ def test_a_ring_is_the_attention_that_it_replaces(form):
     ("mode", "function", "says"),
     [
         ("ring", attention(slopes=True), "differs from that by"),
-        ("ring", attention(CAUSAL | (np.arange(LENGTH) < 5)), "at position 5 of head"),
+        ("ring", attention(CAUSAL | (np.arange(LENGTH) < 5)), "without a mask, .* differs from that by"),
         ("ulysses", attention(slopes=True), "gives heads other results"),
     ],
 )
