@@ -61,7 +61,6 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.sample("fsdp-explicit")
 @pytest.mark.parametrize("name", ["none", "explicit", "auto", "legacy"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

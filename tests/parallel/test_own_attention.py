@@ -76,7 +76,6 @@ FORMS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.sample("window")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_ring_is_the_attention_that_it_replaces(form):
@@ -100,7 +99,11 @@ def test_a_ring_is_the_attention_that_it_replaces(form):
     ("mode", "function", "says"),
     [
         ("ring", attention(slopes=True), "differs from that by"),
-        ("ring", attention(CAUSAL | (np.arange(LENGTH) < 5)), "without a mask, .* differs from that by"),
+        (
+            "ring",
+            attention(CAUSAL | (np.arange(LENGTH) < 5)),
+            "without a mask, .* differs from that by",
+        ),
         ("ulysses", attention(slopes=True), "gives heads other results"),
     ],
 )
