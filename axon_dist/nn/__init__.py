@@ -27,6 +27,10 @@ from .attention import check_attend as check_attend
 from .attention import in_any_order as in_any_order
 from .attention import mixes as mixes
 from .attention import softmax_attention as softmax_attention
+from .attention_kind import AttentionKind as AttentionKind
+from .attention_kind import Unread as Unread
+from .attention_kind import differs_by_heads as differs_by_heads
+from .attention_kind import kind_of as kind_of
 from .layout import Axes as Axes
 from .layout import Layout as Layout
 from .layout import constrain as constrain

@@ -130,11 +130,13 @@ class Keys(NamedTuple):
         key: `[B, S, N, K]`.
         value: likewise.
         segments: integers `[B, S]`, or None.
+        positions: integers `[1, S]`, in the whole sequence; None where no window asks for them.
     """
 
     key: Array
     value: Array
     segments: Array | None = None
+    positions: Array | None = None
 
 
 class Queries(NamedTuple):
@@ -147,6 +149,7 @@ class Queries(NamedTuple):
         log_weight: of all keys, float32 `[B, T, H]`.
         delta: the sum of result times cotangent over features, float32 `[B, T, H]`.
         out: the result itself; None where it is not here.
+        positions: integers `[1, T]`, as of `Keys`.
     """
 
     query: Array
@@ -155,6 +158,7 @@ class Queries(NamedTuple):
     log_weight: Any = None
     delta: Any = None
     out: Array | None = None
+    positions: Array | None = None
 
 
 Tile: TypeAlias = tuple[PyTree, ...]
@@ -167,9 +171,14 @@ class BlockAttention:
 
     Args:
         form: `"auto"`, or one of `BLOCK_KERNELS`.
+        window: position t sees those after t - window alone; None for all. Only plain products
+            have windows, which read the positions of queries and keys, and caps.
+        softcap: c of `c tanh(score / c)`; None for scores as they are.
     """
 
     form: str = "auto"
+    window: int | None = None
+    softcap: float | None = None
 
     def forward(self, queries: Queries, keys: Keys, causal: bool = False) -> tuple[Array, Array]:
         """Attends with these keys.
@@ -196,6 +205,9 @@ class BlockAttention:
     def _run(self, method: str, queries: Queries, keys: Keys, causal: bool) -> Any:
         def run(name):
             return functools.partial(getattr(BLOCK_KERNELS[name], method), causal=causal)
+
+        if self.window is not None or self.softcap is not None:
+            return getattr(_Chunked(self.window, self.softcap), method)(queries, keys, causal)
 
         if self.form in BLOCK_KERNELS:
             why = BLOCK_KERNELS[self.form].obstacle(queries, keys)
@@ -227,23 +239,34 @@ def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array,
     return sum(parts), weight  # pyright: ignore[reportReturnType]
 
 
+@dataclasses.dataclass(frozen=True)
 class _Chunked:
-    """Matrix products on tiles of `BLOCK` queries and keys, a softmax that runs along the keys."""
+    """Matrix products on tiles of `BLOCK` queries and keys, a softmax that runs along the keys.
+
+    Args:
+        window: as of `BlockAttention`.
+        softcap: likewise.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
 
     def obstacle(self, queries: Queries, keys: Keys) -> str | None:
         return None
 
     def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
-        key_tiles = _numbered(*map(_of_keys, keys[:2]), _of_rows(keys.segments))
+        key_tiles = self._key_tiles(keys)
 
         def of_queries(_: None, tile: Tile) -> tuple[None, tuple[Array, Array]]:
-            number, query, mine = tile
+            number, query, mine, at = tile
             total = query.astype(jnp.float32) * 0
             state = (total, total[..., 0] - jnp.inf, total[..., 0])
 
             def fold(state: Tile, tile: Tile) -> tuple[Tile, None]:
-                (total, largest, weight), (place, key, value, theirs) = state, tile
-                scores = _scores(query, key, mine, theirs, causal, number, place)
+                (total, largest, weight), (place, key, value, theirs, of) = state, tile
+                scores = _capped(_scores(query, key), self.softcap)
+                scores = _masked(scores, mine, theirs, causal, number, place)
+                scores = self._in_window(scores, at, of)
                 # A row without any key keeps -inf only until the first tile, whose first key every
                 # query sees.
                 higher = jnp.maximum(largest, scores.max(-1))
@@ -257,27 +280,34 @@ class _Chunked:
             return None, (total / weight[..., None], largest + jnp.log(weight))
 
         heads = keys.key.shape[2]
-        tiles = _numbered(_of_heads(queries.query, heads), _of_rows(queries.segments))
+        rows = _of_rows(queries.segments), _of_rows(queries.positions)
+        tiles = _numbered(_of_heads(queries.query, heads), *rows)
         out, log_weight = jax.lax.scan(of_queries, None, tiles)[1]
         return _joined(out), _joined(log_weight)
 
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
         heads, dtype = keys.key.shape[2], queries.query.dtype
         mine = (queries.query, queries.cotangent.astype(dtype), queries.log_weight, queries.delta)
-        tiles = _numbered(*(_of_heads(x, heads) for x in mine), _of_rows(queries.segments))
+        rows = _of_rows(queries.segments), _of_rows(queries.positions)
+        tiles = _numbered(*(_of_heads(x, heads) for x in mine), *rows)
 
         def of_keys(of_query: Array, tile: Tile) -> tuple[Array, tuple[Array, Array]]:
-            place, key, value, theirs = tile
+            place, key, value, theirs, of = tile
 
             def add(
                 sums: tuple[Array, Array], tile: tuple[Tile, Array]
             ) -> tuple[tuple[Array, Array], Array]:
-                (number, query, cotangent, log_weight, delta, mine), of_query = tile
-                scores = _scores(query, key, mine, theirs, causal, number, place)
+                (number, query, cotangent, log_weight, delta, mine, at), of_query = tile
+                products = _scores(query, key)
+                scores = _capped(products, self.softcap)
+                scores = _masked(scores, mine, theirs, causal, number, place)
+                scores = self._in_window(scores, at, of)
                 weights = jnp.exp(scores - log_weight[..., None])
                 of_value = _product("bngts,bngtk->bnsk", weights.astype(dtype), cotangent)
                 of_weights = _product("bngtk,bnsk->bngts", cotangent, value)
                 of_scores = weights * (of_weights - delta[..., None]) * query.shape[-1] ** -0.5
+                if self.softcap is not None:
+                    of_scores = of_scores * (1 - jnp.tanh(products / self.softcap) ** 2)
                 of_scores = of_scores.astype(dtype)
                 of_key = _product("bngts,bngtk->bnsk", of_scores, query)
                 of_query = of_query + _product("bngts,bnsk->bngtk", of_scores, key)
@@ -287,10 +317,21 @@ class _Chunked:
             sums, of_query = jax.lax.scan(add, sums, (tiles, of_query))
             return of_query, sums
 
-        theirs = _numbered(*map(_of_keys, keys[:2]), _of_rows(keys.segments))
-        of_query, of_kv = jax.lax.scan(of_keys, tiles[1].astype(jnp.float32) * 0, theirs)
+        key_tiles = self._key_tiles(keys)
+        of_query, of_kv = jax.lax.scan(of_keys, tiles[1].astype(jnp.float32) * 0, key_tiles)
         of_key, of_value = (_joined(x[:, :, :, None]) for x in of_kv)
         return _joined(of_query), of_key, of_value
+
+    def _key_tiles(self, keys: Keys) -> Tile:
+        rows = _of_rows(keys.segments), _of_rows(keys.positions)
+        return _numbered(*map(_of_keys, keys[:2]), *rows)
+
+    def _in_window(self, scores: Array, at: Array | None, of: Array | None) -> Array:
+        """Scores `[B, N, G, T, S]` of which those outside of the window are hidden."""
+        if self.window is None or at is None or of is None:
+            return scores
+        distance = at[:, :, None] - of[:, None, :]
+        return jnp.where((distance < self.window)[:, None, None], scores, HIDDEN)
 
 
 class _Cudnn:
@@ -418,27 +459,39 @@ def narrowed(
 _product: Callable[..., Array] = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _scores(
-    query: Array,
-    key: Array,
+def _scores(query: Array, key: Array) -> Array:
+    """Scaled scores of a tile `[B, N, G, T, S]`, float32.
+
+    Args:
+        query: `[B, N, G, T, K]`.
+        key: `[B, N, S, K]`.
+    """
+    return _product("bngtk,bnsk->bngts", query, key) * query.shape[-1] ** -0.5
+
+
+def _capped(scores: Array, softcap: float | None) -> Array:
+    """Keeps scores within a cap c, `c tanh(score / c)`; None leaves them."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _masked(
+    scores: Array,
     mine: Array | None,
     theirs: Array | None,
     causal: bool,
     number: Array,
     place: Array,
 ) -> Array:
-    """Scaled scores of a tile `[B, N, G, T, S]`, float32, masked.
+    """Scores of a tile `[B, N, G, T, S]`, masked.
 
     Args:
-        query: `[B, N, G, T, K]`.
-        key: `[B, N, S, K]`.
+        scores: of all pairs.
         mine: segments of the queries `[B, T]`, or None.
         theirs: of the keys `[B, S]`.
         causal: whether keys behind a query are masked.
         number: which tile of queries this is.
         place: which tile of keys.
     """
-    scores = _product("bngtk,bnsk->bngts", query, key) * query.shape[-1] ** -0.5
     if mine is not None and theirs is not None:
         is_same = mine[:, :, None] == theirs[:, None, :]
         scores = jnp.where(is_same[:, None, None], scores, HIDDEN)

@@ -57,11 +57,14 @@ def ring_attention(
     *,
     form: str = "auto",
     is_distributed: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Array:
     """Attends over the whole sequence, each rank with its positions.
 
-    Equals `softmax(q k^T / sqrt(K)) v` on the gathered sequence. The backward pass goes around the
-    ring once more and recomputes the scores, so that memory is linear in the positions of a rank.
+    Equals `softmax(q k^T / sqrt(K)) v` on the gathered sequence, masked and capped as asked for.
+    The backward pass goes around the ring once more and recomputes the scores, so that memory is
+    linear in the positions of a rank.
 
     Args:
         query: `[B, T/c, H, K]`, this rank's positions.
@@ -72,6 +75,9 @@ def ring_attention(
         segments: integers `[B, T/c]`; a position sees only its own. None for one segment.
         form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
         is_distributed: whether a rank has the positions of `Ring.distribute`, not consecutive ones.
+        window: position t sees those after t - window alone; None for all. For causal attention.
+        softcap: c of `c tanh(score / c)`; None for scores as they are. Windows and caps are
+            computed by plain products, tile by tile.
 
     Returns:
         `[B, T/c, H, K]` in the dtype of `query`, in the order that they came in.
@@ -81,9 +87,10 @@ def ring_attention(
     """
     ring = Ring(axis, jax.lax.axis_size(axis), causal)
     arrays = (query, key, value, segments)
+    kernel = BlockAttention(form, window, softcap)
     if is_distributed:
-        return _attend(ring, BlockAttention(form), *arrays)
-    return ring.restore(_attend(ring, BlockAttention(form), *jax.tree.map(ring.distribute, arrays)))
+        return _attend(ring, kernel, *arrays)
+    return ring.restore(_attend(ring, kernel, *jax.tree.map(ring.distribute, arrays)))
 
 
 def ulysses_attention(
@@ -174,6 +181,11 @@ class Ring:
         rows = length // (2 * self.size)
         rank, is_later = place // (2 * rows), place // rows % 2 == 1
         return jnp.where(is_later, 2 * self.size - 1 - rank, rank) * rows + place % rows
+
+    def own_positions(self, length: int) -> Array:
+        """The positions of this rank, which has so many: int32 `[1, length]`."""
+        every = self.positions(length * self.size)
+        return jax.lax.dynamic_slice_in_dim(every, self.rank * length, length)[None]
 
     def _send(self, half: Array, parity: int, back: bool = False) -> Array:
         """Sends pieces 2r + parity to the ranks that work on them, or back."""
@@ -296,7 +308,9 @@ def _forward(
     segments: Array | None,
 ) -> tuple[Array, Residuals]:
     """Merges the results of this rank's keys and of those of every other rank."""
-    queries, keys = Queries(query, segments), Keys(key, value, segments)
+    positions = _positions(ring, kernel, query)
+    queries = Queries(query, segments, positions=positions)
+    keys = Keys(key, value, segments, positions)
     out, log_weight = kernel.forward(queries, keys, ring.causal)
 
     def visit(
@@ -322,8 +336,9 @@ def _backward(
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    queries = Queries(query, segments, cotangent, log_weight, delta, out)
-    keys = Keys(key, value, segments)
+    positions = _positions(ring, kernel, query)
+    queries = Queries(query, segments, cotangent, log_weight, delta, out, positions)
+    keys = Keys(key, value, segments, positions)
     of_query, of_key, of_value = kernel.backward(queries, keys, ring.causal)
 
     # Adds the gradients of each pair of pieces of queries and keys to those of both.
@@ -360,6 +375,11 @@ def _backward(
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _positions(ring: Ring, kernel: BlockAttention, query: Array) -> Array | None:
+    """The positions of this rank, where a window asks for them."""
+    return None if kernel.window is None else ring.own_positions(query.shape[1])
 
 
 def _queries_are_lighter(query: Array, key: Array) -> bool:

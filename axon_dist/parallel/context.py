@@ -14,11 +14,15 @@ from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import HELD, Layers, wrap_calls
 from ..core.typing import Array, Function
 from ..nn import (
+    AttentionKind,
     Layout,
     Ring,
+    Unread,
     attended,
     check_attend,
+    differs_by_heads,
     in_any_order,
+    kind_of,
     mixes,
     ring_attention,
     ulysses_attention,
@@ -46,8 +50,12 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     It may take `segments` besides, integers `[B, T]`: a position attends only to its segment.
 
     Under a causal mask a ring distributes the positions, so that all ranks have the same work: once
-    for all layers in a module with a method `residual(tokens, segments, positions)` that reads the
-    places of tokens from `positions` alone and draws no random numbers; else for each attention.
+    for all layers of a `Transformer` that draws no random numbers, else for each attention.
+
+    A ring computes softmax attention: causal or without a mask, of any scale, in a window, with
+    capped scores. Which of these a method of yours is, is read from its program and compared with
+    it on random inputs; another one is refused. Ulysses calls the method itself, with some heads,
+    of which it must make what it makes of them among all.
 
     Args:
         mode: `"ring"` sends keys and values around, c - 1 times 1/c of them, and its memory is
@@ -137,11 +145,13 @@ class ContextLayers(AdaptLayers):
         modules = [module for _, module in nnx.iter_modules(model)]
         for module in modules:
             if isinstance(module, nnx.MultiHeadAttention):
-                module.attention_fn = AttentionFunction(attention)
+                module.attention_fn = AttentionFunction(attention, module.attention_fn)
             elif mixes(module):
                 wrap_calls(module, {"attend": attention})
         for module in filter(in_any_order, modules if self.sends_around else []):
-            wrap_calls(module, {"residual": DistributedOnce(attention)})
+            # What a user's method of this name makes of the order of tokens is not known.
+            if is_own(getattr(type(module), "residual")):  # noqa: B009
+                wrap_calls(module, {"residual": DistributedOnce(attention)})
 
 
 def _is_multi_head(module: nnx.Module) -> bool:
@@ -179,20 +189,32 @@ class SplitAttention:
             DivisibilityError: when positions or heads do not divide.
             UnsupportedError: when the call has other arguments.
         """
-        causal = getattr(module, "causal", True)
         query, key, value, segments = attended(attend, module, args, kwargs)
+        arrays = query, key, value
+        kind = self._kind(attend, module, arrays, segments is not None)
         heads, lead = self.check_heads(query.shape[2]), self.layout.spec(query.shape)
         spec = PartitionSpec(lead[0], lead[1], self.layout.heads or None)
         key, value = (self._shared(x, query.shape[2], heads) for x in (key, value))
-        self._check_positions(query.shape[1], causal)
+        self._check_positions(query.shape[1], kind is not None and kind.causal)
+        factor = 1.0 if kind is None else kind.scale * query.shape[-1] ** 0.5
 
         def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
-            if self.mode is ContextMode.RING:
-                how = {
-                    "form": getattr(module, "form", "auto"),
-                    "is_distributed": self.is_distributed,
-                }
-                return ring_attention(query, key, value, self.axis, causal, *segments, **how)
+            if kind is not None:
+                # The ring itself divides by the root of the size of a head.
+                if abs(factor - 1) > 1e-6:
+                    query = query * jnp.asarray(factor, query.dtype)
+                return ring_attention(
+                    query,
+                    key,
+                    value,
+                    self.axis,
+                    kind.causal,
+                    *segments,
+                    form=getattr(module, "form", "auto"),
+                    is_distributed=self.is_distributed,
+                    window=kind.window,
+                    softcap=kind.softcap,
+                )
             names = ("query", "key", "value", "segments")
 
             def attend_all(*x):
@@ -205,6 +227,52 @@ class SplitAttention:
         # Kernels do not declare what varies over which axes.
         run = self.layout.mapped(local, specs, spec, check_vma=False)
         return run(query, key, value, *more)
+
+    def _kind(
+        self,
+        attend: Function,
+        module: Any,
+        arrays: tuple[Array, Array, Array],
+        has_segments: bool,
+    ) -> AttentionKind | None:
+        """Which attention a ring is to compute in place of a method; None for Ulysses.
+
+        Raises:
+            UnsupportedError: when a ring computes something else than the method, or under Ulysses
+                the method something else of a part of the heads.
+        """
+        query, key, value = arrays
+        is_ring, name = self.mode is ContextMode.RING, f"{type(module).__name__}.attend"
+        if isinstance(module, AttentionFunction):
+            name = "the attention_fn of nnx.MultiHeadAttention"
+        if is_own(attend):
+            causal = getattr(module, "causal", True)
+            return AttentionKind(causal, query.shape[-1] ** -0.5) if is_ring else None
+
+        def called(query: Array, key: Array, value: Array, *segments: Array) -> Array:
+            more = {"segments": segments[0]} if segments else {}
+            return attend(module, query=query, key=key, value=value, **more)
+
+        if not is_ring:
+            parts = self.check_heads(query.shape[2])
+            key, value = (self._shared(x, query.shape[2], parts) for x in (key, value))
+            why = differs_by_heads(called, (query, key, value), parts, has_segments)
+            if parts > 1 and why:
+                raise UnsupportedError(
+                    f"{name} {why}; the ranks of Ulysses call it with {query.shape[2] // parts} of "
+                    f"{query.shape[2]} heads each. Let it make of each head the same whatever "
+                    "others there are, or take another strategy, such as fsdp()"
+                )
+            return None
+        found = kind_of(called, query, key, value, has_segments)
+        if isinstance(found, Unread):
+            raise UnsupportedError(
+                f"{name} {found.why}. A ring computes softmax(scale * q k^T) v, where a position "
+                "sees all positions, or those up to its own, maybe in a window, with scores that "
+                "tanh may cap. Take context_parallel('ulysses'), whose ranks call the method "
+                "itself with whole sequences of some heads, or write it as one of these"
+            )
+        return found
 
     @property
     def size(self) -> int:
@@ -314,15 +382,15 @@ class DistributedOnce:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFunction:
-    """`SplitAttention` in the form that `nnx.MultiHeadAttention` calls: not causal, no mask.
+    """`SplitAttention` in the form that `nnx.MultiHeadAttention` calls, without a mask.
 
     Args:
         attention: what runs.
+        function: the one that the module had.
     """
 
     attention: SplitAttention
-
-    causal = False
+    function: Function
 
     def __call__(
         self, query: Array, key: Array, value: Array, mask: Any = None, **options: Any
@@ -335,10 +403,16 @@ class AttentionFunction:
         if mask is not None or (options.get("dropout_rate") and not options.get("deterministic")):
             raise UnsupportedError(
                 "context parallelism of nnx.MultiHeadAttention takes no mask and no dropout of the "
-                "attention weights: make it with dropout_rate=0.0, and for causal attention write "
-                "a module with a method attend(query, key, value)"
+                "attention weights: make it with dropout_rate=0.0, and for causal attention call "
+                "it with is_causal=True, or write a module with a method attend(query, key, value)"
             )
-        return self.attention(
-            lambda _, query, key, value: nnx.dot_product_attention(query, key, value),
-            *(self, query, key, value),
-        )
+
+        def attend(_: Any, query: Array, key: Array, value: Array) -> Array:
+            return self.function(query, key, value, **options)
+
+        return self.attention(attend, self, query, key, value)
+
+
+def is_own(method: Function) -> bool:
+    """Whether a method is one of this library, whose attention is what its attributes say."""
+    return method.__module__.startswith(("axon_dist.models.", "axon_dist.nn."))

@@ -1,0 +1,427 @@
+"""Which attention a function of a user's computes, read from its program and tried on numbers.
+
+A ring computes `softmax(scale * q k^T) v`, where a position sees all positions, or those up to its
+own, maybe in a window, with scores that may be capped. Before it stands in for a function, that
+function is traced and run on small inputs, which show its mask, its scale and its cap; the kind
+that they add up to is then compared with it on random inputs. What is no such kind is not replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ..core.compat import eval_jaxpr, inner_programs
+from ..core.typing import Array
+
+MOST_SCORES = 2**22
+"""A function is tried on sequences of as many scores in all heads, or on shorter ones."""
+
+_CLOSE = 5e-5
+"""How far float32 results of one function in two spellings differ, for values of size 1."""
+
+_LOW = {"bfloat16", "float16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKind:
+    """`softmax(cap(scale * q k^T) + mask) v` by heads; query heads in a row share a key head.
+
+    Args:
+        causal: position t sees positions 0 to t; otherwise all.
+        scale: what scores are multiplied by.
+        window: position t sees those after t - window alone; None for all.
+        softcap: c of `c tanh(score / c)`; None for scores as they are.
+    """
+
+    causal: bool
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        parts = ["causal" if self.causal else "without a mask", f"of scale {self.scale:.6g}"]
+        parts += [f"in a window of {self.window}"] if self.window is not None else []
+        parts += [f"capped at {self.softcap:.6g}"] if self.softcap is not None else []
+        return ", ".join(parts)
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, segments: Array | None = None
+    ) -> Array:
+        """Computes it, with all scores in memory; arguments as of `ring_attention`."""
+        shared = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
+        scores = jnp.einsum("bthk,bshk->bhts", query, key) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+        visible = jnp.ones(distance.shape, bool)[None, None]
+        if self.causal:
+            visible &= distance >= 0
+        if self.window is not None:
+            visible &= distance < self.window
+        if segments is not None:
+            visible &= (segments[:, :, None] == segments[:, None, :])[:, None]
+        weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
+        return jnp.einsum("bhts,bshk->bthk", weights, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """Why a function is no attention of a kind.
+
+    Args:
+        why: what it does, as the end of a sentence about it.
+    """
+
+    why: str
+
+
+def kind_of(
+    attend: Callable[..., Array],
+    query: Any,
+    key: Any,
+    value: Any,
+    has_segments: bool = False,
+) -> AttentionKind | Unread:
+    """Reads which attention a function computes.
+
+    Args:
+        attend: (query, key, value, maybe segments) -> results; may be called where JAX traces.
+        query: `[B, T, H, K]`, arrays or shapes.
+        key: `[B, T, N, K]`.
+        value: likewise.
+        has_segments: whether it is given segments, integers `[B, T]`.
+
+    Returns:
+        The kind, or why it is none.
+
+    Example:
+        >>> heads = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32)
+        >>> def attend(query, key, value):
+        ...     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        >>> str(kind_of(attend, heads, heads, heads))
+        'causal, of scale 0.25'
+    """
+    shapes = [tuple(x.shape[1:]) for x in (query, key, value)]
+    (length, heads, size), (key_length, key_heads, key_size), (_, _, value_size) = shapes
+    if key_length != length:
+        return Unread(f"has {length} queries and {key_length} keys")
+    if heads % key_heads or size != key_size or value_size != size:
+        return Unread(f"has queries, keys and values of shapes {shapes}")
+    tried = length
+    while heads * tried * tried > MOST_SCORES and tried % 2 == 0:
+        tried //= 2
+    if heads * tried * tried > 4 * MOST_SCORES:
+        return Unread(f"has {length} positions, an odd number that is too large to try it")
+    program = _program(attend, tried, (heads, key_heads, size), has_segments)
+    if isinstance(program, Unread):
+        return program
+    if tried < length:
+        whole = _program(attend, length, (heads, key_heads, size), has_segments)
+        if isinstance(whole, Unread):
+            return whole
+        if hidden := _unseen(whole, tried, length):
+            return Unread(
+                f"has the number {hidden:g} in it, such as a window that may be that long"
+            )
+    return _read(_Key(program), tried, (heads, key_heads, size), has_segments)
+
+
+def differs_by_heads(
+    attend: Callable[..., Array],
+    heads_of: tuple[Any, Any, Any],
+    parts: int,
+    has_segments: bool = False,
+) -> str:
+    """Why a function of some heads is not what it makes of them among all heads; "" if it is.
+
+    Args:
+        attend: as of `kind_of`; it may compute with values of a module.
+        heads_of: queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, arrays or shapes.
+        parts: how many calls share the heads.
+        has_segments: whether it is given segments, integers `[B, T]`.
+    """
+    shapes = [tuple(x.shape[1:]) for x in heads_of]
+    (length, heads, _), (key_length, _, _), _ = shapes
+    tried = length
+    while heads * tried * tried > MOST_SCORES // 16 and tried % 2 == 0 and key_length == length:
+        tried //= 2
+    rng, known = np.random.default_rng(1), dict[int, np.ndarray]()
+
+    def run(length: int, arrays: list[np.ndarray]) -> np.ndarray:
+        more = [np.zeros((1, length), np.int32)] if has_segments else []
+        with jax.default_matmul_precision("highest"):
+            program = jax.make_jaxpr(attend)(*arrays, *more)
+        for const in program.consts:
+            if isinstance(const, Tracer) and id(const) not in known:
+                if jnp.issubdtype(const.dtype, jax.dtypes.extended):
+                    raise ValueError("it draws random numbers")
+                numbers = np.abs(rng.normal(size=const.shape))
+                known[id(const)] = np.asarray(numbers).astype(const.dtype)
+        consts = [known.get(id(x), x) if isinstance(x, Tracer) else x for x in program.consts]
+        closed = ClosedJaxpr(program.jaxpr, [np.asarray(x) for x in consts])
+        return np.asarray(jax.jit(lambda *xs: eval_jaxpr(closed, xs)[0])(*arrays, *more))
+
+    def compare(length: int) -> str:
+        lengths = (length, key_length if length == shapes[0][0] else length)
+        sizes = [(1, lengths[i > 0], *shape[1:]) for i, shape in enumerate(shapes)]
+        arrays = [rng.normal(size=size).astype(np.float32) for size in sizes]
+        whole = run(length, arrays)
+        cuts = zip(*(np.split(x, parts, axis=2) for x in arrays), strict=True)
+        pieces = np.concatenate([run(length, list(cut)) for cut in cuts], axis=2)
+        worst = float(np.abs(whole - pieces).max())
+        return "" if worst < 1e-3 else f"gives heads other results by {worst:.2g} where others are"
+
+    with jax.ensure_compile_time_eval():
+        for size in dict.fromkeys((tried, length)):
+            try:
+                return compare(size)
+            except Exception as error:
+                said = " ".join(str(error).split())
+                failed = f"cannot be called with a part of the heads: {said:.200}"
+    return failed
+
+
+def _program(
+    attend: Callable[..., Array], length: int, sizes: tuple[int, int, int], has_segments: bool
+) -> ClosedJaxpr | Unread:
+    """The function as a program of one float32 sample; why not, where it needs more than that."""
+    heads, key_heads, size = sizes
+    shapes = [(1, length, n, size) for n in (heads, key_heads, key_heads)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    if has_segments:
+        arrays.append(jax.ShapeDtypeStruct((1, length), jnp.int32))
+    try:
+        with jax.default_matmul_precision("highest"):
+            program = jax.make_jaxpr(attend)(*arrays)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        return Unread(f"cannot be tried on one sample of {length} positions: {said:.200}")
+    if any(isinstance(value, Tracer) for value in program.consts):
+        return Unread(
+            "computes with parameters, random numbers or other values besides queries, keys and "
+            "values"
+        )
+    results: list[Any] = list(program.out_avals)
+    if len(results) != 1 or results[0].shape != shapes[0]:
+        return Unread("returns something else than an array like the queries")
+    return program
+
+
+class _Key:
+    """A program with its constants, compared by what it says.
+
+    Args:
+        program: without tracers.
+    """
+
+    def __init__(self, program: ClosedJaxpr):
+        self.program = program
+        self.consts = [np.asarray(value) for value in program.consts]
+        contents = ((x.shape, str(x.dtype), x.tobytes()) for x in self.consts)
+        self._said = (str(program.jaxpr), *contents)
+
+    def __hash__(self) -> int:
+        return hash(self._said)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._said == other._said
+
+
+@functools.lru_cache(maxsize=64)
+def _read(
+    key: _Key, length: int, sizes: tuple[int, int, int], has_segments: bool
+) -> AttentionKind | Unread:
+    closed = ClosedJaxpr(key.program.jaxpr, key.consts)
+    compiled = jax.jit(lambda *arrays: eval_jaxpr(closed, arrays)[0].astype(jnp.float32))
+    zeros = np.zeros((1, length), np.int32)
+
+    def run(*arrays: np.ndarray, segments: np.ndarray = zeros) -> np.ndarray:
+        more = (segments,) if has_segments else ()
+        return np.asarray(compiled(*arrays, *more))
+
+    with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
+        is_low = any(str(value.aval.dtype) in _LOW for value in _values(closed.jaxpr))
+        numbers = sorted(set(_numbers(closed)))
+        found = _Trial(run, length, sizes, numbers, 6e-2 if is_low else 5e-4).kind()
+        if isinstance(found, Unread):
+            return found
+        return _compared(found, run, length, sizes, has_segments, is_low)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """Runs a function on inputs that show its mask, its scale and its cap.
+
+    Args:
+        run: (queries, keys, values) -> results.
+        length: positions.
+        sizes: heads of queries, heads of keys, and the size of a head.
+        numbers: those that stand in its program.
+        close: how far scores may be from what explains them, relative to them.
+    """
+
+    run: Callable[..., np.ndarray]
+    length: int
+    sizes: tuple[int, int, int]
+    numbers: Sequence[float]
+    close: float
+
+    def kind(self) -> AttentionKind | Unread:
+        """What it seems to compute."""
+        query, key, value = self._inputs()
+        value[:, 0] = 1
+        # Of equal scores a position takes the mean: 1 / the number of keys that it sees.
+        share = self.run(query, key, value)[0, :, 0, 0]
+        if not np.isfinite(share).all():
+            return Unread("gives NaN or infinity for queries of 0")
+        causal = self.length > 1 and share[0] > 1 - 1e-3
+        blind = np.flatnonzero(share < 1e-3 / self.length)
+        window = int(blind[0]) if causal and len(blind) else None
+        row = 1 if causal else self.length - 1
+        seen = 2 if causal else self.length
+        if self.length < 2 or window == 1:
+            return Unread("lets every position see one key alone")
+        fitted = self._fit(row, seen)
+        if fitted is None:
+            return Unread("has scores that are no multiple of q k^T by a number of its program")
+        return AttentionKind(bool(causal), fitted[0], window, fitted[1])
+
+    def _inputs(self) -> list[np.ndarray]:
+        heads, key_heads, size = self.sizes
+        shapes = [(1, self.length, n, size) for n in (heads, key_heads, key_heads)]
+        return [np.zeros(shape, np.float32) for shape in shapes]
+
+    def _score(self, product: float, row: int, seen: int) -> float:
+        """What a product of query and key becomes before the softmax, where others are 0."""
+        query, key, value = self._inputs()
+        # Where several keys give the same score, one of weight close to 1 says little.
+        query[..., 0], key[:, 0, :, 0], value[:, 0] = product, 1, 1
+        weight = float(self.run(query, key, value)[0, row, 0, 0])
+        if not 0 < weight < 1:
+            return math.nan
+        return math.log(weight * (seen - 1) / (1 - weight))
+
+    def _fit(self, row: int, seen: int) -> tuple[float, float | None] | None:
+        """The scale and the cap that explain two scores; both are numbers that the program has."""
+        product = math.sqrt(self.sizes[2])
+        for _ in range(8):
+            score = self._score(product, row, seen)
+            if not math.isfinite(score) or abs(score) > 2:
+                product /= 4
+            elif abs(score) < 0.4:
+                product *= 4
+            else:
+                break
+        # Of large scores little is left of the smaller weight in a low precision.
+        products = product, product * (4 if self.close < 1e-2 else 2)
+        scores = [self._score(x, row, seen) for x in products]
+        if not all(map(math.isfinite, scores)) or not all(scores):
+            return None
+        estimate = scores[0] / product
+
+        def error(scale: float, cap: float | None) -> float:
+            made = [_cap(scale * x, cap) for x in products]
+            return max(abs(x / y - 1) for x, y in zip(made, scores, strict=True))
+
+        caps = [x for x in self.numbers if x > 0.1]
+        for known in self._scales():
+            scales = sorted(x for x in known if 0.9 < x / estimate < 3)
+            for pairs in (itertools.product(scales, [None]), itertools.product(scales, caps)):
+                best = min(pairs, key=lambda pair: error(*pair), default=None)
+                if best is not None and error(*best) < self.close:
+                    return best
+        return None
+
+    def _scales(self) -> Iterator[set[float]]:
+        """What scores may be scaled by: numbers of the program, then their products."""
+        size = self.sizes[2]
+        known = {1.0, size**-0.5, size**-0.25, *(x for x in self.numbers if x)}
+        single = {z for x in known for z in (x, 1 / x)}
+        yield {*single, *(-x for x in single)}
+        products = {x * y for x, y in itertools.product(single, single)}
+        yield {*products, *(-x for x in products)}
+
+
+def _cap(score: float, cap: float | None) -> float:
+    return score if cap is None else cap * math.tanh(score / cap)
+
+
+def _compared(
+    kind: AttentionKind,
+    run: Callable[..., np.ndarray],
+    length: int,
+    sizes: tuple[int, int, int],
+    has_segments: bool,
+    is_low: bool,
+) -> AttentionKind | Unread:
+    """The kind, where the function computes the same of random inputs."""
+    heads, key_heads, size = sizes
+    rng = np.random.default_rng(0)
+    shapes = [(1, length, n, size) for n in (heads, key_heads, key_heads)]
+    reference = jax.jit(kind)
+    # Scores of about 0, 1 and 4: the first show every key that one of two sees and not the other.
+    for score in (0.0, 1.0, 4.0):
+        query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+        query *= np.float32(score / (abs(kind.scale) * math.sqrt(size)))
+        segments = np.sort(rng.integers(0, 3, (1, length))).astype(np.int32)
+        if not has_segments:
+            segments *= 0
+        got = run(query, key, value, segments=segments)
+        want = np.asarray(reference(query, key, value, segments if has_segments else None))
+        # A key too many or too few changes a mean of n values by about 1 / n.
+        exact = min(_CLOSE, 0.05 / length) if score == 0 else _CLOSE
+        close = 3e-2 if is_low else exact
+        differences = np.abs(got - want)
+        worst = float(np.nanmax(differences)) if np.isfinite(got).all() else math.inf
+        if not worst <= close:
+            at = np.unravel_index(int(np.nanargmax(differences)), got.shape)
+            return Unread(
+                f"seems to be attention {kind}, and differs from that by {worst:.2g} on random "
+                f"inputs, at position {at[1]} of head {at[2]}"
+            )
+    return kind
+
+
+def _values(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield from equation.outvars
+        for inner in inner_programs(equation):
+            yield from _values(inner)
+
+
+def _numbers(closed: ClosedJaxpr) -> Iterator[float]:
+    """The numbers that stand in a program: literals, and constants of one element."""
+    yield from _literals(closed.jaxpr)
+    for value in closed.consts:
+        if np.size(value) == 1 and np.asarray(value).dtype.kind in "iuf":
+            yield abs(float(np.asarray(value).reshape(())))
+
+
+def _literals(jaxpr: Any) -> Iterator[float]:
+    for equation in jaxpr.eqns:
+        for operand in equation.invars:
+            if isinstance(operand, Literal) and np.size(operand.val) == 1:
+                number = abs(float(np.asarray(operand.val).reshape(())))
+                if math.isfinite(number) and 1e-6 < number < 1e6:
+                    yield number
+        for inner in inner_programs(equation):
+            yield from _literals(inner)
+
+
+def _unseen(whole: ClosedJaxpr, tried: int, length: int) -> float:
+    """A number of the program of a long sequence that shorter ones do not show; 0 for none."""
+    if any(np.size(value) >= tried for value in whole.consts):
+        return max(float(np.size(value)) for value in whole.consts)
+    return next((x for x in _numbers(whole) if tried <= x and x not in (length, length - 1)), 0)

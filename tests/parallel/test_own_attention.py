@@ -1,0 +1,132 @@
+"""A ring in place of attention of the user's: the same function, or refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.nn import Unread, kind_of
+from axon_dist.parallel import context_parallel
+
+WIDTH, LENGTH, HEADS, VOCAB = 16, 16, 2, 32
+CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
+
+
+def attention(mask=CAUSAL, scale=(WIDTH // HEADS) ** -0.5, cap=None, slopes=False):
+    def attend(query, key, value):
+        scores = jnp.einsum("bthd,bshd->bhts", query, key) * scale
+        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+        if slopes:
+            heads = jnp.arange(query.shape[2]) / query.shape[2]
+            scores = scores - heads[:, None, None] * jnp.arange(LENGTH)
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), -1)
+        return jnp.einsum("bhts,bshd->bthd", weights, value)
+
+    return attend
+
+
+class Attention(nnx.Module):
+    def __init__(self, function, rngs):
+        self.qkv, self.out = (
+            nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs),
+            nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+        )
+        self.function = function
+
+    def attend(self, query, key, value):
+        return self.function(query, key, value)
+
+    def __call__(self, x):
+        heads = jnp.split(self.qkv(x), 3, -1)
+        query, key, value = (y.reshape(*x.shape[:2], HEADS, -1) for y in heads)
+        return self.out(self.attend(query, key, value).reshape(x.shape))
+
+
+class Model(nnx.Module):
+    def __init__(self, function):
+        rngs = nnx.Rngs(0)
+        self.embed, self.head = (
+            nnx.Embed(VOCAB, WIDTH, rngs=rngs),
+            nnx.Linear(WIDTH, VOCAB, rngs=rngs),
+        )
+        self.attention = Attention(function, rngs)
+
+    def __call__(self, tokens):
+        x = 3 * self.embed(tokens)
+        return self.head(x + self.attention(x))
+
+
+def loss_fn(model, batch):
+    logits = model(batch["x"])
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH + 1)).astype(np.int32)
+BATCH = {"x": TOKENS[:, :-1], "y": TOKENS[:, 1:]}
+FORMS = {
+    "window": attention(CAUSAL & ~np.tril(CAUSAL, -4)),
+    "full": attention(np.ones((LENGTH, LENGTH), bool)),
+    "scale": attention(scale=0.5),
+    "cap": attention(cap=2.0),
+    "cap and window": attention(CAUSAL & ~np.tril(CAUSAL, -6), cap=1.5),
+}
+
+
+@pytest.mark.sample("window")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_ring_is_the_attention_that_it_replaces(form):
+    make = lambda: Model(FORMS[form])
+    loss, grads = nnx.value_and_grad(loss_fn)(make(), BATCH)
+    step = build_train_step(
+        make,
+        optax.sgd(0.1),
+        loss_fn,
+        context_parallel("ring"),
+        World.emulate(2, "cp=2"),
+        batch=BATCH,
+    )
+    got, metrics = step.gradients(step.init(), BATCH)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    want = nnx.to_pure_dict(grads)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    ("mode", "function", "says"),
+    [
+        ("ring", attention(slopes=True), "differs from that by"),
+        (
+            "ring",
+            attention(CAUSAL | (np.arange(LENGTH) < 5)),
+            "without a mask, .* differs from that by",
+        ),
+        ("ulysses", attention(slopes=True), "gives heads other results"),
+    ],
+)
+def test_other_attention_is_refused(mode, function, says):
+    with pytest.raises(UnsupportedError, match=says):
+        build_train_step(
+            lambda: Model(function),
+            optax.sgd(0.1),
+            loss_fn,
+            context_parallel(mode),
+            World.emulate(2, "cp=2"),
+            batch=BATCH,
+        )
+
+
+def test_a_window_longer_than_the_trial_is_found_in_the_program():
+    def attend(query, key, value):
+        distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+        scores = jnp.einsum("bthd,bshd->bhts", query, key) * 0.25
+        scores = jnp.where((distance >= 0) & (distance < 3000), scores, -1e9)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, -1), value)
+
+    heads = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.float32)
+    found = kind_of(attend, heads, heads, heads)
+    assert isinstance(found, Unread)
+    assert "3000" in found.why
