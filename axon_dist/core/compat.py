@@ -582,7 +582,7 @@ def source_frames(
     is_within = False
     for raw in traceback.frames:
         name = raw.function_name.rpartition(".")[2]
-        if name == "backward_pass" and not is_within:
+        if name.startswith("backward_pass") and not is_within:
             return frames, None
         here = lines.get((raw.file_name, raw.line_num))
         if is_within and here is not None:

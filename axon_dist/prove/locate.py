@@ -401,7 +401,12 @@ class Search:
         start, name = self._origin(value, relation), operation.name
         joined = {relation.joined for _, relation in parts}
         others = len(reads_of(operation.reads)) - len(parts)
-        if name in ("add", "add_any", "sub") and joined == {SUM} and others == 1:
+        is_summed = any(
+            o.number > operation.number and (o.name in _SUMS or o.name == "reduce_sum")
+            for o in visited
+        )
+        is_addition = name in ("add", "add_any", "sub") and others == 1
+        if is_addition and is_summed and joined == {SUM}:
             return self._found(Kind.BIAS, operation, relation.over)
         if joined & {MAX, MIN}:
             return self._found(Kind.LOCAL_SOFTMAX, start, relation.over)

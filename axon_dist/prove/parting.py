@@ -16,11 +16,13 @@ from .check import bound_of, places_of
 from .inputs import draws_of
 from .locate import Recorded, Search, align
 from .meshes import find_mesh, sizes_of
-from .program import Operation, Value, reads_of
+from .program import Operation, Value
 from .report import Place, finite
 from .trace import Subject, Traced, subject_of
 
 _NOISY = 3
+_NEAR = 6
+"""So many operations before one are of the same layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,11 +213,10 @@ class _Bisection:
     def _ordinal(self, blamed: Operation, search: Search) -> int:
         """How often the lines up to this one have run, this time included.
 
-        What differs may stand in one layer only; what it reads is computed in every one.
+        What differs may stand in one layer only; what is near to it is computed in every one.
         """
-        near = {blamed}
-        for _ in range(2):
-            near |= {r.maker for o in near for r in reads_of(o.reads) if r.maker is not None}
+        number = blamed.number
+        near = self._other.program.operations[max(0, number - _NEAR) : number + 1]
         return max(self._times(operation, search) for operation in near)
 
     def _times(self, operation: Operation, search: Search) -> int:

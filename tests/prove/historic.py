@@ -50,8 +50,8 @@ def loss_divided_by_local_tokens(mesh):
 @known("torchtitan 4154")
 def gradient_norm_without_the_tensor_axis(mesh):
     def clip(g):
-        squares = lax.psum(jnp.sum(g * g), "dp")
-        norm = jnp.sqrt(squares)  # wrong
+        squares = lax.psum(jnp.sum(g * g), "dp")  # wrong
+        norm = jnp.sqrt(squares)
         return g / norm
 
     spec = P("dp", "tp")
