@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .compat import OwnContext, current_reader, is_in_trace, read_shardings
 from .errors import ConfigError, UnsupportedError, did_you_mean
-from .typing import Array, Function
+from .typing import Array
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -264,13 +264,14 @@ def in_own_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-def in_context_of_step(method: Function) -> Function:
+def in_context_of_step(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Has a method run in the context of its step, whose names of axes `self.axis_names` are."""
 
     @functools.wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with own_context(self.axis_names):
-            return method(self, *args, **kwargs)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        step: Any = args[0]
+        with own_context(step.axis_names):
+            return method(*args, **kwargs)
 
     return run
 

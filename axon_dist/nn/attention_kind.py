@@ -183,6 +183,7 @@ def differs_by_heads(
         worst = float(np.abs(whole - pieces).max())
         return "" if worst < 1e-3 else f"gives heads other results by {worst:.2g} where others are"
 
+    failed = ""
     with jax.ensure_compile_time_eval():
         for size in dict.fromkeys((tried, length)):
             try:

@@ -209,7 +209,7 @@ class Search:
             return None
         frontier, visited, exits = self._back(output)
         found = [self._judge(operation, visited) for operation in frontier]
-        found += [self._at_exit(*one, visited) for one in exits]
+        found += [self._at_exit(at, inner, visited) for at, inner in exits]
         found = [one for one in found if one is not None]
         firsts = [o for o in found if o.kind in (Kind.POSITION, Kind.ONE_KEY)]
         known = [o for o in found if o.kind is not Kind.DIFFERS]
@@ -231,11 +231,13 @@ class Search:
         """An operation with its lines, and by how much its value differs."""
         return self._found(Kind.DIFFERS, operation, ())
 
-    def _back(self, output: Value) -> tuple[list[Operation], set[Operation], list[tuple]]:
+    def _back(
+        self, output: Value
+    ) -> tuple[list[Operation], set[Operation], list[tuple[Operation, Value]]]:
         """Walks back from a wrong value; returns where it starts, and what it went through."""
         frontier: set[Operation] = set()
         visited: set[Operation] = set()
-        exits: list[tuple[Operation, Value, Any]] = []
+        exits: list[tuple[Operation, Value]] = []
         waiting = [output]
         seen: set[Value] = set()
         while waiting:
@@ -271,23 +273,21 @@ class Search:
                 return None
             if self.relation(inner) is None:
                 return inner
-            exits.append((operation, inner, operation.equation.params["out_specs"][at]))
+            exits.append((operation, inner))
             return None
         turn = operation.turn
         if turn is None or at >= len(turn.outputs):
             return None
         # Rows that are right in this turn may be wrong in the next, for what it carries is.
         for inner in (turn.outputs[at], *turn.outputs):
-            is_bad = isinstance(inner, Value) and self.relation(inner) is None
-            if is_bad and not self.is_coordinate(inner):
+            if not isinstance(inner, Value) or self.relation(inner) is not None:
+                continue
+            if not self.is_coordinate(inner):
                 return inner
         return None
 
-    def _at_exit(
-        self, operation: Operation, value: Value, spec: Any, visited: set[Operation]
-    ) -> Found | None:
+    def _at_exit(self, operation: Operation, value: Value, visited: set[Operation]) -> Found | None:
         """A value that is right on the ranks, and is put together wrongly where it leaves them."""
-        del spec
         relation = self.relation(value)
         if relation is None:
             return None

@@ -16,6 +16,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from ..core.errors import ConfigError, MeshError, reworded
@@ -162,7 +163,7 @@ def _parts(thing: Any) -> list[Any]:
     if isinstance(thing, (NamedSharding, Mesh)):
         return [] if isinstance(thing, Mesh) else [thing.mesh]
     if isinstance(thing, jax.Array):
-        is_placed = not isinstance(thing, jax.core.Tracer)
+        is_placed = not isinstance(thing, Tracer)
         return [thing.sharding] if is_placed and isinstance(thing.sharding, NamedSharding) else []
     if isinstance(thing, types.FunctionType):
         cells = [_content(cell) for cell in thing.__closure__ or ()]

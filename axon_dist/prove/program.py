@@ -482,13 +482,15 @@ def _plan(operation: Operation) -> dict[str, str]:
 
 def _same_read(one: Read, other: Read, names: dict[Value, Value]) -> bool:
     if isinstance(one, Literal) or isinstance(other, Literal):
-        is_both = isinstance(one, Literal) and isinstance(other, Literal)
-        return is_both and bool(np.array_equal(one.val, other.val, equal_nan=False))
+        if not (isinstance(one, Literal) and isinstance(other, Literal)):
+            return False
+        return bool(np.array_equal(one.val, other.val))
     if one.maker is None or other.maker is None:
         # Inputs and constants: a constant must hold the same numbers.
         held = one.constant, other.constant
         if one.maker is not other.maker or (held[0] is None) != (held[1] is None):
             return False
-        is_same = held[0] is None or np.array_equal(*(np.asarray(plain(x)) for x in held))
+        first, second = (np.asarray(plain(x)) for x in held)
+        is_same = held[0] is None or np.array_equal(first, second)
         return bool(is_same) and names.setdefault(one, other) is other
     return names.get(one) is other

@@ -82,7 +82,7 @@ def _bytes(count: int) -> str:
 
 def _options(step: TrainStep) -> Sequence[str]:
     """Precision, recomputation, the loop over blocks, and what the compiler is told."""
-    strategy, options = step.strategy, step.options
+    strategy = step.strategy
     blocks = "; ".join(map(str, step.loop_choices)) or "known once the step has seen a batch"
     told = step.compiler_options
     return [
