@@ -220,7 +220,7 @@ class Search:
         if not isinstance(output, Value):
             return None
         frontier, _, exits = self._back(output)
-        found = [*frontier, *(operation for operation, _, _ in exits)]
+        found = [*frontier, *(operation for operation, _ in exits)]
         return min(found, key=lambda o: o.number, default=None)
 
     def lines_of(self, operation: Operation) -> list[Frame]:
@@ -264,7 +264,7 @@ class Search:
                 frontier.add(operation)
         return sorted(frontier, key=lambda o: o.number), visited, exits
 
-    def _inside(self, operation: Operation, value: Value, exits: list[tuple]) -> Value | None:
+    def _inside(self, operation: Operation, value: Value, exits: list[tuple[Operation, Value]]) -> Value | None:
         """The value within a region that a wrong result comes from."""
         at = operation.results.index(value)
         if operation.is_map:
