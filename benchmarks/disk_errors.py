@@ -67,7 +67,7 @@ def little_run(root: Path, resume: str | None, saved: list[int]) -> None:
         assert first is not None
         if resume:
             state: Any = types.SimpleNamespace(step=first)
-            _go_on(config, directory, state, told.append)
+            _go_on(config, directory, state, told.append, told=())
         writer = stack.enter_context(
             contextlib.closing(JsonlWriter(directory.metrics, told.append))
         )

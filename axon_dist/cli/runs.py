@@ -68,7 +68,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 def _keywords(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
     """The keyword arguments of a verb's function, as typed."""
-    return {n: x for n, x in vars(arguments).items() if n not in ("verb", "json", *but)}
+    return {n: x for n, x in vars(arguments).items() if n not in ("verb", "began", "json", *but)}
 
 
 def _print(line: str) -> None:

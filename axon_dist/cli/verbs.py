@@ -422,7 +422,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     _verb(
         "prove",
-        "Compare a parallel program with itself on one device, and name the wrong line.",
+        "Compare a program with itself on one device.",
         "proofs:prove",
         _argument(
             "target", "a function of a file, such as step.py:train_step", metavar="FILE:NAME"

@@ -140,12 +140,13 @@ def _comparison(
     return compare
 
 
-def check_fields(thing: Any, who: str = "") -> None:
+def check_fields(thing: Any, who: str = "", but: tuple[str, ...] = ()) -> None:
     """Compares the fields of a dataclass with their annotations.
 
     Args:
         thing: the dataclass.
         who: the name in messages; "" takes that of its class.
+        but: fields that are left out.
 
     Raises:
         ConfigError: about the first field that is of another kind.
@@ -159,7 +160,8 @@ def check_fields(thing: Any, who: str = "") -> None:
         axon_dist.core.errors.ConfigError: Span got length='8', a str; give a whole number, or None
     """
     for name, kind in _kinds_of_fields(type(thing)):
-        kind.check(who or type(thing).__name__, name, getattr(thing, name))
+        if name not in but:
+            kind.check(who or type(thing).__name__, name, getattr(thing, name))
 
 
 @functools.cache

@@ -265,7 +265,8 @@ class TransformerConfig(Presets):
             ConfigError: a size is not positive, heads do not divide, or a name is unknown.
             DTypeError: a dtype is not a floating-point one.
         """
-        check_types(self)
+        # Dtypes may be given as JAX spells them; `check_floats` reads them.
+        check_types(self, but=("dtype", "param_dtype"))
         sizes = ("vocab_size", "width", "num_layers", "num_heads", "max_length")
         check_at_least_one(self, (*sizes, "kv_heads", "key_size", "hidden_size"))
         self._check_heads()

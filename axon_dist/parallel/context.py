@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
@@ -415,4 +416,5 @@ class AttentionFunction:
 
 def is_own(method: Function) -> bool:
     """Whether a method is one of this library, whose attention is what its attributes say."""
-    return method.__module__.startswith(("axon_dist.models.", "axon_dist.nn."))
+    # A method that other strategies have wrapped is asked about itself.
+    return inspect.unwrap(method).__module__.startswith(("axon_dist.models.", "axon_dist.nn."))

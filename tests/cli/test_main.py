@@ -24,7 +24,7 @@ def error_of(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "axon: error: got no verb. Valid: completion, config, "),
+        ([], "axon: error: got no verb. Valid: bisect, completion, "),
         (["trian"], "axon: error: there is no verb 'trian'. Did you mean 'train'?"),
         (["train", "none.yaml"], "axon: error: cannot read the config 'none.yaml': No such file"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from axon_dist.core.weighted import Weighted
+from axon_dist.core.weighted import Weighted, WithTerm
 
 METRICS = ("loss", "grad_norm", "param_norm")
 """Every number that a step can be asked to report."""
@@ -40,34 +40,48 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
     """Trains on one device: microbatches in a Python loop, sums divided by the total weight.
 
     Each draws the rows that the whole batch would draw for its samples, and counts of random
-    streams advance once per step.
+    streams advance once per step. A term that is added to the mean of a microbatch counts by its
+    samples.
     """
     graphdef, params, buffers = nnx.split(case.make(), nnx.Param, ...)
     counts = {k for k, _ in nnx.to_flat_state(nnx.filter_state(buffers, nnx.RngCount))}
     params, buffers = nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
     opt_state, update = jax.jit(optimizer.init)(params), compiled_update(optimizer)
 
-    def total_of(params, buffers, batch, index):
+    def total_of(params, buffers, batch, index, mean_weight):
         model = nnx.merge(graphdef, params, buffers, copy=True)
         with drawn_as_whole(index, accumulate):
             value = case.loss_fn(model, batch)
         loss, extra = value if isinstance(value, tuple) else (value, {})
         loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
+        total = loss.total
+        if isinstance(loss, WithTerm) and mean_weight is not None:
+            samples = len(jax.tree.leaves(batch)[0])
+            total = total + loss.term * (mean_weight * samples - loss.weight)
+            of_samples.update(loss.metrics)
         buffers = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-        return loss.total, (loss.weight, extra, buffers)
+        return total, (loss.weight, extra, buffers)
 
+    of_samples = set()
     gradient = jax.jit(jax.value_and_grad(total_of, has_aux=True))
+    weight_of = jax.jit(lambda *arguments: total_of(*arguments, None)[1][0])
     all_metrics, all_grads = [], []
     for step in range(num_steps):
         pieces = {name: split(leaf, accumulate) for name, leaf in case.batch(step).items()}
         totals, weights, extras = [], [], []
         grads, first = jax.tree.map(np.zeros_like, params), buffers
+        mean_weight = None
+        if accumulate > 1:
+            cut = [{name: leaf[i] for name, leaf in pieces.items()} for i in range(accumulate)]
+            whole = sum(float(weight_of(params, buffers, piece, 0)) for piece in cut)
+            mean_weight = whole / sum(len(jax.tree.leaves(piece)[0]) for piece in cut)
         for index in range(accumulate):
             piece = {name: leaf[index] for name, leaf in pieces.items()}
             given = {**nnx.traversals.flatten_mapping(buffers)}
             given |= {k: v for k, v in nnx.traversals.flatten_mapping(first).items() if k in counts}
             given = nnx.traversals.unflatten_mapping(given)
-            (total, (weight, extra, buffers)), grad = gradient(params, given, piece, index)
+            outputs, grad = gradient(params, given, piece, index, mean_weight)
+            total, (weight, extra, buffers) = outputs
             grads = jax.tree.map(np.add, grads, grad)
             totals.append(float(total)), weights.append(float(weight)), extras.append(extra)
         total_weight = sum(weights)
@@ -78,7 +92,11 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
             factor = min(1.0, clip_norm / (grad_norm + 1e-6))
             grads = jax.tree.map(lambda g, factor=factor: g * factor, grads)
         params, opt_state = update(grads, opt_state, params)
-        metrics = {name: weighted_mean([e[name] for e in extras], weights) for name in extras[0]}
+        equal = [1.0] * accumulate
+        metrics = {
+            name: weighted_mean([e[name] for e in extras], equal if name in of_samples else weights)
+            for name in extras[0]
+        }
         metrics |= {"loss": sum(totals) / total_weight, "grad_norm": grad_norm}
         all_metrics.append(metrics | {"param_norm": norm_of(params)})
     return Trace(all_metrics, all_grads, params, buffers)
