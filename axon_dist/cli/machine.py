@@ -171,7 +171,9 @@ def _version(name: str) -> str | None:
 
 def launch_processes(arguments: argparse.Namespace) -> int:
     """Launches; the exit code is that of the rank that failed first."""
-    options = {name: value for name, value in vars(arguments).items() if name not in ("verb", "began")}
+    options = {
+        name: value for name, value in vars(arguments).items() if name not in ("verb", "began")
+    }
     if options["command"][:1] == ["--"]:
         del options["command"][0]
     options["command"] = tuple(options["command"])

@@ -456,7 +456,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     _verb(
         "bisect",
-        "Find the first operation at which two programs part that should be equal.",
+        "Find the first operation where two programs differ.",
         "proofs:bisect",
         _argument("one", "a function of a file, as in `axon prove`", metavar="A"),
         _argument("other", "another, or the same file with --other-mesh", metavar="B"),

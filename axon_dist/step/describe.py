@@ -30,6 +30,7 @@ def describe(step: TrainStep) -> str:
         f"view: {_view(step)}",
         *(f"{name}: {_layout(table)}" for name, table in zip(names, tables, strict=True)
           if table.rows),
+        *([step.whole_summary] if step.whole else []),
         *_options(step),
     ]  # fmt: skip
     first, *others = lines

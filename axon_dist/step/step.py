@@ -162,9 +162,7 @@ class TrainStep:
         what = f"{self.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
         what += f", {count} microbatches" if count > 1 else ""
         idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
-        layers = (f", {choice}" for choice in self.loop_choices)
-        whole = f", {self.whole_summary}" if self.whole else ""
-        return f"TrainStep({what}{''.join(idle)}{''.join(layers)}{whole})"
+        return f"TrainStep({what}{''.join(idle)})"
 
     def __str__(self) -> str:
         """What it is, on one screen: mesh, what is split and what is whole, view, options."""

@@ -70,10 +70,6 @@ def test_every_name_of_the_package_is_on_the_reference_page():
     assert not [name for name in top if not re.search(rf"[.`]{name}(`|$)", api, re.MULTILINE)]
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 220
-
-
 @pytest.mark.full
 def test_the_pages_are_built_without_a_warning(tmp_path):
     build = pytest.importorskip("mkdocs.commands.build", reason="needs the extra 'docs'")

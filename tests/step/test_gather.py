@@ -84,7 +84,7 @@ def test_gradients_of_a_gathered_weight_are_those_of_a_whole_one(world, kind):
         gather = GlobalGather(world.mesh, own, own, P(), 2)
         run = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ gather(w)) ** 2))
     else:
-        gather = LocalGather(own, ("dp",), None, 2)
+        gather = LocalGather(own, ("dp",), None, WEIGHT.shape)
         local = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ gather(w)) ** 2) / 8)
         run = jax.shard_map(
             local, mesh=world.mesh, in_specs=(own, rows), out_specs=own, check_vma=False

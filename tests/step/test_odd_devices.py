@@ -88,8 +88,8 @@ def test_what_stays_whole_is_said():
     step = step_of(5, min_elements=100)
     assert {row.path for row in step.whole} == {"layers/0/bias", "layers/1/bias"}
     assert step.whole_bytes == 2 * 4 * WIDTH
-    assert "whole on every device: 2 arrays of 256 B" in repr(step)
-    assert "min_elements=100" in repr(step)
+    assert "whole on every device: 2 arrays of 256 B" in str(step)
+    assert "min_elements=100" in str(step)
     assert step_of(5).whole == ()
 
 
@@ -104,7 +104,7 @@ class Cube(nnx.Module):
 def test_large_arrays_that_no_dim_splits_are_warned_of():
     with pytest.warns(UserWarning, match=r"leaves 1 array of 4.19 MB whole on every device"):
         step = step_of(5, Cube)
-    assert "no free dim of (4, 4" in repr(step)
+    assert "no free dim of (4, 4" in str(step)
 
 
 def test_no_whole_matrix_is_gathered_to_update_it():
