@@ -264,7 +264,9 @@ class Search:
                 frontier.add(operation)
         return sorted(frontier, key=lambda o: o.number), visited, exits
 
-    def _inside(self, operation: Operation, value: Value, exits: list[tuple[Operation, Value]]) -> Value | None:
+    def _inside(
+        self, operation: Operation, value: Value, exits: list[tuple[Operation, Value]]
+    ) -> Value | None:
         """The value within a region that a wrong result comes from."""
         at = operation.results.index(value)
         if operation.is_map:
