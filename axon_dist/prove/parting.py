@@ -21,8 +21,6 @@ from .report import Place, finite
 from .trace import Subject, Traced, subject_of
 
 _NOISY = 3
-_NEAR = 6
-"""So many operations before one are of the same layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +35,8 @@ class Parting:
             differs or none was found.
         places: its lines, the innermost first.
         layer: the named scope that it stands in, or the turn of its loop.
-        time: which time this line computes such a value, from 1: of layers written in a loop of
-            Python the number of the layer.
+        time: which call of the outermost repeated line it stands in, from 1: of layers written in
+            a loop of Python the number of the layer.
         difference: by how much its result differs.
         bound: how much of that rounding explains.
         runs: how often a step of both programs ran to find it, but for runs that measure rounding.
@@ -76,7 +74,7 @@ class Parting:
         text += f"explains {self.bound:.1g} {ran}\n"
         text += self.place.text() if self.place else ""
         layer = f"    {self.layer}, " if self.layer else "    "
-        return f"{text}{layer}the {_ordinal(self.time)} time this line computes such a value"
+        return f"{text}{layer}in the {_ordinal(self.time)} call of the line that repeats"
 
     def as_json(self) -> dict[str, Any]:
         """What was found as plain data."""
@@ -211,18 +209,25 @@ class _Bisection:
         )
 
     def _ordinal(self, blamed: Operation, search: Search) -> int:
-        """How often the lines up to this one have run, this time included.
+        """Which call of a repeated line the operation stands in, from 1.
 
-        What differs may stand in one layer only; what is near to it is computed in every one.
+        The line is the outermost of the call stack that runs more than once: of layers written
+        in a loop of Python the call of the layer. The first operation that the line makes is
+        counted, for the one that differs may stand in one layer only.
         """
-        number = blamed.number
-        near = self._other.program.operations[max(0, number - _NEAR) : number + 1]
-        return max(self._times(operation, search) for operation in near)
-
-    def _times(self, operation: Operation, search: Search) -> int:
-        lines = search.lines_of(operation)[:1]
-        before = self._other.program.operations[: operation.number + 1]
-        return sum(o.name == operation.name and search.lines_of(o)[:1] == lines for o in before)
+        forward = [o for o in self._other.program.operations if not _is_transposed(o)]
+        stacks = {o: tuple(search.lines_of(o)) for o in forward}
+        lines = search.lines_of(blamed)
+        for depth in range(1, len(lines) + 1):
+            outer = tuple(lines[-depth:])
+            inside = [o for o in forward if stacks[o][-depth:] == outer]
+            if not inside:
+                continue
+            first = inside[0]
+            same = [o for o in inside if (o.name, stacks[o]) == (first.name, stacks[first])]
+            if len(same) > 1:
+                return max(1, sum(o.number <= blamed.number for o in same))
+        return 1
 
     def _turn(self, loop: Operation, inputs: list[Any]) -> int:
         """The first turn of a loop after which the values differ, by halving."""
@@ -266,6 +271,11 @@ class _Bisection:
             self._aligned,
         )
         return None, search
+
+
+def _is_transposed(operation: Operation) -> bool:
+    """Whether an operation belongs to the backward pass, which runs the layers in reverse."""
+    return "transpose" in str(operation.equation.source_info.name_stack)
 
 
 def _is_in(operation: Operation, loop: Operation) -> bool:

@@ -931,3 +931,24 @@ def contrastive_loss(mesh, check):
         return -lax.pmean(picked.mean(), "dp")
 
     return sharded(mesh, loss, (DATA, DATA), P(), check), (BATCH, BATCH[::-1])
+
+
+@right()
+def features_standardized(mesh, check):
+    def body(x):
+        count = lax.psum(x.shape[0], "dp")
+        mean = lax.psum(x.sum(0), "dp") / count
+        variance = lax.psum(((x - mean) ** 2).sum(0), "dp") / count
+        return (x - mean) / jnp.sqrt(variance + 1e-5)
+
+    return sharded(mesh, body, (DATA,), DATA, check), (BATCH,)
+
+
+@right()
+def mean_gradient_scattered(mesh, check):
+    def body(x, y):
+        gradient = x.T @ y / x.shape[0]
+        total = lax.psum_scatter(gradient, "dp", scatter_dimension=0, tiled=True)
+        return total / lax.axis_size("dp")
+
+    return sharded(mesh, body, (DATA, DATA), DATA, check), (BATCH, TARGETS)
