@@ -30,7 +30,7 @@ WARM_UP = 2
 """Steps before the trace begins: one compiles, one fills what is cached."""
 
 SLACK = 2
-"""Steps that are traced beside those measured: the first, and the one that ends the last."""
+"""Steps that are traced but not measured: the first, and the one that ends the last."""
 
 _WIDTHS = {"cpu": 1024}
 """The sizes of the product whose rate is measured where a chip is not known."""

@@ -118,7 +118,7 @@ class Waterfall:
         flops: matrix operations of a step on one device, without those computed again.
         useful_seconds: what these take at the peak.
         losses: a row for each of `KINDS`.
-        notes: what a reader has to know beside, a sentence each.
+        notes: what else a reader has to know, a sentence each.
     """
 
     device: str
@@ -172,7 +172,7 @@ class Waterfall:
         return dataclasses.replace(self, losses=tuple(losses))
 
     def to_dict(self) -> JsonDict:
-        """The figures as plain values, percents beside the seconds."""
+        """The figures as plain values, in seconds and in percent."""
         plain = dataclasses.asdict(self)
         plain["utilization"] = self.utilization
         for row in plain["losses"]:

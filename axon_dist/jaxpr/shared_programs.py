@@ -1,6 +1,6 @@
 """A program that makes many arrays, cut into parts, of which equal ones are one program.
 
-The initialization of a model draws hundreds of arrays, of which most are alike: the same
+The initialization of a model draws hundreds of arrays, most of them of one kind: the same
 operations on the same shapes, from another key. Compiled as one program, each is compiled by
 itself. Here every array has a program of its own, a slice of the whole, which takes keys as
 arguments, so that arrays of one shape and initializer share one compiled program.
@@ -165,7 +165,7 @@ def _is_inlined(equation: JaxprEqn) -> bool:
 
 
 def _is_exact(atom: Atom) -> bool:
-    """Whether a value is a few keys or whole numbers, which every device computes alike."""
+    """Whether a value is a few keys or whole numbers, which every device computes itself."""
     aval, dtype = atom.aval, dtype_of(atom)
     if dtype is None or math.prod(shape_of(atom)) > SMALL or getattr(aval, "weak_type", False):
         return False

@@ -366,7 +366,7 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossP
 
 
 def _in_turn(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
-    """The largest of each row, and the sum of the exponentials beside it: two passes."""
+    """The largest of each row and the sum of the exponentials, in two passes."""
     largest = over(all_max, jax.lax.stop_gradient(logits).max(-1))
     return largest, over(all_sum, jnp.exp(logits - largest[:, None]).sum(-1))
 
