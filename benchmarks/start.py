@@ -1,14 +1,19 @@
 """What a start costs in CPU-seconds: building a step, its first state, and the first step.
 
-    python benchmarks/start.py [--models mlp vit …] [--devices 1 8] [--source FOLDER] [--json FILE]
+    python benchmarks/start.py [--models mlp vit …] [--devices 1 8] [--repeat 3]
+                               [--source FOLDER …] [--json FILE]
 
 Beside it stands the same start in plain JAX on one device: the module is made eagerly, and its step
 is one `jax.jit`. Each start runs in a process of its own. CPU-seconds are those of all threads, so
 that other programs on the machine disturb them little. The share of `init` in making the module
-eagerly is the figure to watch. `--source` measures another checkout of the library, for a table of
-before and after. Importing is not counted, and no compiled program is kept from another process.
+eagerly is the figure to watch. Several `--source` measure several checkouts of the library in turn,
+for a table of before and after: a busy machine then slows all of them. With `--repeat` the smallest
+figure of each phase is taken. Importing is not counted, and no compiled program is kept from
+another process.
 
-`gpt-1.3b` is not run, for its states take 21 GB: its first step is traced and lowered alone.
+The GPTs are split over the devices by FSDP, for eight copies of their states fit no small machine.
+Of the 1.3B four of its 24 blocks run: all of them need 21 GB, and the others would share the
+programs that make these four.
 """
 
 from __future__ import annotations
@@ -35,13 +40,13 @@ class Model(NamedTuple):
         make: makes it.
         loss: of it and a batch.
         batch: names, shapes and dtypes of what it is trained on.
-        runs: whether there is memory to run it here.
+        is_split: whether devices split its states by FSDP rather than hold a copy each.
     """
 
     make: Callable[[], Any]
     loss: Callable[..., Any]
     batch: dict[str, tuple[tuple[int, ...], str]]
-    runs: bool = True
+    is_split: bool = False
 
 
 def models() -> dict[str, Callable[[], Model]]:
@@ -59,13 +64,15 @@ def models() -> dict[str, Callable[[], Model]]:
         next_token_loss,
     )
 
-    def language(length: int, runs: bool = True, preset: str = "quickstart", **sizes: Any) -> Model:
+    def language(
+        length: int, is_split: bool = False, preset: str = "quickstart", **sizes: Any
+    ) -> Model:
         config = TransformerConfig.preset(preset, **sizes)
 
         def make() -> nnx.Module:
             return Transformer(config, rngs=nnx.Rngs(0))
 
-        return Model(make, next_token_loss, {"tokens": ((8, length), "int32")}, runs)
+        return Model(make, next_token_loss, {"tokens": ((8, length), "int32")}, is_split)
 
     def images(make: Callable[[], nnx.Module], size: int) -> Model:
         batch = {"x": ((8, size, size, 3), "float32"), "y": ((8,), "int32")}
@@ -98,9 +105,9 @@ def models() -> dict[str, Callable[[], Model]]:
             ),
             32,
         ),
-        "gpt2": lambda: language(17, preset="gpt2"),
-        "gpt-1.3b": lambda: language(
-            17, runs=False, preset="gpt2", width=2048, num_layers=24, num_heads=16, ffn_width=8192
+        "gpt2": lambda: language(17, True, preset="gpt2"),
+        "gpt-1.3b, 4 blocks": lambda: language(
+            17, True, preset="gpt2", width=2048, num_layers=4, num_heads=16, ffn_width=8192
         ),
     }
 
@@ -112,10 +119,11 @@ def measure(name: str, devices: int, way: str) -> dict[str, float]:
     import optax
     from flax import nnx
 
-    from axon_dist import World, build_train_step, ddp
+    from axon_dist import World, build_train_step, ddp, fsdp
 
     model = models()[name]()
-    world, optimizer = World.emulate(devices), optax.adamw(1e-3)
+    strategy, axis = (fsdp(), "fsdp") if model.is_split else (ddp(), "dp")
+    world, optimizer = World.emulate(devices, f"{axis}={devices}"), optax.adamw(1e-3)
     # The backend is no part of either start.
     jax.block_until_ready(jax.numpy.zeros(3) + 1)
     batch = {key: np.ones(shape, dtype) for key, (shape, dtype) in model.batch.items()}
@@ -130,20 +138,15 @@ def measure(name: str, devices: int, way: str) -> dict[str, float]:
 
     if way == "ours":
         step = phase(
-            "build", lambda: build_train_step(model.make, optimizer, model.loss, ddp(), world)
+            "build", lambda: build_train_step(model.make, optimizer, model.loss, strategy, world)
         )
-        if not model.runs:
-            phase("first step", lambda: step.lower(batch))
-            return seconds
         state = phase("init", step.init)
         phase("first step", lambda: step(state, batch))
-        return seconds
-    if not model.runs:
         return seconds
     graphdef, params, rest = phase("eager", lambda: nnx.split(model.make(), nnx.Param, ...))
 
     def loss_of(params: Any, rest: Any, batch: Any) -> tuple[Any, Any]:
-        whole = nnx.merge(graphdef, params, rest)
+        whole = nnx.merge(graphdef, params, rest, copy=True)
         loss = model.loss(whole, batch)
         loss = loss[0] if isinstance(loss, tuple) else loss
         value = loss.total / loss.weight if hasattr(loss, "total") else loss
@@ -170,32 +173,49 @@ def started(name: str, devices: int, way: str, source: Path) -> dict[str, float]
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def rows(names: Sequence[str], devices: Sequence[int], source: Path) -> Iterator[dict[str, Any]]:
-    """The figures of every model on every number of devices."""
+def fastest(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The smallest figure of each phase."""
+    return {phase: min(run[phase] for run in runs) for phase in runs[0]}
+
+
+def rows(
+    names: Sequence[str], devices: Sequence[int], sources: Sequence[Path], repeat: int
+) -> Iterator[dict[str, Any]]:
+    """The figures of every model on every number of devices, by every checkout."""
     for name in names:
-        plain = started(name, 1, "plain", source)
         for count in devices:
-            ours = started(name, count, "ours", source)
-            yield {"model": name, "devices": count, "ours": ours, "plain": plain}
+            plain: list[dict[str, float]] = []
+            ours: dict[Path, list[dict[str, float]]] = {source: [] for source in sources}
+            for _ in range(repeat):
+                plain.append(started(name, 1, "plain", sources[0]))
+                for source in sources:
+                    ours[source].append(started(name, count, "ours", source))
+            for number, source in enumerate(sources):
+                yield {
+                    "model": name,
+                    "devices": count,
+                    "source": str(source),
+                    "ours": fastest(ours[source]),
+                    "plain": fastest(plain),
+                    "share": sum(fastest(ours[source]).values())
+                    / sum(fastest(ours[sources[0]]).values()),
+                    "is_first": number == 0,
+                }
 
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table, in Markdown."""
     ours, plain = row["ours"], row["plain"]
-
-    def cell(seconds: float | None) -> str:
-        return "–" if seconds is None else f"{seconds:.1f}"
-
-    eager = plain.get("eager")
-    share = f"{ours['init'] / eager:.2f}" if eager and "init" in ours else "–"
+    name = row["model"] if row["is_first"] else f"{row['model']} ({row['source']})"
     cells = [
-        row["model"],
+        name,
         str(row["devices"]),
-        *(cell(ours.get(phase)) for phase in PHASES),
-        cell(sum(ours.values())),
-        cell(eager),
-        cell(sum(plain.values()) if plain else None),
-        share,
+        *(f"{ours[phase]:.1f}" for phase in PHASES),
+        f"{sum(ours.values()):.1f}",
+        f"{plain['eager']:.1f}",
+        f"{sum(plain.values()):.1f}",
+        f"{ours['init'] / plain['eager']:.2f}",
+        f"{row['share']:.2f}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -206,19 +226,22 @@ def main() -> None:
         name, devices, way = sys.argv[2:]
         print(json.dumps(measure(name, int(devices), way)))
         return
-    names = ["quickstart", "12x192", "mlp", "vit", "resnet", "gpt2", "gpt-1.3b"]
+    names = [*models()]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=names, choices=names)
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--source", type=Path, default=HERE.parent.parent)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--source", type=Path, nargs="+", default=[HERE.parent.parent])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     heads = ["model", "devices", *PHASES, "all", "eager module", "plain start", "init / eager"]
+    heads += ["all / all of the first source"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    sources = [source.resolve() for source in args.source]
     measured = []
-    for row in rows(args.models, args.devices, args.source.resolve()):
+    for row in rows(args.models, args.devices, sources, args.repeat):
         measured.append(row)
         print(line(row), flush=True)
     if args.json is not None:
