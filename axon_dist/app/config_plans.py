@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.inspect import Report
+from axon_dist.jaxpr.loop_rule import LoopChoice
 from axon_dist.mesh import World, abstract_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
 from axon_dist.mesh.targets import compute_capability
@@ -79,6 +80,7 @@ class ReadPlan:
         measured: the report of the compiled step; None where it was not compiled.
         changed: why it trains to other numbers than the config says; None where it does not.
         outer_bytes: bytes that a device sends in an outer step, divided by the steps between two.
+        loops: which equal blocks run as a loop, and why.
     """
 
     candidate: Candidate
@@ -89,6 +91,7 @@ class ReadPlan:
     measured: Report | None = None
     changed: str | None = None
     outer_bytes: float = 0.0
+    loops: tuple[LoopChoice, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -375,7 +378,10 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
                 refused.setdefault(one.name, str(error))
             return plan
         time, sent = _with_outer_step(_time(reading, one, search), step, reading, search, one.apart)
-        plan = ReadPlan(one, config, reading, time, search.device_bytes, None, search.changed, sent)
+        plan = ReadPlan(
+            one, config, reading, time, search.device_bytes,
+            changed=search.changed, outer_bytes=sent, loops=step.loop_choices,
+        )  # fmt: skip
         smaller = None if plan.fits else _smaller(plan, search, tried)
         if smaller is None:
             break

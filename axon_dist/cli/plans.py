@@ -223,6 +223,8 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
     )
     console.print(_table(ranking.plans, best if best.fits else None))
     console.print(_reason(best), style="bold" if ranking.fits else "bold red")
+    for choice in best.loops:
+        console.print(f"{called(best.candidate.name)}: {choice}")
     for why in dict.fromkeys(why for _, why in ranking.refused):
         kinds = ", ".join(called(kind) for kind, other in ranking.refused if other == why)
         clause = re.split(r"[.;] ", re.sub(r" \(.*\)", "", why))[0].rstrip(".")

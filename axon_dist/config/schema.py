@@ -203,7 +203,8 @@ class RunConfig:
         unroll: up to how many blocks are unrolled rather than run by a loop, where the strategy
             splits or recomputes them; None leaves it to `scan_layers`. It changes no number.
         scan_layers: whether equal blocks run as one loop, `true`, or are unrolled, `false`; `auto`
-            decides by what it costs on the devices. Blocks that `model.scan_layers` keeps stacked
+            decides by what it costs on the devices, and a run, `axon plan` and `axon inspect` say
+            what it chose. Blocks that `model.scan_layers` keeps stacked
             are a loop in any case. It changes no number.
         weights: files with the first weights; None draws them.
         lora: adapters put beside linear layers, which are then what is trained; None for none.

@@ -266,12 +266,12 @@ class StepOptions:
         scan_layers: whether equal blocks that call each other run as one loop, a `lax.scan`, or are
             unrolled. A loop is compiled once, gathers and recomputes one block at a time, and puts
             what each keeps for its backward pass on stacks; unrolled, each block is compiled by
-            itself. `"auto"` runs blocks that are recomputed as a loop; unrolls them on a GPU that
-            has all of the model, unless the stacks take less time in 10,000 steps than compiling
-            the blocks; elsewhere makes a loop of more than four that the strategy splits; and
-            leaves other blocks as the model calls them. `print(step)` says what it chose, once a
-            batch was traced. Blocks that the model keeps stacked are a loop of its own. It changes
-            no number.
+            itself. `"auto"` leaves up to four blocks unrolled, and on GPUs more where the
+            stacks of a loop would take more time in 10,000 steps than compiling the blocks; but
+            blocks that are recomputed, and more than 16 that gather their weights, are a loop. On
+            other devices, and under tensor, context and expert parallelism, more than four are a
+            loop. `print(step)` says what it chose and why, once a batch was traced. Blocks that
+            the model keeps stacked are a loop of its own. It changes no number.
         axis_names: the axes of the mesh that are meant by the names in the code of the model, such
             as `{"data": ("dp", "fsdp"), "heads": "tp"}`: in `with_sharding_constraint`, in
             `reshard`, and in the annotations of `nnx.with_partitioning`. Axes of the mesh are known

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import joined, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, Path, PyTree
-from ..jaxpr.loop_rule import LoopChoice, LoopCost, LoopRule
+from ..jaxpr.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
 from ..jaxpr.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
 from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
@@ -405,11 +405,7 @@ class StepSpec:
         return ModelChanges(strategy, self.parts, units, self._loop_rule())
 
     def _loop_rule(self) -> LoopRule:
-        """Which chains of blocks run as a loop.
-
-        Where blocks gather their weights over devices, a loop bounds how many are whole at a time,
-        and what it costs does not decide.
-        """
+        """Which chains of blocks run as a loop."""
         options, told = self.options, self.loop_choices
 
         def tell(choice: LoopChoice) -> None:
@@ -420,11 +416,23 @@ class StepSpec:
             return LoopRule(most, f"scan_layers={options.scan_layers} says so", tell=tell)
         if options.unroll is not None:
             return LoopRule(options.unroll, f"unroll={options.unroll} says so", tell=tell)
-        chip = None if self.world.is_cpu else relative_of(self.world.mesh)
-        cost = None
-        if chip is not None and chip.block_seconds and self.mesh.size == 1:
-            cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda")
-        return LoopRule(cost=cost, tell=tell)
+        cost, why = self._loop_cost()
+        return LoopRule(why=why, cost=cost, tell=tell)
+
+    def _loop_cost(self) -> tuple[LoopCost | None, str]:
+        """What a loop over blocks costs on the devices, or None and why it is not known."""
+        if self.world.is_cpu:
+            return None, "CPUs spend more on compiling than a loop takes"
+        chip = relative_of(self.world.mesh)
+        if chip is None or not chip.block_seconds:
+            return None, "what a loop costs on these devices is not known"
+        if self.strategy.layers and self.mesh.size > 1:
+            # Unrolled, pieces that are sent around rings and to experts were never compared.
+            return None, f"what a loop costs under {self.strategy.name} is not known"
+        # Inside `shard_map` shapes are those of a rank.
+        num_shares = 1 if self.is_local else self.num_ranks
+        most = None if self.strategy.keeps_weights_whole else GATHERED_BLOCKS
+        return LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares, most), ""
 
     def change_layers(self, model: nnx.Module) -> None:
         """Makes the calls of a merged model's layers those of the strategy, in place."""

@@ -327,9 +327,20 @@ def test_a_loop_is_made_where_it_costs_less_than_compiling():
     assert choices_of(LoopRule(cost=fast)).is_loop
     assert choices_of(LoopRule()).is_loop
     assert not choices_of(LoopRule(), num_blocks=4).is_loop
+    assert not choices_of(LoopRule(cost=fast), num_blocks=4).is_loop
+    assert "for CPUs compile slowly" in str(choices_of(LoopRule(why="CPUs compile slowly")))
     assert not choices_of(LoopRule(most=8, cost=fast)).is_loop
     assert choices_of(LoopRule(most=1, cost=slow)).is_loop
     assert choices_of(LoopRule(most=8), group=2, remat=NOTHING).is_loop
+
+
+def test_devices_that_share_the_stacks_take_less_time_for_them():
+    one = LoopCost(bandwidth=1e9, block_seconds=1.0)
+    stacks = 10**6
+    assert not one.choice(8, stacks).is_loop
+    eight = dataclasses.replace(one, num_shares=8).choice(8, stacks)
+    assert eight.is_loop
+    assert f"{byte_size(stacks // 8)} of stacks" in eight.why
 
 
 def test_stacks_are_what_the_loop_has_on_them():

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axon_dist import World
 from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.models import Transformer, TransformerConfig
-from axon_dist.parallel import compose, ddp, fsdp, pipelined
+from axon_dist.parallel import compose, ddp, fsdp, pipelined, tensor_parallel
 from axon_dist.step import build_train_step, state_form
 from axon_dist.step.init_programs import InParts
 
@@ -166,6 +166,8 @@ def test_the_bits_are_those_of_one_program(model, strategy):
     [
         ("pp=2,dp=4", compose(pipelined(2, 4), ddp()), lambda: Tower(nnx.Rngs(0)), {}),
         ("dp=2,fsdp=4", fsdp("hybrid_shard", ("dp", "fsdp")), transformer(), {"ema": 0.9}),
+        ("dp=2,tp=4", compose(ddp(), tensor_parallel()), transformer(), {}),
+        ("fsdp=2,tp=4", compose(fsdp(min_elements=1), tensor_parallel()), transformer(), {}),
         (
             "fsdp=8",
             fsdp(min_elements=1),
