@@ -431,8 +431,11 @@ class StepSpec:
             return None, f"what a loop costs under {self.strategy.name} is not known"
         # Inside `shard_map` shapes are those of a rank.
         num_shares = 1 if self.is_local else self.num_ranks
-        most = None if self.strategy.keeps_weights_whole else GATHERED_BLOCKS
-        return LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares, most), ""
+        cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares)
+        if not self.strategy.keeps_weights_whole and self.mesh.size > 1:
+            most = GATHERED_BLOCKS
+            cost = dataclasses.replace(cost, most=most, loop_blocks=most)
+        return cost, ""
 
     def change_layers(self, model: nnx.Module) -> None:
         """Makes the calls of a merged model's layers those of the strategy, in place."""

@@ -47,13 +47,15 @@ def few(monkeypatch):
     monkeypatch.setattr(config_plans, "MOST", 1)
 
 
-def test_a_config_on_a_target(capsys, few):
+def test_a_config_on_a_target(capsys, few, monkeypatch):
+    monkeypatch.setattr(config_plans, "SIMPLICITY", ("full_shard",))
     config = str(CONFIGS / "fsdp8.yaml")
     text = " ".join(out_of(capsys, config, *TINY, "--target", "h100:8").split())
     assert "16 samples per step, 8 devices" in text
     assert "rates of h100" in text
     assert "then the shortest predicted step" in text
     assert "a step is" in text
+    assert "full_shard: 2 blocks are unrolled: of up to 4 each is compiled by itself" in text
 
 
 @pytest.mark.full

@@ -341,6 +341,9 @@ def test_devices_that_share_the_stacks_take_less_time_for_them():
     eight = dataclasses.replace(one, num_shares=8).choice(8, stacks)
     assert eight.is_loop
     assert f"{byte_size(stacks // 8)} of stacks" in eight.why
+    gathers = dataclasses.replace(one, num_shares=8, most=16, loop_blocks=16)
+    assert not gathers.choice(16, stacks).is_loop
+    assert gathers.choice(17, 10**9).is_loop
 
 
 def test_stacks_are_what_the_loop_has_on_them():

@@ -148,6 +148,7 @@ MODELS = {
     "stacked": lambda: Stacked(nnx.Rngs(0)),
 }
 
+TENSOR = tensor_parallel("transformer")
 STRATEGIES = {
     "ddp": ("dp=8", ddp()),
     "fsdp": ("fsdp=8", fsdp(min_elements=1)),
@@ -166,8 +167,13 @@ def test_the_bits_are_those_of_one_program(model, strategy):
     [
         ("pp=2,dp=4", compose(pipelined(2, 4), ddp()), lambda: Tower(nnx.Rngs(0)), {}),
         ("dp=2,fsdp=4", fsdp("hybrid_shard", ("dp", "fsdp")), transformer(), {"ema": 0.9}),
-        ("dp=2,tp=4", compose(ddp(), tensor_parallel()), transformer(), {}),
-        ("fsdp=2,tp=4", compose(fsdp(min_elements=1), tensor_parallel()), transformer(), {}),
+        ("dp=2,tp=4", compose(ddp(), tensor_parallel("transformer")), transformer(), {}),
+        (
+            "fsdp=2,tp=4",
+            compose(fsdp(min_elements=1), tensor_parallel("transformer")),
+            transformer(),
+            {},
+        ),
         (
             "fsdp=8",
             fsdp(min_elements=1),
