@@ -40,7 +40,7 @@ def compare(make, strategy, axes, loss=whole, batch=BATCH, want=whole, **options
     model = make()
     expected, grads = nnx.value_and_grad(want)(model, batch)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
-    graph, params, _ = nnx.split(model, nnx.Param, ...)
+    _, params, _ = nnx.split(model, nnx.Param, ...)
     params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     for path, leaf in nnx.to_flat_state(params):
         got = functools.reduce(lambda tree, key: tree[key], path, state.params)
@@ -148,7 +148,7 @@ def doubled():
 
 def test_attention_that_borrows_our_name_is_not_ours():
     assert not is_from(Doubled.attend, "axon_dist.")
-    with pytest.raises(UnsupportedError, match="Doubled.attend"):
+    with pytest.raises(UnsupportedError, match=r"Doubled\.attend"):
         compare(doubled, context_parallel("ring"), "cp=2")
 
 
