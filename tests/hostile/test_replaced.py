@@ -17,6 +17,7 @@ from axon_dist.models.experts import ExpertConfig, Experts
 from axon_dist.models.layers import SelfAttention
 from axon_dist.models.loss import cross_entropy, next_token_loss
 from axon_dist.parallel import context_parallel, ddp, expert_parallel, tensor_parallel
+from axon_dist.parallel.plan import Plan, Rule
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 17)).astype(np.int32)
 BATCH = {"tokens": TOKENS}
@@ -225,9 +226,7 @@ class Fused(nnx.Module):
 
 
 def test_a_fused_layer_is_cut_only_where_its_blocks_are_its_own():
-    from axon_dist.parallel.plan import Rule
-
-    plan = {"qkv$": Rule("qkv$", "column", parts=3), "out$": "row"}
+    plan = Plan((Rule("qkv$", "column", parts=3), Rule("out$", "row")))
     compare(Fused, tensor_parallel(plan), "tp=2")
 
 
