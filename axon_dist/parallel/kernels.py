@@ -23,11 +23,9 @@ from ..core.cudnn import MOST_BEFORE_HOPPER
 from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum
-from ..core.same_function import difference, is_from
 from ..core.typing import Array, Function, PyTree
 from ..jaxpr.rewrite import Rewriting
 from ..nn.attention import attended
-from ..nn.attention_kind import differs_by_heads
 from ..nn.layout import Axes, Layout, manual_axes
 from ..ops.linear_loss import (
     LINEAR_CROSS_ENTROPY,
@@ -105,8 +103,6 @@ class OverMesh:
         is_partitioned = not self.is_opaque and not manual
         if is_partitioned or not (left if self.is_opaque else batch or heads):
             return call(query, key, value, *more)
-        if not is_from(attend, "axon_dist.models.", "axon_dist.nn."):
-            _check_cut(call, type(module).__name__, (query, key, value, *more), ways(heads))
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(
             call,
@@ -117,31 +113,6 @@ class OverMesh:
             check_vma=False,
         )
         return run(query, key, value, *more)
-
-
-def _check_cut(call: Function, name: str, arrays: Sequence[Array], parts: int) -> None:
-    """Raises unless attention of the user's makes the same of few samples and heads as of all.
-
-    Raises:
-        UnsupportedError: when others change what it makes of them.
-    """
-    heads_of = (arrays[0], arrays[1], arrays[2])
-    why = differs_by_heads(call, heads_of, parts, len(arrays) > 3) if parts > 1 else ""
-    length = min(arrays[0].shape[1], 64)
-
-    def one_by_one(*arrays: Array) -> Array:
-        return jax.numpy.concatenate([call(*(x[i : i + 1] for x in arrays)) for i in range(2)])
-
-    few = [jax.ShapeDtypeStruct((2, length, *x.shape[2:]), x.dtype) for x in arrays]
-    by_sample = "" if why else difference(call, one_by_one, few)
-    if by_sample:
-        why = f"of a sample {by_sample}: the same sample by itself"
-    if why:
-        raise UnsupportedError(
-            f"{name}.attend {why}, and the ranks of this mesh call it with some samples and some "
-            "heads each, as kernels are. Let it make of each sample and head the same whatever "
-            "others there are, or take form='einsum', which the compiler partitions"
-        )
 
 
 def map_kernels(model: nnx.Module, layout: Layout) -> None:

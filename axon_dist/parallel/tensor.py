@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -18,7 +17,6 @@ from ..core.checks import checked
 from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
 from ..core.modules import Around, wrap_calls
 from ..core.reduction import all_sum, sum_scatter
-from ..core.same_function import difference, is_from
 from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..jaxpr.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
@@ -278,28 +276,11 @@ class Pin:
 
         if parts == 1 or not self.is_split or not isinstance(module, nnx.Module):
             return run(module)
-
-        def cut(run: Callable[[Module], Array]) -> Array:
-            blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
-            if not self.rule.stacked:
-                return jnp.concatenate(blocks, dim)
-            size = blocks[0].shape
-            shape = (*size[:dim], parts * size[dim], *size[dim:][1:])
-            return jnp.stack(blocks, dim - 1).reshape(shape)
-
-        if not is_from(type(module).__call__, "flax.", "axon_dist."):
-            # A layer of the user's may make of each block of its kernel something else.
-            few = jax.ShapeDtypeStruct((*(min(n, 2) for n in x.shape[:-1]), x.shape[-1]), x.dtype)
-
-            def of(module: Module, x: Array) -> Array:
-                return call(module, x, *args, **kwargs)
-
-            def of_blocks(x: Array) -> Array:
-                return cut(lambda layer: of(layer, x))
-
-            if difference(of_blocks, functools.partial(of, module), (few,)) != "":
-                return run(module)
-        return cut(run)
+        blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
+        if not self.rule.stacked:
+            return jnp.concatenate(blocks, dim)
+        shape = (*blocks[0].shape[:dim], parts * blocks[0].shape[dim], *blocks[0].shape[dim:][1:])
+        return jnp.stack(blocks, dim - 1).reshape(shape)
 
     def around_rows(
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
@@ -426,9 +407,6 @@ def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
     """
     if isinstance(module, nn.Module):
         if type(module).__call__ is not nn.Embed.__call__:
-            return None
-        promotes = getattr(module, "promote_dtype", None)
-        if promotes is not None and not is_from(promotes, "flax."):
             return None
         layer = module
 

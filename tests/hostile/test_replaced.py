@@ -11,13 +11,12 @@ from flax import nnx
 
 from axon_dist import World, build_train_step
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.core.same_function import difference, is_from
+from axon_dist.core.same_function import is_from
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.models.experts import ExpertConfig, Experts
 from axon_dist.models.layers import SelfAttention
 from axon_dist.models.loss import cross_entropy, next_token_loss
-from axon_dist.parallel import context_parallel, ddp, expert_parallel, tensor_parallel
-from axon_dist.parallel.plan import Plan, Rule
+from axon_dist.parallel import context_parallel, ddp, expert_parallel
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 17)).astype(np.int32)
 BATCH = {"tokens": TOKENS}
@@ -205,80 +204,3 @@ def test_split_experts_are_the_users_or_refused(kind):
     else:
         with pytest.raises(UnsupportedError, match=rf"{kind.__name__}.mix_experts .* other"):
             run()
-
-
-class Joint(nnx.Linear):
-    """A fused layer whose outputs see each other."""
-
-    def __call__(self, x):
-        y = super().__call__(x)
-        return y / (1 + jnp.abs(y).mean(-1, keepdims=True))
-
-
-class Fused(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed, self.qkv = nnx.Embed(64, 16, rngs=rngs), Joint(16, 48, rngs=rngs)
-        self.out, self.head = nnx.Linear(48, 16, rngs=rngs), nnx.Linear(16, 64, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.head(self.out(self.qkv(self.embed(tokens))))
-
-
-def test_a_fused_layer_is_cut_only_where_its_blocks_are_its_own():
-    plan = Plan((Rule("qkv$", "column", parts=3), Rule("out$", "row")))
-    compare(Fused, tensor_parallel(plan), "tp=2")
-
-
-class OwnNorm(nnx.BatchNorm):
-    def __call__(self, x, *args, **kwargs):
-        mean, var = x.mean((0, 1)), x.var((0, 1))
-        return (x - mean) * jax.lax.rsqrt(var + 0.1) * self.scale[...]
-
-
-class Normed(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed, self.norm = nnx.Embed(64, 16, rngs=rngs), OwnNorm(16, rngs=rngs)
-        self.head = nnx.Linear(16, 64, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.head(self.norm(self.embed(tokens)))
-
-
-def test_a_batch_norm_of_ones_own_sees_the_whole_batch():
-    compare(Normed, ddp(), "dp=2")
-
-
-class Offset(nnx.Embed):
-    def __call__(self, ids):
-        return 2 * super().__call__((ids + 3) % 64)
-
-
-class OffsetModel(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed, self.head = Offset(64, 16, rngs=rngs), nnx.Linear(16, 64, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.head(self.embed(tokens))
-
-
-def test_a_lookup_that_changes_its_ids_is_left_whole():
-    compare(OffsetModel, tensor_parallel({"embed$": "vocab"}), "tp=2")
-
-
-def test_programs_are_compared_without_what_they_share():
-    weight = jnp.ones((8, 8))
-
-    def deep(x):
-        for _ in range(8):
-            x = jnp.tanh(x @ weight)
-        return x
-
-    shape = [jax.ShapeDtypeStruct((2, 8), jnp.float32)]
-    assert difference(deep, deep, shape) == ""
-    assert difference(lambda x: deep(x) + deep(x), lambda x: 2 * deep(x), shape) == ""
-    assert "is other than this by" in (difference(lambda x: 1.01 * deep(x), deep, shape) or "")
-    draws = jax.random.key(0)
-    assert difference(lambda x: x + jax.random.normal(draws), lambda x: x, shape) is not None
