@@ -9,12 +9,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 from flax.traverse_util import empty_node, flatten_dict
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, warn
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.inspect import bytes_per_device, memory
@@ -28,6 +30,7 @@ from axon_dist.planner import AUTO, read_step, recompute_least, usable_bytes
 from axon_dist.step import TrainStep, build_train_step, leaves_remat_open, trainable_filter
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
+from ..config.optimizers import Adam, AdamW, Lion
 
 PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
 """Keys whose values are paths."""
@@ -125,6 +128,7 @@ def build_step(
         remat=config.remat,
         unroll=config.unroll,
         scan_layers=config.scan_layers,
+        axis_names=config.axis_names,
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,
@@ -136,8 +140,44 @@ def build_step(
     )
     _check_batch(config, step)
     if trains:
+        warn_of_vanishing(config, step)
         step.separation(abstract_batch(config))
     return step
+
+
+TYPICAL = 0.02
+"""The size of a weight in a transformer: GPT-2 draws them so."""
+
+_MOVES_BY_RATE = (Adam, AdamW, Lion)
+"""Optimizers whose updates of every number are about as large as the learning rate."""
+
+
+def warn_of_vanishing(config: RunConfig, step: TrainStep) -> None:
+    """Warns where most weights are stored in a dtype too coarse for updates of this rate.
+
+    A weight w moves to its next number or not at all: in bfloat16 these are up to w / 128 apart,
+    and an update of less than half of that is lost, in every step anew.
+
+    Args:
+        config: of a run.
+        step: its step.
+    """
+    optimizer = config.optimizer
+    if not isinstance(optimizer, _MOVES_BY_RATE):
+        return
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(step.abstract_state.params)}
+    coarse = [d for d in dtypes if d in (jnp.bfloat16, jnp.float16)]
+    for dtype in coarse:
+        # Half the distance between numbers is at most this part of them, and at least half of it.
+        largest = optimizer.learning_rate * 2 / float(jnp.finfo(dtype).eps)
+        if largest < TYPICAL:
+            warn(
+                f"parameters are stored in {dtype}, and updates of {optimizer.learning_rate:g}, "
+                f"the peak of optimizer.learning_rate, are lost in weights above {2 * largest:.2g} "
+                f"or so, because the next {dtype} number is more than twice as far away. Store "
+                "them in float32 and compute in half precision by 'precision: bf16', or raise the "
+                "rate"
+            )
 
 
 def _optimizer(

@@ -296,6 +296,8 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
         metrics=COMPARED,
         precision=without_gathers(config.precision),
         scaler=config.loss_scale,
+        # One device splits nothing, whatever the names mean on the mesh of the run.
+        axis_names=dict.fromkeys(config.axis_names, ()),
         **what_is_trained(config),
     )
 

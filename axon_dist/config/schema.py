@@ -206,6 +206,11 @@ class RunConfig:
             decides by what it costs on the devices, and a run, `axon plan` and `axon inspect` say
             what it chose. Blocks that `model.scan_layers` keeps stacked
             are a loop in any case. It changes no number.
+        axis_names: the axes of `mesh` that are meant by names in the code of a model of your own,
+            such as `{data: [dp, fsdp], heads: tp}`, in `with_sharding_constraint`, `reshard` and
+            `nnx.with_partitioning`; an empty list means no axis. Axes of the mesh are known by
+            their own names, and `data` and `model` among others by what they mean elsewhere. It
+            changes no number.
         weights: files with the first weights; None draws them.
         lora: adapters put beside linear layers, which are then what is trained; None for none.
         trainable: regular expressions, searched for in the paths of the parameters: what is found
@@ -269,6 +274,7 @@ class RunConfig:
     remat: Remat = "auto"
     unroll: int | None = None
     scan_layers: bool | Literal["auto"] = "auto"
+    axis_names: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
     weights: Weights | None = None
     lora: Lora | None = None
     trainable: tuple[str, ...] = ()

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.core.same_function import difference, is_from
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted, WithTerm
 from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
@@ -196,9 +197,58 @@ def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
 def _before_head(
     model: Callable[..., Array], batch: Mapping[str, Array]
 ) -> Mapping[str, Any] | None:
-    """What `linear_cross_entropy` takes of a model, or None where it is to make its logits."""
+    """What `linear_cross_entropy` takes of a model, or None where it is to make its logits.
+
+    Raises:
+        UnsupportedError: when the model's call gives other logits than its own `before_head`.
+    """
     method = getattr(model, BEFORE_HEAD, None)
-    return None if method is None else _predict(model, batch, method)
+    head = None if method is None else _predict(model, batch, method)
+    if head is None or not isinstance(model, nnx.Module):
+        return head
+    kind = type(model)
+    if all(is_from(getattr(kind, name), _MODELS) for name in _LOGITS if hasattr(kind, name)):
+        return head
+    why = _differs_from_call(model)
+    if why == "":
+        return head
+    if why is None or is_from(getattr(kind, BEFORE_HEAD), _MODELS):
+        # What the model computes when it is called is what it is.
+        return None
+    raise UnsupportedError(
+        f"the product of what {kind.__name__}.before_head returns {why}: the logits of a call of "
+        "the model. The loss takes the one in place of the other, so let both compute the same, "
+        "or leave before_head out"
+    )
+
+
+_MODELS = "axon_dist.models."
+_LOGITS = (BEFORE_HEAD, "__call__", "head")
+"""The methods of a model that say what its logits are."""
+
+_OF_LOSS = ("num_chunks", "z_loss", "label_smoothing")
+"""The options of a head that change no logits."""
+
+
+def _differs_from_call(model: nnx.Module) -> str | None:
+    """How the product of a model's `before_head` differs from its logits; as of `difference`."""
+    graph, state = nnx.split(model)
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+
+    def called(tokens: Array) -> Array:
+        return nnx.merge(graph, state, copy=True)(tokens).astype(jnp.float32)
+
+    def product(tokens: Array) -> Array:
+        made = getattr(nnx.merge(graph, state, copy=True), BEFORE_HEAD)(tokens)
+        made = {name: x for name, x in made.items() if name not in _OF_LOSS}
+        hidden, kernel = made["hidden"], made["kernel"]
+        logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        if made.get("bias") is not None:
+            logits = logits + made["bias"].astype(jnp.float32)
+        cap = made.get("soft_cap")
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    return difference(product, called, (tokens,))
 
 
 def _predict(

@@ -11,6 +11,7 @@ from flax import nnx
 
 from axon_dist.core.checks import RNGS, checked, instance_of
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.same_function import is_from
 from axon_dist.core.typing import Array, PyTree
 
 from .attention import capped
@@ -377,6 +378,12 @@ def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
         weight, method, plain = layer.embedding, type(layer).attend, nnx.Embed.attend
     else:
         weight, method, plain = layer.kernel, type(layer).__call__, nnx.Linear.__call__
+        if getattr(layer, "bias", None) is not None:
+            return None
+    # One that multiplies or promotes in a way of its own is no plain product either.
+    own = (getattr(layer, name, None) for name in ("dot_general", "promote_dtype"))
+    if not all(one is None or is_from(one, "jax.", "flax.", "axon_dist.") for one in own):
+        return None
     # A weight with a hook for its reads, such as one that its layer gathers, is read by its layer.
     if inspect.unwrap(method) is not inspect.unwrap(plain) or any(
         callable(value) for value in weight.get_metadata().values()

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from ..core.checks import checked
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import HELD, Layers, wrap_calls
+from ..core.same_function import is_from
 from ..core.typing import Array, Function
 from ..nn import (
     AttentionKind,
@@ -371,14 +372,16 @@ class DistributedOnce:
         return layout.mapped(ring.restore, (spec,), spec, check_vma=False)(out)
 
     def _inner(self, module: nnx.Module) -> list[nnx.Module]:
-        """The attention inside; none where one is not causal, or random numbers are drawn.
+        """The attention inside; none where the order of tokens may say more than their positions.
 
-        A token draws by its place in the row, which has to be the place that it has on one device.
+        So it may in a layer of the user's, and where attention is not causal. A token draws by its
+        place in the row, which has to be the place that it has on one device.
         """
         inner = [one for _, one in nnx.iter_modules(module) if _is_multi_head(one) or mixes(one)]
         draws = any(isinstance(x, nnx.RngState) for _, x in nnx.iter_graph(module))
         causal = all(mixes(one) and getattr(one, "causal", True) for one in inner)
-        return inner if causal and not draws else []
+        is_known = all(is_by_position(one) for _, one in nnx.iter_modules(module))
+        return inner if causal and is_known and not draws else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -414,7 +417,50 @@ class AttentionFunction:
         return self.attention(attend, self, query, key, value)
 
 
+_CONTAINERS = (nnx.List, nnx.Dict)
+_BY_POSITION = (
+    nnx.Linear,
+    nnx.LinearGeneral,
+    nnx.Einsum,
+    nnx.Embed,
+    nnx.LayerNorm,
+    nnx.RMSNorm,
+    nnx.Dropout,
+    nnx.LoRA,
+    nnx.LoRALinear,
+)
+"""Layers of Flax that compute every position by itself."""
+
+_OURS = (
+    "axon_dist.models.experts.",
+    "axon_dist.models.layers.",
+    "axon_dist.models.transformer.",
+    "axon_dist.nn.",
+)
+
+
+def is_by_position(module: nnx.Module) -> bool:
+    """Whether a layer is known to compute every position by itself, but for its attention.
+
+    Those of this library's decoder do, and some of Flax. Of a class that inherits from one of
+    them, each method has to be the one that is inherited.
+    """
+    kind = type(module)
+    if isinstance(module, _CONTAINERS):
+        return True
+    if isinstance(module, _BY_POSITION) and is_from(kind.__call__, "flax."):
+        return getattr(module, "reduction_axes", -1) in (-1, (-1,))
+    bases = (base for base in kind.__mro__ if issubclass(base, nnx.Module))
+    defined = (
+        method
+        for base in bases
+        if base is not nnx.Module
+        for method in vars(base).values()
+        if inspect.isfunction(method)
+    )
+    return all(is_from(method, *_OURS, "axon_dist.core.", "flax.") for method in defined)
+
+
 def is_own(method: Function) -> bool:
     """Whether a method is one of this library, whose attention is what its attributes say."""
-    # A method that other strategies have wrapped is asked about itself.
-    return inspect.unwrap(method).__module__.startswith(("axon_dist.models.", "axon_dist.nn."))
+    return is_from(method, "axon_dist.models.", "axon_dist.nn.")

@@ -6,10 +6,11 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -17,6 +18,7 @@ from ..core.checks import TEXT, ArgumentKind, checked, is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
+from ..core.same_function import difference, is_from
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..core.weighted import per_sample
@@ -257,7 +259,13 @@ class SumOverRanks:
     axes: Axes
 
     def __call__(self, add: Function, module: nnx.Module, x: Array) -> tuple[Array, int]:
-        """As `Experts.sum_samples`."""
+        """As `Experts.sum_samples`.
+
+        Raises:
+            UnsupportedError: when a method of the user's does something else than to add.
+        """
+        if not is_from(add, _OURS):
+            _check_sum(add, module, x)
         total, samples = add(module, x)
         return all_sum(total, self.axes), samples * num_ranks(self.axes)
 
@@ -277,7 +285,9 @@ def keep_samples_apart(model: nnx.Module) -> None:
 
 
 def _one_by_one(mix: Function, module: nnx.Module, *arrays: Array) -> tuple[Array, Array]:
-    """Runs a module's `mix_experts` as a function of samples one by one."""
+    """Runs a module's `mix_experts` as a function of samples one by one, where it is known."""
+    if differs_from_tokens(mix, module, *arrays) != "":
+        return mix(module, *arrays)
     return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
 
 
@@ -326,7 +336,24 @@ class SplitExperts:
         expert_ids: Array,
         kernels: dict[str, Array],
     ) -> tuple[Array, Array]:
-        """As `Experts.mix_experts`."""
+        """As `Experts.mix_experts`.
+
+        Raises:
+            UnsupportedError: when a method of the user's computes something else, and the experts
+                are split. Where all ranks have all experts it is left to the compiler.
+        """
+        why = differs_from_tokens(mix, module, tokens, gates, expert_ids, kernels)
+        if why != "":
+            if self.axis is None:
+                return mix(module, tokens, gates, expert_ids, kernels)
+            said = why or "cannot be compared with that, which is traced on few tokens"
+            raise UnsupportedError(
+                f"{type(module).__name__}.{MIX} is to return, of each token, the sum of what "
+                f"`feed` makes of it with the kernels of its experts, weighed by its gates, and "
+                f"{said}. The ranks of expert parallelism compute that sum in its place: put what "
+                f"else there is around the call of {MIX}, or into `feed`, or leave "
+                "expert_parallel out"
+            )
         manual = manual_axes()
         lead = self.layout.spec(tokens.shape)
         spec = PartitionSpec(*(e if isinstance(e, (str, tuple)) else None for e in lead))
@@ -440,6 +467,82 @@ class SplitExperts:
             return swap(pieces.reshape(-1, slots, x.shape[-1]))
 
         return in_slots(feed, tokens, choice, kernels, experts, slots, there=there, back=back)
+
+
+_OURS = "axon_dist.models."
+
+
+def differs_from_tokens(
+    mix: Function,
+    module: Any,
+    tokens: Array,
+    gates: Array,
+    expert_ids: Array,
+    kernels: dict[str, Array],
+) -> str | None:
+    """How a module's `mix_experts` differs from a sum over the experts of each token by itself.
+
+    Args:
+        mix: the method, or what runs in its place.
+        module: what has it.
+        tokens: of a call; shapes are enough, as for the others.
+        gates: likewise.
+        expert_ids: likewise.
+        kernels: likewise.
+
+    Returns:
+        As of `difference`; "" at once for the methods of this library.
+    """
+    if is_from(mix, _OURS) and is_from(type(module).feed, _OURS):
+        return ""
+    count, per_token = jax.tree.leaves(kernels)[0].shape[0], gates.shape[-1]
+    ids = np.stack([np.roll(np.arange(count), -i)[:per_token] for i in range(6)])
+
+    def by_token(tokens: Array, gates: Array, ids: Array, kernels: PyTree) -> Array:
+        def of_one(token: Array, gates: Array, ids: Array) -> Array:
+            def of_expert(kernels: PyTree) -> Array:
+                return module.feed(jnp.matmul, token[None], kernels)[0]
+
+            return jnp.einsum("k,kd->d", gates, jax.vmap(of_expert)(kernels)[ids])
+
+        return jax.vmap(jax.vmap(of_one))(tokens, gates, ids)
+
+    def mixed(*arrays: PyTree) -> Array:
+        return mix(module, *arrays)[0]
+
+    def shapes(most: int) -> list[Any]:
+        cut = {}
+        for name, kernel in kernels.items():
+            size = list(kernel.shape)
+            size[module.hidden_dims[name]] = min(most, size[module.hidden_dims[name]])
+            cut[name] = jax.ShapeDtypeStruct(tuple(size), kernel.dtype)
+        few = jax.ShapeDtypeStruct((2, 3, tokens.shape[-1]), tokens.dtype)
+        weights = jax.ShapeDtypeStruct((2, 3, per_token), gates.dtype)
+        return [few, weights, ids.reshape(2, 3, -1).astype(expert_ids.dtype), cut]
+
+    found = difference(mixed, by_token, shapes(8))
+    return difference(mixed, by_token, shapes(2**31)) if found is None else found
+
+
+def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
+    """Raises unless a module's `sum_samples` adds up over samples."""
+    few = jax.ShapeDtypeStruct((3, *x.shape[1:]), x.dtype)
+
+    def added(x: Array) -> tuple[Array, Array]:
+        total, samples = add(module, x)
+        return total, jnp.asarray(samples, jnp.int32)
+
+    def expected(x: Array) -> tuple[Array, Array]:
+        return jnp.sum(x, axis=0, dtype=x.dtype), jnp.asarray(3, jnp.int32)
+
+    why = difference(added, expected, (few,))
+    if why != "":
+        said = why or "cannot be compared with that"
+        raise UnsupportedError(
+            f"{type(module).__name__}.{SUM_SAMPLES} is to return the sum over the samples of a "
+            f"batch and their number, and {said}: ranks that have other samples add up their "
+            "sums. Let it return these two, and put what else there is behind its call"
+        )
 
 
 def _place(ndim: int, axis: str | None, hidden: int, features: Axes) -> PartitionSpec:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..core.errors import AxonDistError, UnsupportedError
+from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.own_context import AxisNames, in_context_of_step, in_own_context, readable_by_caller
-from ..core.tree import joined, parted, shape_key, shapes_of
+from ..core.tree import joined, leaves_with_paths, parted, shape_key, shapes_of
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import FilledBatch, Weighted
 from ..core.words import byte_size
@@ -192,6 +192,38 @@ class TrainStep:
         weights = {} if weights is None else weights
         WEIGHTS.check("init", "weights", weights)
         return self.form.born(weights)
+
+    @in_context_of_step
+    def init_from(self, params: PyTree) -> TrainState:
+        """Makes the first state of a run that begins with the parameters of another.
+
+        The optimizer, its moments, the averages and the count of steps begin anew; so do buffers,
+        and parameters that are frozen are the model's.
+
+        Args:
+            params: as `load_checkpoint(path, step, parts="params")` returns them, in the form of a
+                state of this step.
+
+        Returns:
+            The state. Averages of the parameters, and those of replicas that train apart, begin
+            with these parameters too.
+
+        Raises:
+            ConfigError: when they have not the structure of this step's parameters.
+        """
+        state = self.form.born({})
+        if jax.tree.structure(params) != jax.tree.structure(state.params):
+            found, wanted = (
+                sorted(path for path, _ in leaves_with_paths(x)) for x in (params, state.params)
+            )
+            odd = sorted(set(found) ^ set(wanted))
+            raise ConfigError(
+                f"init_from got {len(found)} parameters for {len(wanted)} of the step, among "
+                f"them {', '.join(odd[:4]) or 'some of another kind'}; give what "
+                "load_checkpoint(path, step, parts='params') returns for this step"
+            )
+        state = dataclasses.replace(state, params=params)
+        return self.form.born(self.form.weights(state))
 
     def _check(self, state: TrainState) -> None:
         """Whether a state is one of this step; its own last one is not looked at again."""

@@ -1,5 +1,7 @@
 import dataclasses
 import sys
+import types
+import warnings
 
 import jax
 import numpy as np
@@ -9,7 +11,7 @@ from flax import nnx
 
 from axon_dist.app import train
 from axon_dist.app.runs import build_run
-from axon_dist.app.steps import build_step, build_world
+from axon_dist.app.steps import build_step, build_world, warn_of_vanishing
 from axon_dist.config import LOGGERS, RunConfig, build_strategy
 from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError
 from axon_dist.core.tree import leaves_with_paths
@@ -174,3 +176,26 @@ def test_options_of_the_compiler_reach_the_step_and_a_wrong_one_is_named(tiny, c
         assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"^compiler_options: got 3, which must be a section"):
         RunConfig.from_dict(tiny | {"compiler_options": 3})
+
+
+def test_updates_that_vanish_in_the_dtype_of_the_weights_are_told():
+    stored = {"w": jax.ShapeDtypeStruct((4,), "bfloat16")}
+    step = types.SimpleNamespace(abstract_state=types.SimpleNamespace(params=stored))
+    slow = RunConfig.from_dict({"optimizer": {"name": "adamw", "learning_rate": 1e-5}})
+    with pytest.warns(UserWarning, match=r"stored in bfloat16, and updates of 1e-05"):
+        warn_of_vanishing(slow, step)
+    # A weight above what the warning says stays as it is, and a small one moves.
+    for weight, moves in ((0.0053, False), (0.001, True)):
+        number = np.asarray(weight, jax.numpy.bfloat16)
+        assert (number + np.asarray(1e-5, number.dtype) != number) == moves
+    fast = RunConfig.from_dict({"optimizer": {"name": "adamw", "learning_rate": 1e-3}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_vanishing(fast, step)
+
+
+def test_names_of_axes_are_a_key(tiny, make_world):
+    tiny |= {"axis_names": {"rows": ["dp"], "heads": []}, "mesh": "dp=2"}
+    step = build_step(RunConfig.from_dict(tiny), make_world("dp=2"), trains=False)
+    assert step.axis_names.meant("rows") == ("dp",)
+    assert step.axis_names.meant("heads") == ()

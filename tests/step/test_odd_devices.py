@@ -9,6 +9,7 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, fsdp, load_checkpoint, save_checkpoint
 from axon_dist.checkpoint import read_manifest
+from axon_dist.core.errors import ConfigError
 
 WIDTH = 32
 X = np.random.default_rng(0).normal(size=(120, WIDTH)).astype(np.float32)
@@ -82,6 +83,15 @@ def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
         np.testing.assert_array_equal(np.asarray(of_layer)[:WIDTH], moments)
         params = load_checkpoint(tmp_path / "c", step, parts="params")
         assert params["layers"][0]["kernel"].shape == of_layer.shape
+    step = step_of(3, ema=0.9)
+    fresh = step.init_from(load_checkpoint(tmp_path / "c", step, parts="params"))
+    assert int(fresh.step) == 0
+    for is_average in (False, True):
+        got = step.weights(fresh, ema=is_average)["layers/0/kernel"]
+        np.testing.assert_array_equal(got, want)
+    assert not np.any(np.asarray(fresh.opt_state[0].mu["layers"][0]["kernel"]))
+    with pytest.raises(ConfigError, match=r"init_from got 1 parameters for 4 .* layers/1"):
+        step.init_from({"layers": [{"kernel": want}]})
 
 
 def test_what_stays_whole_is_said():
