@@ -246,4 +246,3 @@ def rates_of(machine: Hardware) -> Rates:
         gap=measured.gap if machine.capability else 0.0,
         source=f"not measured: the shares of its peaks that an H100 reaches; {measured.source}",
     )
-
