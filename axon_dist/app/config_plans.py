@@ -79,6 +79,8 @@ class ReadPlan:
         measured: the report of the compiled step; None where it was not compiled.
         changed: why it trains to other numbers than the config says; None where it does not.
         outer_bytes: bytes that a device sends in an outer step, divided by the steps between two.
+        utilization: MFU: the share of the chip's bfloat16 peak that the step reaches, what is
+            masked or computed again left out.
     """
 
     candidate: Candidate
@@ -89,6 +91,7 @@ class ReadPlan:
     measured: Report | None = None
     changed: str | None = None
     outer_bytes: float = 0.0
+    utilization: float = 0.0
 
     @property
     def wire_bytes(self) -> float:
@@ -375,7 +378,11 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
                 refused.setdefault(one.name, str(error))
             return plan
         time, sent = _with_outer_step(_time(reading, one, search), step, reading, search, one.apart)
-        plan = ReadPlan(one, config, reading, time, search.device_bytes, None, search.changed, sent)
+        share = search.work.useful_flops / one.num_devices
+        mfu = time.utilization(share, search.hardware)
+        plan = ReadPlan(
+            one, config, reading, time, search.device_bytes, None, search.changed, sent, mfu
+        )
         smaller = None if plan.fits else _smaller(plan, search, tried)
         if smaller is None:
             break

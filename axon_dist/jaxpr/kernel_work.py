@@ -178,3 +178,17 @@ def _looped(node: Node, sizes: list[int]) -> KernelWork:
         total.moved += _STACK_WRITES * made + _STACK_READS * given
         total.kernels += 2 * node.trips
     return total
+
+
+def useful_flops(program: LivenessProgram) -> float:
+    """The FLOPs that MFU counts: of attention the pairs that a causal mask leaves, none twice.
+
+    The backward pass of fused attention forms the scores again: five products for the four that
+    count.
+
+    Args:
+        program: of a loss and its derivative, nothing recomputed.
+    """
+    attention = [d for d in kernel_work(program).products.elements() if d.kind != "product"]
+    forward = sum(d.flops * (0.5 if d.is_causal else 1.0) for d in attention if d.kind == "forward")
+    return program.flops - sum(d.flops for d in attention) + 3 * forward
