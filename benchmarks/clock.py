@@ -79,7 +79,7 @@ def _rows() -> dict[str, Row]:
     every, products = ActivationCheckpointing(), ActivationCheckpointing(policy="dots_no_batch")
     small, large = SIZES["124m"].config(), SIZES["1.3b"].config()
     looped, unrolled = {"scan_layers": True}, {"scan_layers": False}
-    xl = dataclasses.replace(small, width=1600, num_layers=48, num_heads=25, **unrolled)
+    xl = dataclasses.replace(small, width=1600, num_layers=48, num_heads=25, **looped)
     llama = dataclasses.replace(TransformerConfig.preset("7b"), max_length=4096, **looped)
     ours = "benchmarks.gpu, 2026-11-28"
     return {
