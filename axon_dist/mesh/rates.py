@@ -2,7 +2,7 @@
 
 A data sheet says what a chip can do at best; kernels reach less, and how much depends on their
 shape. The time of a step follows from these rates and from what its kernels multiply and move, and
-nothing here is fitted to the time of a step. `inspect.model_time` adds up a compiled program,
+no rate here is fitted to the time of a step. `inspect.model_time` adds up a compiled program,
 `planner.Reading.step_time` a traced one.
 """
 
