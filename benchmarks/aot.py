@@ -44,6 +44,7 @@ from axon_dist.planner import read_step
 from axon_dist.schedule import Costs, PipelineSchedule, Schedule, summarize
 
 from .aot_theory import Work, theory
+from .size_rows import model_flops
 
 TENSOR = {"plain": {}, "sequence": {"sequence": True}, "rings": {"sequence": True, "rings": True}}
 """What of tensor parallelism is asked for, by name."""
@@ -232,8 +233,15 @@ def summary(
         "theory_parts_mb": {name: value / 1e6 for name, value in least.items()},
         "attention_kernels": found.attention,
     }
+    if found.time is not None:
+        useful = model_flops(config, samples(args, world) * args.length, args.length)
+        figures["expected_ms"] = found.time.total * 1e3
+        figures["expected_mfu"] = found.time.utilization(useful / world.size)
     if table is not None:
         figures |= _in_lock_step(table, ledger)
+        # The timeline of a pipeline counts one action of every kind in each tick.
+        for name in ("expected_ms", "expected_mfu"):
+            figures.pop(name, None)
     return figures
 
 

@@ -140,12 +140,16 @@ def read(folder: pathlib.Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def table(rows: dict[str, dict[str, Any]]) -> Table:
     """A line for each row."""
-    found = Table(caption="per device and step; nothing was run")
+    found = Table(
+        caption="per device and step; nothing was run; modelled: at peak rates; expected: at the "
+        "rates that kernels reach"
+    )
     for column in ("row", "target", "mesh", "strategy"):
         found.add_column(column)
     for column in ("peak GiB", "wire MB", "theory", "x", "modelled ms", "waited ms", "%"):
         found.add_column(column, justify="right")
-    for column in ("FLOPs of traced", "exec."):
+    # Rows of files that were written before a time was expected have none.
+    for column in ("expected ms", "MFU", "FLOPs of traced", "exec."):
         found.add_column(column, justify="right")
     found.add_column("s", justify="right")
     for name, row in rows.items():
@@ -159,6 +163,8 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
             f"{row['modelled_ms']:.1f}",
             f"{row['waited_ms']:.1f}",
             f"{row['waited_ms'] / row['modelled_ms']:.1%}" if row["modelled_ms"] else "-",
+            f"{row['expected_ms']:.1f}" if "expected_ms" in row else "-",
+            f"{row['expected_mfu']:.1%}" if "expected_mfu" in row else "-",
             f"{row['tflop'] / row['traced_tflop']:.3f}",
             f"{row['executed']:.3f}" if "executed" in row else "",
             f"{sum(row[f'{part}_seconds'] for part in ('build', 'lower', 'compile')):.0f}",

@@ -12,7 +12,7 @@ is structure. Of the last part what counts is what a step needs where it would r
 Equations are those of the traced step, programs within it included; "lowered" is StableHLO as text,
 "compiled" that of the optimised program. "host" is the peak of the process. The least time of a
 step is its matrix operations at the peak rate of the chip and what they wait for transfers;
-the predicted one has compute at the efficiency that the planner assumes. Nothing is run.
+the predicted one is `inspect.model_time`. Nothing is run.
 Needs the extra `cuda` for GPUs and `aot` for TPUs.
 """
 
@@ -37,7 +37,6 @@ from axon_dist.inspect import report, target_devices
 from axon_dist.jaxpr.walk import equations
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.models import num_params
-from axon_dist.planner.reading import EFFICIENCY
 
 from .size_rows import PARTS, ROWS, Row, model_flops
 
@@ -147,8 +146,8 @@ def where_it_runs(row: Row, step: Any, batch: Any, found: Any) -> dict[str, Any]
         "model_tflops": flops / 1e12,
         "executed_tflops": found.flops.high / 1e12,
         "least_seconds": compute + waited,
-        "predicted_seconds": compute / EFFICIENCY + waited,
-        "predicted_mfu": flops / machine.rate("bfloat16") / (compute / EFFICIENCY + waited),
+        "predicted_seconds": found.time.total,
+        "predicted_mfu": found.time.utilization(flops),
         "in_branches": any(one.in_conditional for one in ledger),
     }
 

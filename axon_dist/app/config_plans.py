@@ -81,6 +81,8 @@ class ReadPlan:
         changed: why it trains to other numbers than the config says; None where it does not.
         outer_bytes: bytes that a device sends in an outer step, divided by the steps between two.
         loops: which equal blocks run as a loop, and why.
+        utilization: MFU: the share of the chip's bfloat16 peak that the step reaches, what is
+            masked or computed again left out.
     """
 
     candidate: Candidate
@@ -92,6 +94,7 @@ class ReadPlan:
     changed: str | None = None
     outer_bytes: float = 0.0
     loops: tuple[LoopChoice, ...] = ()
+    utilization: float = 0.0
 
     @property
     def wire_bytes(self) -> float:
@@ -378,10 +381,18 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
                 refused.setdefault(one.name, str(error))
             return plan
         time, sent = _with_outer_step(_time(reading, one, search), step, reading, search, one.apart)
+        share = search.work.useful_flops / one.num_devices
         plan = ReadPlan(
-            one, config, reading, time, search.device_bytes,
-            changed=search.changed, outer_bytes=sent, loops=step.loop_choices,
-        )  # fmt: skip
+            one,
+            config,
+            reading,
+            time,
+            search.device_bytes,
+            changed=search.changed,
+            outer_bytes=sent,
+            loops=step.loop_choices,
+            utilization=time.utilization(share, search.hardware),
+        )
         smaller = None if plan.fits else _smaller(plan, search, tried)
         if smaller is None:
             break

@@ -259,7 +259,7 @@ def _reason(plan: ReadPlan) -> str:
             f"{state} are the train state"
         )
     parts = {
-        "products": time.compute,
+        "kernels": time.compute,
         "waiting in the pipeline": time.bubble,
         "the update": time.update,
         "transfers that nothing hides": time.exposed,
@@ -271,12 +271,12 @@ def _reason(plan: ReadPlan) -> str:
 def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
     unit, name = unit_of(max(plan.reading.peak for plan in plans))
     is_measured = any(plan.measured is not None for plan in plans)
-    caption = f"{name} per device, and sent per step; x: microbatches; half of peak FLOP/s assumed"
+    caption = f"{name} per device, and sent per step; x: microbatches; steps are modelled"
     caption += "; compiled: of the program that would run" * is_measured
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
     # Where there is no room, long names are folded and no number is cut.
     table.add_column("plan")
-    headers = ("state", "temp", "peak", "fit", "sent", "step")
+    headers = ("state", "temp", "peak", "fit", "sent", "step", "MFU")
     for header in (*headers, *(("compiled peak", "sent") if is_measured else ())):
         table.add_column(header, justify="right", no_wrap=header != "compiled peak")
     for plan in plans:
@@ -311,5 +311,6 @@ def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
         "yes" if plan.fits else "no",
         bound + digits(plan.wire_bytes / unit),
         duration(plan.time.total),
+        f"{plan.utilization:.0%}" if plan.utilization else "",
         *measured,
     )

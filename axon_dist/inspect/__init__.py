@@ -10,7 +10,8 @@ strategy, so that it can check what one claims. Times follow from the rates of `
 * `kernels` counts the custom calls, fused attention among them, and `expect_kernels` turns that
   into tests; `recomputed` is what XLA rematerialises unasked.
 * `flops` counts matrix operations with the trip counts of loops.
-* `report` joins the three.
+* `model_time` adds up its kernels, each at the rate that its shape reaches (`mesh.rates`).
+* `report` joins these.
 * `read_trace` reads what `jax.profiler` traced, and `waterfall` says with the program what the
   time of a step went to.
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
@@ -44,6 +45,8 @@ from .flops import flops as flops
 from .ledger import Collective as Collective
 from .ledger import Ledger as Ledger
 from .ledger import ring_bytes as ring_bytes
+from .model_time import ModelTime as ModelTime
+from .model_time import model_time as model_time
 from .parse import Module as Module
 from .parse import as_module as as_module
 from .report import LeafBytes as LeafBytes

@@ -20,7 +20,9 @@ from ..mesh.chips import Hardware
 from .computations import trip_count, usually_called, visits
 from .parse import Computation, Instruction, Module, ProgramLike, as_module
 
-_DOTS = ("dot", "ragged-dot", "scaled-dot")
+DOTS = ("dot", "ragged-dot", "scaled-dot")
+"""The opcodes of matrix products."""
+
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _GEMM_LHS = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]')
@@ -42,7 +44,7 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
     Returns:
         Twice the number of multiplications.
     """
-    if instruction.opcode in _DOTS:
+    if instruction.opcode in DOTS:
         contracted = _dims(instruction.attribute("lhs_contracting_dims"))
         return _gemm(computation, instruction, contracted)
     if instruction.opcode == "convolution":

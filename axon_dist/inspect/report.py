@@ -29,6 +29,8 @@ from ..mesh.targets import Target, as_target, prepare_environment
 from .calls import Recomputed, attention_kernels, recomputed
 from .flops import Flops, flops
 from .ledger import Ledger, as_text
+from .model_time import KINDS as TIMES
+from .model_time import ModelTime, model_time
 from .parse import as_module
 from .transfers import collectives
 
@@ -196,6 +198,7 @@ class Report:
         is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
         unknown: what is not known because the chip is not; "" where it is.
         traced_flops: matrix operations of the traced step; None where they were not counted.
+        time: the modelled time of a step; None where the chip is not known.
     """
 
     memory: MemoryReport
@@ -208,6 +211,7 @@ class Report:
     is_cpu: bool = False
     unknown: str = ""
     traced_flops: float | None = None
+    time: ModelTime | None = None
 
     @property
     def flops_over_traced(self) -> float | None:
@@ -258,6 +262,7 @@ class Report:
             "wire_seconds": ledger.seconds(),
             "waited_seconds": ledger.waited(),
             "step_seconds": ledger.step_seconds,
+            "model_time": None if self.time is None else self.time.to_dict(),
             "waited_share": ledger.waited_share(),
             "lint": ledger.lint(),
             "collectives": ledger.to_rows(),
@@ -289,6 +294,14 @@ class Report:
             waited, step = (1e3 * x for x in (ledger.waited(), ledger.step_seconds))
             share = f"{waited:,.1f} of {step:,.1f} ms at peak rates, {ledger.waited_share():.1%}"
             table.add_row("waits for transfers", share)
+        if not self.is_cpu and self.time is not None:
+            parts = [
+                f"{1e3 * seconds:,.1f} {TIMES[kind]}"
+                for kind, seconds in self.time.seconds.items()
+                if seconds >= 5e-5
+            ]
+            total = f"{1e3 * self.time.total:,.1f} ms at the rates that kernels reach"
+            table.add_row("modelled step", ": ".join([total, ", ".join(parts)]))
         more = "+" if self.flops.unknown_trip or self.flops.opaque else ""
         table.add_row("matrix FLOPs", f"{si(self.flops.high)}{more}")
         if self.flops.low != self.flops.high:
@@ -351,6 +364,7 @@ def report(
         is_cpu=getattr(mesh.devices.flat[0], "platform", "") == "cpu",
         unknown=(machine is None and unknown_chip(mesh)) or "",
         traced_flops=traced_flops,
+        time=model_time(module, mesh, machine),
     )
 
 

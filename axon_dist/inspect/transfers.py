@@ -231,6 +231,21 @@ class WireModel:
         count = 1 if trips is None else trips
         return sum(one.wire for one in each) * count, sum(one.step for one in each) * count
 
+    def waited(self, computation: Computation) -> float:
+        """The seconds for which an execution waits for transfers, with all that it calls."""
+        waits = self.timed(computation).judged
+        total = sum(wait or 0.0 for _, _, wait in waits)
+        for instruction in computation.instructions:
+            if instruction.opcode in _CALLS:
+                each = [self.waited(one) for one in usually_called(self.module, instruction)]
+                if instruction.opcode == "conditional":
+                    total += max(each, default=0.0)
+                    continue
+                is_loop = instruction.opcode == "while"
+                trips = trip_count(self.module, computation, instruction) if is_loop else 1
+                total += (1 if trips is None else trips) * sum(each)
+        return total
+
     def leaves_node(self, sent: ScheduledCollective) -> bool:
         """Whether a transfer goes from one node to another, where the machine has nodes."""
         size = 0 if self.machine is None else self.machine.node_size

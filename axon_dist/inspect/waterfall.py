@@ -26,6 +26,7 @@ from .calls import ATTENTION
 from .flops import CostModel, flops, target_of
 from .ledger import KINDS as COLLECTIVES
 from .ledger import as_text
+from .model_time import MOVES
 from .parse import Computation, Instruction, Module, ProgramLike, as_module, origin
 from .timeline import RANKS, Event, Spent, spent
 from .transfers import collective_kind
@@ -51,14 +52,6 @@ _LOOPS = frozenset({"while", "conditional"})
 _CONTAINERS = frozenset({*_LOOPS, "call", "async-start", "call-start"})
 _RECOMPUTED = "rematted_computation"
 """What `jax.checkpoint` adds to the names of the operations that it runs again."""
-_MOVES = frozenset(
-    {
-        *("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota"),
-        *("copy", "copy-start", "copy-done", "transpose", "reshape", "broadcast", "reverse"),
-        *("slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad"),
-    }
-)
-"""Operations that move numbers and compute none."""
 _KERNELS: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {
         "wire": re.compile(r"nccl|nvshmem", re.IGNORECASE),
@@ -367,7 +360,7 @@ def _kind_of(
     if costs.instruction(computation, instruction).high:
         return "products"
     moved = {i.opcode for i in inner} if instruction.opcode == "fusion" else {instruction.opcode}
-    return "copies" if moved <= _MOVES else "kernels"
+    return "copies" if moved <= MOVES else "kernels"
 
 
 def _ends_transfer(instruction: Instruction) -> bool:

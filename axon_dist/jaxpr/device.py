@@ -44,6 +44,7 @@ from .placement import (
     of_spec,
     once,
     placed,
+    product_dims,
     union,
     unsplit,
 )
@@ -281,6 +282,7 @@ class _Reader:
         node.writes = tuple(value.buffer for value in results)
         places = [one.splits for one in operands], results[0].splits
         node.flops = flops_of(equation, *places, self.axes, self.platform)
+        node.dims = product_dims(equation, places[1], self.axes, node.flops)
         if name in SPREAD:
             self.spread.update(node.writes)
         if name in IN_PLACE and operands[0].buffer in self.spread:

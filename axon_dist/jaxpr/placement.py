@@ -188,6 +188,33 @@ class Sent:
     num_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class ProductDims:
+    """The sizes of the products of one kernel on a device.
+
+    Args:
+        kind: `"product"`, `"forward"` or `"backward"`; the latter two are fused attention.
+        rows: of the result; of attention the positions that a query may look at.
+        columns: of the result; of attention the width of a head.
+        summed: the dim that is contracted; of attention 0.
+        batch: independent products.
+        written: bytes of an element of the result.
+        read: bytes of an element of the operands.
+        flops: of all.
+        is_causal: whether later positions are masked.
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    summed: int
+    batch: int
+    written: int
+    read: int
+    flops: float
+    is_causal: bool = False
+
+
 @dataclasses.dataclass(eq=False)
 class Node:
     """One operation on one device.
@@ -204,6 +231,7 @@ class Node:
         num_consts: of the buffers that it reads, the first so many are the same in every iteration.
         num_carry: the next so many are carried from one iteration to the next.
         ahead: bytes that every iteration gathers for the next one.
+        dims: the sizes of its product; None of what is none, or where they are not known.
     """
 
     name: str
@@ -217,6 +245,7 @@ class Node:
     num_consts: int = 0
     num_carry: int = 0
     ahead: int = 0
+    dims: ProductDims | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -414,3 +443,45 @@ def flops_of(
     if name.startswith(ATTENTION):
         return (4.0 if "fwd" in name else 10.0) * local(shapes[0], splits[0]) * shapes[1][1]
     return 0.0
+
+
+def product_dims(
+    equation: Any, result: Splits, axes: Mapping[str, int], flops: float
+) -> ProductDims | None:
+    """The sizes of a product or of fused attention on one device; None of anything else.
+
+    Args:
+        equation: of a traced program over global arrays.
+        result: the layout of the result.
+        axes: the sizes of the mesh axes.
+        flops: of a device, by `flops_of`.
+    """
+    name, operands = equation.primitive.name, [atom.aval for atom in equation.invars]
+    if not flops or not (name == "dot_general" or name.startswith(ATTENTION)):
+        return None
+    out = equation.outvars[0].aval
+    if name != "dot_general":
+        kind = "forward" if "fwd" in name else "backward"
+        length, width = operands[1].shape[1], operands[0].shape[-1]
+        is_causal = "CAUSAL" in str(equation.params.get("mask_type"))
+        size = out.dtype.itemsize
+        return ProductDims(kind, length, width, 0, 1, size, size, flops, is_causal)
+    (left, _), (batch_dims, _) = equation.params["dimension_numbers"]
+    sizes = [
+        -(-size // math.prod(axes[axis] for axis in names))
+        for size, names in zip(out.shape, result, strict=True)
+    ]
+    first = len(batch_dims)
+    after = first + len(operands[0].shape) - first - len(left)
+    rows, columns = math.prod(sizes[first:after]), math.prod(sizes[after:])
+    batch = math.prod(sizes[:first])
+    return ProductDims(
+        kind="product",
+        rows=rows,
+        columns=columns,
+        summed=max(1, round(flops / (2 * max(1, math.prod(sizes))))),
+        batch=batch,
+        written=out.dtype.itemsize,
+        read=max(one.dtype.itemsize for one in operands[:2]),
+        flops=flops,
+    )

@@ -33,7 +33,11 @@ BEFORE_HEAD = "before_head"
 """The method by which a model gives what the loss takes in place of logits."""
 
 CHUNK_BYTES = 2**29
-"""Bytes of the float32 logits of one chunk: large products, and little beside a model."""
+"""At least so many bytes have the float32 logits of one chunk: large products, and little beside a
+model."""
+
+CHUNK_SHARE = 1 / 64
+"""At most this share of a device's memory, if that is more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +173,8 @@ def linear_cross_entropy(
             loss and **changes its numbers**: logits are rounded to three digits, as those of a head
             in bfloat16 are. All sums are float32 in either case.
         num_chunks: into how many chunks each rank cuts its positions; None for as many as keep
-            the float32 logits of one below 512 MiB.
+            the float32 logits of one below 512 MiB, or on a known chip below the bytes of the
+            kernel's float32 gradient and 1/64 of the chip's memory.
 
     Returns:
         The sum, in nats, float32, and the sum of the weights.
@@ -257,7 +262,13 @@ def _check(operands: dict[str, Array]) -> None:
         )
 
 
-def evaluate(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = None) -> LossParts:
+def evaluate(
+    how: HeadLoss,
+    operands: Operands,
+    wants: Wants,
+    axis: str | None = None,
+    memory_bytes: int | None = None,
+) -> LossParts:
     """Goes over the positions, chunk by chunk.
 
     Args:
@@ -266,12 +277,14 @@ def evaluate(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None =
         wants: the gradients asked for.
         axis: the mesh axis whose ranks each have a part of the vocabulary, in their order; kernel
             and bias are this rank's part then. None where they are whole.
+        memory_bytes: of a device; None where the chip is not known.
 
     Returns:
         The values; with an axis all but the gradients by kernel and bias are those of all ranks.
     """
     shape, (width, classes) = operands.labels.shape, operands.kernel.shape
-    count, size = _chunks(how, math.prod(shape), classes)
+    most = chunk_bytes(width, classes, memory_bytes) if wants[1] else CHUNK_BYTES
+    count, size = _chunks(how, math.prod(shape), classes, most)
 
     def cut(x, *dims):
         return _padded(x.reshape(-1, *dims), count * size).reshape(count, size, *dims)
@@ -310,11 +323,32 @@ def evaluate(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None =
     return LossParts(total, hits, restored(results[0]), (of_hidden, of_kernel, of_bias))
 
 
-def _chunks(how: HeadLoss, positions: int, classes: int) -> tuple[int, int]:
+def chunk_bytes(width: int, classes: int, memory_bytes: int | None) -> int:
+    """Up to how many bytes the float32 logits of a chunk have.
+
+    Every chunk reads and writes the gradient of the kernel, `4 width classes` bytes, to which it
+    adds its part. A chunk of as many bytes of logits passes over more logits than gradients.
+
+    Args:
+        width: of the hidden states.
+        classes: of the kernel of this rank.
+        memory_bytes: of a device; None where the chip is not known.
+
+    Example:
+        >>> chunk_bytes(768, 50304, 80 * 2**30) == CHUNK_BYTES
+        True
+        >>> [round(chunk_bytes(4096, 128256, x) / 2**30, 2) for x in (None, 16 * 2**30, 80 * 2**30)]
+        [0.5, 0.5, 1.25]
+    """
+    share = int((memory_bytes or 0) * CHUNK_SHARE)
+    return max(CHUNK_BYTES, min(4 * width * classes, share))
+
+
+def _chunks(how: HeadLoss, positions: int, classes: int, most: int) -> tuple[int, int]:
     """How many chunks, and positions in each; the last may be filled up."""
     if how.num_chunks is not None:
         return how.num_chunks, -(-positions // how.num_chunks)
-    least = max(1, -(-positions * classes * 4 // CHUNK_BYTES))
+    least = max(1, -(-positions * classes * 4 // most))
     even = (n for n in range(least, 2 * least + 1) if positions % n == 0)
     count = next(even, least)
     return count, -(-positions // count)

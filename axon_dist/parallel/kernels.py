@@ -25,6 +25,7 @@ from ..core.modules import wrap_calls
 from ..core.reduction import all_sum
 from ..core.typing import Array, Function, PyTree
 from ..jaxpr.rewrite import Rewriting
+from ..mesh.chips import machine_of
 from ..nn.attention import attended
 from ..nn.layout import Axes, Layout, manual_axes
 from ..ops.linear_loss import (
@@ -220,6 +221,8 @@ class Spread:
         # adds them up, which gives every owner its shard at once.
         beside = bool(ranks) and not manual_axes()
         axis = self.vocabulary[0] if self.vocabulary else None
+        chip = machine_of(layout.mesh)
+        memory_bytes = None if chip is None else chip.memory_bytes
 
         def summed(grad: Array | None, operand: Array | None) -> Array | None:
             if grad is None or operand is None or not ranks:
@@ -230,7 +233,7 @@ class Spread:
             return grad[None] if beside else all_sum(grad, ranks)
 
         def local(*operands: Array) -> PyTree:
-            parts = evaluate(how, Operands(*operands), wants, axis)
+            parts = evaluate(how, Operands(*operands), wants, axis, memory_bytes)
             total, hits = (all_sum(x, ranks) if ranks else x for x in (parts.total, parts.hits))
             of_hidden, *of_head = parts.grads
             of_kernel, of_bias = map(summed, of_head, (operands[1], operands[4]))

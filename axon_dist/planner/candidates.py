@@ -21,6 +21,7 @@ from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.device import liveness_program
+from ..jaxpr.kernel_work import useful_flops
 from ..jaxpr.placement import unsplit
 from ..mesh import SLOW_AXES, MeshSpec
 from ..mesh.chips import Hardware
@@ -43,6 +44,8 @@ class Workload:
         has_attention: whether a module of it mixes positions by attention.
         num_experts: the greatest common divisor of the experts of its mixtures; 1 without any.
         precision: a policy or a preset's name; None is float32.
+        useful_flops: those of `flops` that MFU counts, without masked pairs of positions; 0 where
+            they were not counted.
 
     Raises:
         ConfigError: for a model without parameters, an empty batch or an unknown precision.
@@ -61,6 +64,7 @@ class Workload:
     has_attention: bool = False
     num_experts: int = 1
     precision: MixedPrecision | str | bool | None = None
+    useful_flops: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_params < 1:
@@ -125,10 +129,12 @@ def workload_of(
 
     closed = jax.make_jaxpr(jax.value_and_grad(mean_loss))(params, rest, batch)
     splits = [unsplit(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
+    program = liveness_program(closed, splits, {}, platform)
     return Workload(
         num_params=num_params(params),
         num_layers=max(len(block_paths(abstract)), 1),
-        flops=liveness_program(closed, splits, {}, platform).flops,
+        flops=program.flops,
+        useful_flops=useful_flops(program),
         global_batch=jax.tree.leaves(batch)[0].shape[0],
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
         num_experts=_experts(model, params),

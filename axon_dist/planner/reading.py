@@ -15,22 +15,21 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
 from ..core.files import host_memory
 from ..core.typing import Batch
 from ..core.words import byte_size
 from ..jaxpr.device import liveness_program
+from ..jaxpr.kernel_work import KernelWork, kernel_work
 from ..jaxpr.liveness import peak_of
-from ..jaxpr.placement import Sent, Splits, of_spec
+from ..jaxpr.placement import ProductDims, Sent, Splits, of_spec
 from ..mesh import World
 from ..mesh.chips import Hardware, machine_of
+from ..mesh.rates import AttentionShape, ProductShape, rates_of
 from ..nn import ActivationCheckpointing
 from ..schedule import Costs, build_schedule, simulate
-
-EFFICIENCY = 0.5
-"""The share of peak FLOP/s that compute reaches alone: what is published for whole steps of large
-runs is 38 to 57 % (Llama 3, arXiv:2407.21783; PaLM, arXiv:2204.02311)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,8 @@ class StepCost:
     """Where the time of a step goes, seconds.
 
     Args:
-        compute: products, recomputation included.
+        compute: products, attention and memory-bound kernels with the gaps between them,
+            recomputation included.
         bubble: the time that ranks of a pipeline are idle.
         update: reading and writing the training state.
         communication: all transfers, as if nothing else ran.
@@ -50,6 +50,10 @@ class StepCost:
     update: float
     communication: float
     exposed: float
+
+    def utilization(self, flops: float, hardware: Hardware) -> float:
+        """MFU: the share of a chip's bfloat16 peak that so many useful FLOPs of a device are."""
+        return flops / (hardware.flops * self.total)
 
     @property
     def total(self) -> float:
@@ -114,6 +118,7 @@ class Reading:
         flops: operations of its products; of branches of a conditional the dearest.
         sends: collectives, and how often each runs; of branches all.
         mesh: the axes and their sizes, outer to inner.
+        work: what its kernels multiply and move.
     """
 
     state: int
@@ -122,6 +127,7 @@ class Reading:
     flops: float
     sends: tuple[tuple[Sent, int], ...]
     mesh: Mapping[str, int]
+    work: KernelWork = dataclasses.field(default_factory=KernelWork)
 
     @property
     def peak(self) -> int:
@@ -165,26 +171,48 @@ class Reading:
     def step_time(
         self,
         hardware: Hardware,
-        compute: Any,
+        compute: DTypeLike,
         *,
         flops: float | None = None,
         idle: float = 0.0,
-        efficiency: float = EFFICIENCY,
     ) -> StepCost:
-        """The time of a step: products at the rate of the chip, transfers, and the update.
+        """The time of a step: kernels at the rates of `mesh.rates`, transfers, and the update.
 
         Args:
             hardware: FLOP/s by dtype, bytes/s of memory and links of one chip.
-            compute: the dtype of the products.
+            compute: the dtype of the products whose sizes are not known.
             flops: in place of those read, for a pipeline, whose ranks are idle by turns.
             idle: of a pipeline, as by `idle_share`.
-            efficiency: the share of peak FLOP/s that compute alone reaches.
 
         Returns:
             The parts. Collectives over `tp` and `pp` are exposed; compute hides the others,
             which is the best case.
         """
-        busy = (self.flops if flops is None else flops) / (hardware.rate(compute) * efficiency)
+        update = rates_of(hardware).memory_seconds(2 * self.state)
+        busy = self._busy(hardware, compute, flops)
+        communication, exposed, hidden = self._transfers(hardware)
+        return StepCost(
+            compute=busy,
+            bubble=busy * idle,
+            update=update,
+            communication=communication,
+            exposed=exposed + max(0.0, hidden - busy),
+        )
+
+    def _busy(self, hardware: Hardware, compute: DTypeLike, flops: float | None) -> float:
+        """Seconds of all kernels but those that update the state."""
+        rates, work = rates_of(hardware), self.work
+        seconds = work.unsized / (rates.products * hardware.rate(compute) / hardware.flops)
+        for dims, count in work.products.items():
+            seconds += count * _product_seconds(dims, hardware)
+        if flops is not None and self.flops:
+            seconds *= flops / self.flops
+        # The update is a part of the program, and has a row of its own.
+        moved = max(0.0, work.moved - 2 * self.state)
+        return seconds + rates.memory_seconds(moved) + work.kernels * rates.gap
+
+    def _transfers(self, hardware: Hardware) -> tuple[float, float, float]:
+        """Seconds of all transfers, of those that are waited for, and of the others."""
         hidden, exposed = 0.0, 0.0
         for (kind, axes, times), sizes in self._joined().items():
             one = Sent(kind, axes, sum(sizes))
@@ -197,13 +225,20 @@ class Reading:
             latency = calls * hardware.ring_latency(ranks, stride)
             took = times * (latency + self._wire(one) / hardware.bandwidth(ranks, stride))
             hidden, exposed = hidden + took * (not is_exposed), exposed + took * is_exposed
-        return StepCost(
-            compute=busy,
-            bubble=busy * idle,
-            update=2 * self.state / hardware.memory_bandwidth,
-            communication=hidden + exposed,
-            exposed=exposed + max(0.0, hidden - busy),
+        return hidden + exposed, exposed, hidden
+
+
+def _product_seconds(dims: ProductDims, hardware: Hardware) -> float:
+    """The time of one product, or of one pass of attention."""
+    rates = rates_of(hardware)
+    if dims.kind != "product":
+        is_backward = dims.kind == "backward"
+        return rates.attention_seconds(
+            AttentionShape(dims.flops, dims.rows, dims.columns, is_backward, dims.is_causal)
         )
+    shape = ProductShape(dims.rows, dims.columns, dims.summed, dims.batch, dims.written, dims.read)
+    widths = {4: hardware.float32_rate, 1: hardware.float8_rate}
+    return rates.product_seconds(shape, widths.get(dims.read, 1.0))
 
 
 def read_program(
@@ -235,6 +270,7 @@ def read_program(
         flops=liveness.flops,
         sends=tuple(liveness.sends()),
         mesh=dict(mesh),
+        work=kernel_work(liveness),
     )
 
 

@@ -90,7 +90,7 @@ def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
     text = out_of(capsys, config, *TINY, "--target", "cpu:8", "--compile", "1")
     assert "compiled: of the program that would run" in " ".join(text.split())
     (row,) = [line for line in text.splitlines() if " yes " in line]
-    state, temp, peak, _, sent, _, _, compiled, compiled_sent = row.split()[-9:]
+    state, temp, peak, _, sent, _, _, _, compiled, compiled_sent = row.split()[-10:]
     # Nor does it know in which order XLA:CPU works, and what it fuses.
     assert float(peak) == pytest.approx(float(compiled), rel=0.35)
     # XLA:CPU reduces bfloat16 in float32, which the planner does not know.

@@ -10,7 +10,7 @@ from axon_dist.inspect import flops
 from axon_dist.jaxpr.walk import equations
 from axon_dist.models import cross_entropy
 from axon_dist.nn import linear_cross_entropy, linear_scores
-from axon_dist.ops.linear_loss import _in_turn, _online
+from axon_dist.ops.linear_loss import HeadLoss, Operands, _in_turn, _online, evaluate
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -211,3 +211,35 @@ def test_bfloat16_logits_beside_products_in_bfloat16(classes, lean, nats, times)
     for index in range(2):
         error, least = (off(each[1][index], want[1][index]) for each in (narrow, wide))
         assert error < times * least < 0.05
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "chunks"), [(None, 4), (16 * 2**30, 4), (80 * 2**30, 2), (1000 * 2**30, 1)]
+)
+def test_chunks_grow_with_the_head_and_the_memory_of_the_chip(memory_bytes, chunks):
+    """4096 positions of an 8B, traced: each chunk passes over the 2.1 GB gradient of the head."""
+    shapes = (4096, 4096), (4096, 128_256), (4096,), (4096,)
+    dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32
+    operands = [jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)]
+
+    def run(*operands):
+        parts = evaluate(
+            HeadLoss(), Operands(*operands), (True, True, False), memory_bytes=memory_bytes
+        )
+        return parts.total, parts.grads[:2]
+
+    program = jax.make_jaxpr(run)(*operands)
+    loops = [e.params["length"] for e in program.eqns if e.primitive.name == "scan"]
+    assert (loops or [1]) == [chunks]
+    products = [e for e in equations(program) if e.primitive.name == "dot_general"]
+    assert len(products) == 3
+
+
+def test_the_number_of_chunks_changes_no_number():
+    operands = Operands(HIDDEN, KERNEL, LABELS, WEIGHTS)
+    results = [
+        evaluate(HeadLoss(num_chunks=count), operands, (True, True, False)) for count in (1, 2, 3)
+    ]
+    for other in results[1:]:
+        for one, two in zip(jax.tree.leaves(results[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,248 @@
+"""The rates that kernels of a chip reach: one table, with the date, source and command of each row.
+
+A data sheet says what a chip can do at best; kernels reach less, and how much depends on their
+shape. The time of a step follows from these rates and from what its kernels multiply and move, and
+no rate here is fitted to the time of a step. `inspect.model_time` adds up a compiled program,
+`planner.Reading.step_time` a traced one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from types import MappingProxyType
+
+from .chips import HARDWARE, Hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductShape:
+    """The matrix products of one kernel: `batch` times `[rows, summed] @ [summed, columns]`.
+
+    Args:
+        rows: of the result.
+        columns: of the result.
+        summed: the dim that is contracted.
+        batch: independent products.
+        written: bytes of an element of the result.
+        read: bytes of an element of the operands.
+
+    Example:
+        >>> ProductShape(8, 4, 2).flops
+        128
+    """
+
+    rows: int
+    columns: int
+    summed: int
+    batch: int = 1
+    written: int = 2
+    read: int = 2
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.rows * self.columns * self.summed
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """One pass of fused attention.
+
+    Args:
+        flops: of its products over all pairs of positions, as if nothing were masked.
+        length: positions that a query may look at.
+        head_dim: the width of a head.
+        is_backward: whether it is the backward pass.
+        is_causal: whether it leaves out later positions.
+    """
+
+    flops: float
+    length: int
+    head_dim: int
+    is_backward: bool
+    is_causal: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What the kernels of a chip reach.
+
+    Args:
+        products: FLOP/s of bfloat16 products while the matrix units have operands.
+        memory: bytes/s of a kernel that streams through memory.
+        cores: the processors that each compute a tile of a product; 0 where products have none.
+        start: seconds until a tile has the first of its operands, their transfer left out.
+        gap: seconds between two kernels.
+        source: where the numbers are from.
+
+    Example:
+        >>> rates = Rates(products=891e12, memory=3.07e12, cores=132, start=1e-6)
+        >>> square = ProductShape(8192, 8192, 8192)
+        >>> round(square.flops / rates.product_seconds(square) / 1e12)
+        805
+    """
+
+    products: float
+    memory: float
+    cores: int = 0
+    start: float = 0.0
+    gap: float = 0.0
+    source: str = ""
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """The time of a kernel that reads and writes so many bytes and is bound by that."""
+        return num_bytes / self.memory
+
+    def product_seconds(self, shape: ProductShape, rate: float = 1.0) -> float:
+        """The time of products, by the tiles that the processors compute at once.
+
+        A processor waits for the first operands of a tile and while it writes its result; the last
+        wave of tiles leaves some processors idle. The best of the usual tiles is taken. Long sums
+        of few tiles are split, and their parts added.
+
+        Args:
+            shape: what is multiplied.
+            rate: over that of bfloat16, for other dtypes.
+        """
+        if min(shape.rows, shape.columns, shape.summed, shape.batch) < 1:
+            return 0.0
+        if not self.cores:
+            return shape.flops / (self.products * rate)
+        # A product and its transpose are one.
+        long, wide = sorted((shape.rows, shape.columns), reverse=True)
+        return min(
+            self._tiled(dataclasses.replace(shape, rows=long, columns=wide), *tile, splits, rate)
+            for tile, splits in itertools.product(_TILES, _SPLITS)
+            if splits == 1 or shape.summed >= splits * _LEAST_SUM
+        )
+
+    def _tiled(
+        self, shape: ProductShape, rows: int, columns: int, splits: int, rate: float
+    ) -> float:
+        tiles = math.ceil(shape.rows / rows) * math.ceil(shape.columns / columns)
+        waves = math.ceil(shape.batch * tiles * splits / self.cores)
+        each = 2 * rows * columns * shape.summed / splits * self.cores / (self.products * rate)
+        part = _PARTIAL if splits > 1 else shape.written
+        moved = rows * columns * part + (rows + columns) * _STAGE * shape.read
+        total = waves * (each + self.start + moved * self.cores / self.memory)
+        if splits > 1:
+            result = shape.batch * shape.rows * shape.columns
+            total += self.memory_seconds(result * (splits * _PARTIAL + shape.written)) + self.gap
+        return total
+
+    def attention_seconds(self, shape: AttentionShape) -> float:
+        """The time of fused attention, from published rates for its length and width of heads.
+
+        Example:
+            >>> rates = Rates(products=891e12, memory=3.07e12)
+            >>> shape = AttentionShape(4e12, length=2048, head_dim=128, is_backward=False)
+            >>> round(2e12 / rates.attention_seconds(shape) / 1e12)  # half of the pairs are masked
+            484
+        """
+        rate = attention_rate(shape) * self.products / RATES["h100"].products
+        return shape.flops * (0.5 if shape.is_causal else 1.0) / rate
+
+
+_TILES = ((128, 256), (128, 128), (64, 256))
+"""Rows and columns of the tiles of products, as CUTLASS and cuBLAS have them for Hopper."""
+
+_SPLITS = (1, 2, 4, 8, 16)
+"""Into how many parts a sum is split, where its tiles do not fill the chip."""
+
+_LEAST_SUM = 512
+"""The shortest part of a sum."""
+
+_STAGE = 64
+"""How much of a sum one stage of a tile's pipeline has."""
+
+_PARTIAL = 4
+"""Bytes of a number of a split sum."""
+
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+ATTENTION: MappingProxyType[tuple[int, bool], tuple[float, ...]] = MappingProxyType(
+    {
+        (64, False): (335e12, 373e12, 395e12, 408e12, 412e12, 413e12),
+        (128, False): (497e12, 574e12, 617e12, 609e12, 600e12, 595e12),
+        (64, True): (266e12, 348e12, 395e12, 417e12, 432e12, 433e12),
+        (128, True): (305e12, 408e12, 465e12, 499e12, 518e12, 516e12),
+    }
+)
+"""FLOP/s of cuDNN's attention without a mask on an H100 SXM5, at lengths of 512 to 16 384, by the
+width of heads and whether it is the backward pass: FlashAttention-3, arXiv:2407.08608, figures 5
+and 6, July 2024; a batch has 16 384 positions."""
+
+CAUSAL: tuple[float, ...] = (0.634, 0.714, 0.784, 0.851, 0.882, 0.906)
+"""What is left of these rates with a causal mask, where half of the pairs are counted: of the same
+source, the forward pass with heads of 128. Short sequences are mostly diagonal."""
+
+
+def attention_rate(shape: AttentionShape) -> float:
+    """FLOP/s of attention on an H100, of pairs that are not masked, between the table's lengths.
+
+    Example:
+        >>> wide = AttentionShape(0, 2048, 128, is_backward=True, is_causal=False)
+        >>> attention_rate(wide) / 1e12
+        465.0
+    """
+    width = 64 if shape.head_dim < 96 else 128
+    rates = ATTENTION[width, shape.is_backward]
+    place = math.log2(max(1, shape.length) / _LENGTHS[0])
+    place = min(max(place, 0.0), len(_LENGTHS) - 1.0)
+    low = min(int(place), len(_LENGTHS) - 2)
+
+    def between(values: tuple[float, ...]) -> float:
+        return values[low] + (values[low + 1] - values[low]) * (place - low)
+
+    # Heads that are narrower than a kernel's tile fill it in part.
+    filled = min(1.0, shape.head_dim / width)
+    return between(rates) * (between(CAUSAL) if shape.is_causal else 1.0) * filled
+
+
+RATES: MappingProxyType[str, Rates] = MappingProxyType(
+    {
+        "h100": Rates(
+            products=891e12,
+            memory=3.07e12,
+            cores=132,
+            start=1e-6,
+            gap=0.9e-6,
+            source="products: 805 TFLOP/s of bfloat16 8192 x 8192 x 8192, one H100 80GB HBM3, JAX "
+            "0.11.2, 2026-11-28, `python -m benchmarks.gpu`; memory: STREAM triad of an H100 80GB "
+            "HBM3, published, 2026; gap: kernels launched ahead, NVIDIA, 'Getting started with "
+            "CUDA graphs', 2019; attention: arXiv:2407.08608, 2024",
+        )
+    }
+)
+"""The rates of chips that were measured, by the name of their row in `chips.HARDWARE`."""
+
+_CORES: MappingProxyType[str, int] = MappingProxyType(
+    {"8.0": 108, "9.0": 132, "10.0": 148, "10.3": 160}
+)
+"""Processors of a GPU, by its compute capability; NVIDIA's data sheets."""
+
+
+@functools.cache
+def rates_of(machine: Hardware) -> Rates:
+    """The rates of a chip; of one that was not measured, the shares of its peaks that an H100 has.
+
+    Example:
+        >>> from axon_dist.mesh.chips import hardware
+        >>> h200 = rates_of(hardware("h200"))
+        >>> h200.products == rates_of(hardware("h100")).products, round(h200.memory / 1e12, 2)
+        (True, 4.4)
+    """
+    if machine.name in RATES:
+        return RATES[machine.name]
+    measured, sheet = RATES["h100"], HARDWARE["h100"]
+    return Rates(
+        products=machine.flops * measured.products / sheet.flops,
+        memory=machine.memory_bandwidth * measured.memory / sheet.memory_bandwidth,
+        cores=_CORES.get(machine.capability, 0),
+        start=measured.start,
+        gap=measured.gap if machine.capability else 0.0,
+        source=f"not measured: the shares of its peaks that an H100 reaches; {measured.source}",
+    )
