@@ -143,7 +143,7 @@ _SPEC: Mapping[str, object] = {
     "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
 }  # fmt: skip
 """Fields of `JobSetSpec` that are written here, with types and choices: those of the custom
-resource definition jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, config/components/crd/bases)."""
+resource definition jobset.x-k8s.io/v1alpha2 of kubernetes-sigs/jobset, config/components/crd."""
 
 
 def check(text: str) -> str | None:

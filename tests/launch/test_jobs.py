@@ -11,7 +11,18 @@ import yaml
 
 from axon_dist.cli.verbs import VERBS
 from axon_dist.core.errors import LaunchError
-from axon_dist.launch import INTERRUPTED, SCHEDULERS, Job, check_job, from_env, jobset, submit_job
+from axon_dist.launch import (
+    INTERRUPTED,
+    SCHEDULERS,
+    Job,
+    LaunchPlan,
+    check_job,
+    from_env,
+    jobset,
+    launch_hosts,
+    read_hosts,
+    submit_job,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -120,7 +131,7 @@ def test_sbatch_checks_and_takes_the_file(tmp_path, monkeypatch):
     assert check_job(SCHEDULERS["slurm"], file) == ["sbatch --test-only"]
     assert submit_job(SCHEDULERS["slurm"], file) == f"job 7 {file}"
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 3\n")
-    with pytest.raises(LaunchError, match="refuses the job file .*code 3.*no such partition"):
+    with pytest.raises(LaunchError, match=r"refuses the job file .*code 3.*no such partition"):
         check_job(SCHEDULERS["slurm"], file)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     with pytest.raises(LaunchError, match="there is no sbatch on this machine"):
@@ -179,10 +190,23 @@ def over_ssh(tmp_path):
     return run
 
 
-def test_a_host_that_ssh_does_not_reach(over_ssh):
-    done = over_ssh("127.0.0.9", "true")
-    assert done.returncode == 2
-    assert "cannot start on 127.0.0.9: ssh says 'no route to host'" in done.stderr
+def test_a_host_that_ssh_does_not_reach(tmp_path, monkeypatch):
+    (tmp_path / "ssh").write_text(FAKE_SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plan = LaunchPlan(command=("true",), log_dir=tmp_path)
+    words = r"cannot start on 127\.0\.0\.9: ssh says 'no route to host'"
+    with pytest.raises(LaunchError, match=words):
+        launch_hosts(["127.0.0.9"], plan, (), print)
+
+
+def test_hosts_are_read_from_a_file_as_from_an_option(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# of the cluster\nnode0 slots=8\n\nme@node1\n")
+    assert read_hosts(None, file) == read_hosts("node0, me@node1", None) == ("node0", "me@node1")
+    for text, words in (("", "got no host"), ("a,a", "got a host twice"), ("a b", "a host is")):
+        with pytest.raises(LaunchError, match=words):
+            read_hosts(text, None)
 
 
 @pytest.mark.multiprocess
