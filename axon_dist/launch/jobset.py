@@ -12,19 +12,7 @@ from .job import FINAL, PORT, REQUEUED, RESTARTS, SAVE_SECONDS, Job, commented
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
-
-def manifest(job: Job) -> str:
-    """The manifest for `kubectl apply`.
-
-    A failed pod fails its Job, and the JobSet makes all pods anew: the pods of a run need each
-    other. A signal is no failure, and is not counted against `maxRestarts`.
-    """
-    interrupted, lost = REQUEUED
-    # JobSet calls pod 0 of the first replica of the replicated job "node" like this.
-    first = f"{job.name}-node-0-0.{job.name}"
-    settings = commented(job.settings(), " " * 16, '- {{name: {name}, value: "{value}"}}')
-    words = [f"                - {json.dumps(word)}" for word in job.command]
-    text = f"""\
+_MANIFEST = """\
 # {job.nodes} nodes with {job.gpus} GPUs each, one pod per node that takes all of them:
 #
 #   kubectl apply -f FILE
@@ -41,18 +29,18 @@ spec:
     # Pods meet before they count as ready.
     publishNotReadyAddresses: true
   failurePolicy:
-    maxRestarts: {RESTARTS}
+    maxRestarts: {restarts}
     rules:
-      # {FINAL}: a mistake in the config or the command, which the next attempt would repeat.
+      # {final}: a mistake in the config or the command, which the next attempt would repeat.
       - name: mistake
         action: FailJobSet
         onJobFailureReasons: [PodFailurePolicy]
-        onJobFailureMessagePatterns: ['.*exit code {FINAL} .*']
+        onJobFailureMessagePatterns: ['.*exit code {final} .*']
       # {interrupted}: a signal ended the run and its state is saved; a drained node is no failure.
       - name: interrupted
         action: RestartJobSetAndIgnoreMaxRestarts
         onJobFailureReasons: [PodFailurePolicy]
-      # {lost}, and all else: a process was lost; the JobSet starts again, {RESTARTS} times at most.
+      # {lost}, and all else: a process was lost; the JobSet starts again, {restarts} times at most.
       - name: lost
         action: RestartJobSet
         onJobFailureReasons: [BackoffLimitExceeded]
@@ -69,7 +57,7 @@ spec:
           podFailurePolicy:
             rules:
               - action: FailJob
-                onExitCodes: {{containerName: train, operator: In, values: [{FINAL}]}}
+                onExitCodes: {{containerName: train, operator: In, values: [{final}]}}
               - action: FailJob
                 onExitCodes: {{containerName: train, operator: In, values: [{interrupted}]}}
               - action: FailJob
@@ -80,23 +68,23 @@ spec:
             spec:
               restartPolicy: Never
               # SIGTERM saves at the next step.
-              terminationGracePeriodSeconds: {SAVE_SECONDS}
+              terminationGracePeriodSeconds: {seconds}
               containers:
                 - name: train
-                  image: {json.dumps(job.image)}
+                  image: {image}
                   command:
 WORDS
                   env:
                     - name: RANK
                       valueFrom:
                         fieldRef:
-                          fieldPath: {_INDEX}
+                          fieldPath: {index}
                     - {{name: WORLD_SIZE, value: "{job.nodes}"}}
                     - {{name: MASTER_ADDR, value: {first}}}
-                    - {{name: MASTER_PORT, value: "{PORT}"}}
+                    - {{name: MASTER_PORT, value: "{port}"}}
 SETTINGS
                   ports:
-                    - containerPort: {PORT}
+                    - containerPort: {port}
                   resources:
                     limits:
                       nvidia.com/gpu: {job.gpus}
@@ -111,6 +99,31 @@ SETTINGS
                 - name: memory
                   emptyDir: {{medium: Memory}}
 """
+
+
+def manifest(job: Job) -> str:
+    """The manifest for `kubectl apply`.
+
+    A failed pod fails its Job, and the JobSet makes all pods anew: the pods of a run need each
+    other. A signal is no failure, and is not counted against `maxRestarts`.
+    """
+    interrupted, lost = REQUEUED
+    # JobSet calls pod 0 of the first replica of the replicated job "node" like this.
+    first = f"{job.name}-node-0-0.{job.name}"
+    settings = commented(job.settings(), " " * 16, '- {{name: {name}, value: "{value}"}}')
+    words = [f"                - {json.dumps(word)}" for word in job.command]
+    text = _MANIFEST.format(
+        job=job,
+        first=first,
+        image=json.dumps(job.image),
+        index=_INDEX,
+        final=FINAL,
+        interrupted=interrupted,
+        lost=lost,
+        restarts=RESTARTS,
+        port=PORT,
+        seconds=SAVE_SECONDS,
+    )
     indented = "\n".join("    " + line for line in words)
     variables = "\n".join("    " + line for line in settings)
     return text.replace("WORDS", indented).replace("SETTINGS", variables)
