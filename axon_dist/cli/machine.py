@@ -12,17 +12,29 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from axon_dist.app import attention_rows, check_numerics
-from axon_dist.core.errors import AxonDistError, install_command
+from axon_dist.config import load_config
+from axon_dist.core.errors import AxonDistError, LaunchError, install_command
 from axon_dist.core.words import plural
-from axon_dist.launch import LaunchPlan, launch
+from axon_dist.launch import (
+    SCHEDULERS,
+    Job,
+    LaunchPlan,
+    attach,
+    check_job,
+    launch,
+    launch_hosts,
+    read_hosts,
+    submit_job,
+)
 from axon_dist.mesh import World
 from axon_dist.mesh.chips import machine_of, unknown_chip
 
-from .values import fitted
+from .values import check_output, fitted, write_output
 
 EMULATED = 4
 """How many devices are emulated where there are too few for a mesh with two axes."""
@@ -169,6 +181,13 @@ def _version(name: str) -> str | None:
         return None
 
 
+_OF_JOBS = (
+    *("nodes", "gpus", "name", "shared", "image", "accelerator", "hours"),
+    *("efa", "out", "submit"),
+)
+"""Options of `axon launch` that a scheduler takes, and nothing else."""
+
+
 def launch_processes(arguments: argparse.Namespace) -> int:
     """Launches; the exit code is that of the rank that failed first."""
     options = {
@@ -177,10 +196,71 @@ def launch_processes(arguments: argparse.Namespace) -> int:
     if options["command"][:1] == ["--"]:
         del options["command"][0]
     options["command"] = tuple(options["command"])
-    wanted = options.pop("log_dir")
+    job = {name: options.pop(name) for name in _OF_JOBS}
+    chosen = {name: options.pop(name) for name in SCHEDULERS}
+    named = {name: config for name, config in chosen.items() if config is not None}
+    if named:
+        return _write_job(named, job, options["command"])
+    for name, value in job.items():
+        if value:
+            raise LaunchError(
+                f"got --{name} and no scheduler; give one of "
+                f"{', '.join(f'--{other} CONFIG' for other in SCHEDULERS)}, or leave it out"
+            )
+    return _launch_here(options)
+
+
+def _launch_here(options: dict[str, Any]) -> int:
+    """Starts the processes of this host, or launchers on others."""
+    wanted, is_attached = options.pop("log_dir"), options.pop("attached")
+    hosts, file = options.pop("hosts"), options.pop("hostfile")
+    if is_attached:
+        attach()
+    names = () if hosts is None and file is None else read_hosts(hosts, file)
+    if names and (options["nnodes"] != 1 or options["node_rank"]):
+        raise LaunchError("got hosts and --nnodes or --node-rank, which follow from them; omit it")
+    if names:
+        options = {**options, "nnodes": len(names), "master_addr": names[0].rpartition("@")[2]}
     plan = LaunchPlan(**options)
     folder = wanted or _new_folder(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
-    return launch(dataclasses.replace(plan, log_dir=folder), _tell)
+    plan = dataclasses.replace(plan, log_dir=folder)
+    if not names:
+        return launch(plan, _tell)
+    share = plan.devices_per_process
+    further = () if share is None else ("--devices-per-process", str(share))
+    return launch_hosts(names, plan, further, _tell)
+
+
+def _write_job(
+    named: Mapping[str, str], given: Mapping[str, Any], overrides: tuple[str, ...]
+) -> int:
+    """Writes the job file of a scheduler, checks it, and submits it where that is asked for."""
+    if len(named) > 1:
+        raise LaunchError(f"got {' and '.join(f'--{name}' for name in named)}; give one of them")
+    ((name, path),) = named.items()
+    for word in overrides:
+        if word.startswith("-") or "=" not in word:
+            raise LaunchError(
+                f"got {word!r:.80} behind the config; values as key.path=value come last, after "
+                "all options"
+            )
+    scheduler = SCHEDULERS[name]
+    config = load_config(path, ("devices.emulate=null", *overrides))
+    fields = {key: value for key, value in given.items() if key not in ("out", "submit")}
+    fields = {"name": config.name, **{key: value for key, value in fields.items() if value}}
+    job = Job(config=path, overrides=overrides, **fields)
+    # Refuses a mesh that does not have as many devices, before a queue is waited for.
+    config.mesh.resolve(job.nodes * job.gpus)
+    file = given["out"] or Path(job.name + scheduler.suffix)
+    check_output("--out", file)
+    write_output("--out", file, scheduler.write(job))
+    checked = check_job(scheduler, file)
+    _tell(f"wrote {file}; checked by {' and '.join(checked) or 'nothing on this machine'}")
+    if given["submit"]:
+        _tell(submit_job(scheduler, file))
+    else:
+        print(f"{' '.join(scheduler.submit)} {file}")
+    return 0
 
 
 def _new_folder(name: str) -> Path:

@@ -110,6 +110,13 @@ _RUN = (
     _flag("--one-device", "on one device, not on its mesh"),
 )
 
+
+def _schedulers(*names: str) -> tuple[Argument, ...]:
+    """An option for each row of `launch.SCHEDULERS`, whose import takes JAX."""
+    text = "writes a job file that trains CONFIG on many nodes, and checks it"
+    return tuple(_argument(f"--{name}", text, metavar="CONFIG") for name in names)
+
+
 VERBS: tuple[Verb, ...] = (
     _verb(
         "train",
@@ -349,10 +356,32 @@ VERBS: tuple[Verb, ...] = (
         _argument(
             "--log-dir", "the folder for rank-<r>.log; runs/launch-<time> by default", type=as_file
         ),
-        _argument("command", "what every rank runs", nargs=argparse.REMAINDER, metavar="-- CMD"),
+        _argument("--hosts", "starts on these hosts over ssh, as in node0,node1; node0 has rank 0"),
+        _argument("--hostfile", "the same from a file with a host on each line", type=as_file),
+        _argument("--attached", argparse.SUPPRESS, action="store_true"),
+        *_schedulers("slurm", "jobset", "skypilot"),
+        _int("--nodes", "with a scheduler: how many nodes (1)"),
+        _int("--gpus", "with a scheduler: GPUs of a node (8)"),
+        _argument("--name", "with a scheduler: of the job; that of the config by default"),
+        _argument("--shared", "with a scheduler: a folder that all nodes see (/shared)"),
+        _argument("--image", "with jobset and skypilot: of the containers"),
+        _argument("--accelerator", "with skypilot: the GPU's name (H100)"),
+        _int("--hours", "with slurm: the most that the job may take (24)"),
+        _flag("--efa", "with a scheduler: nodes are connected by Elastic Fabric Adapters"),
+        _file("--out", "with a scheduler: the job file; NAME.sbatch or NAME.yaml by default"),
+        _flag("--submit", "with a scheduler: hands the file to it"),
+        _argument(
+            "command",
+            "what every rank runs; with a scheduler values that replace those of the config",
+            nargs=argparse.REMAINDER,
+            metavar="-- CMD",
+        ),
         examples=(
             "axon launch -n 4 -- axon train configs/quickstart.yaml",
             "axon launch -n 2 --devices-per-process 4 -- python train.py",
+            "axon launch --hosts node0,node1 -n 8 -- axon train CONFIG run_dir=/shared/run",
+            "axon launch --slurm configs/fsdp8.yaml --nodes 8 --gpus 8 mesh.fsdp=-1 "
+            "train.global_batch=64",
             "axon launch -n 8 --max-restarts 9 -- axon train CONFIG checkpoint.memory_every=20 "
             "--resume auto",
         ),

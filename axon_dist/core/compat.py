@@ -78,6 +78,27 @@ def rendezvous_flags() -> tuple[str, ...]:
     return _RENDEZVOUS_FLAGS if (0, 10) <= _jaxlib_version() <= (0, 12) else ()
 
 
+def watchdog_flags(seconds: int) -> tuple[str, ...]:
+    """XLA flags that end a process which waits for others on GPUs, after the watchdogs of a run.
+
+    Without them a process whose peer is gone may wait in a collective of NCCL for good where its
+    threads do not get to run. An unknown flag aborts, so they are given only to the versions of
+    jaxlib that are known to have them; other platforms read them and do nothing.
+
+    Args:
+        seconds: that a process waits for others before it aborts.
+
+    Returns:
+        Flags for `XLA_FLAGS`, none where they are not known to exist.
+    """
+    if not (0, 10) <= _jaxlib_version() <= (0, 12):
+        return ()
+    return (
+        "--xla_gpu_nccl_terminate_on_error=true",
+        f"--xla_gpu_nccl_termination_timeout_seconds={seconds}",
+    )
+
+
 def runs_cached_collectives_in_order() -> bool:
     """Whether XLA:CPU keeps the order of collectives in programs of JAX's compilation cache.
 

@@ -25,6 +25,7 @@ from ..core.compat import (
     process_id,
     rendezvous_flags,
     runs_cached_collectives_in_order,
+    watchdog_flags,
 )
 from ..core.errors import BackendStartedError, LaunchError, MeshError, reworded
 from . import coordinator
@@ -219,6 +220,8 @@ def initialize(
     present = rendezvous(spec.coordinator_address, me, timeouts.launch, token)
     if devices_per_process is not None:
         prepare_emulation(devices_per_process)
+    # Longer than our own watchdogs, which name the process that is lost.
+    _add_flags(watchdog_flags(int(timeouts.step + timeouts.silence)))
     coordinator = join(spec, timeouts.silence)
     watchdog = Watchdog(me.process, present, SharedStore(), timeouts.silence)
     watchdog.start()
@@ -393,14 +396,19 @@ def prepare_emulation(num_devices: int) -> None:
     stated = _within(os.environ.get("NPROC") or "0", "NPROC", 0, _MOST_THREADS)
     threads = max(fewest, 2 * num_devices, stated, os.cpu_count() or 1)
     os.environ["NPROC"] = str(threads)
-    flags = os.environ.get("XLA_FLAGS", "")
-    missing = [flag for flag in rendezvous_flags() if flag.split("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    _add_flags(rendezvous_flags())
     # The environment may ask for more, for another world that comes later in this process.
     asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
     jax.config.update("jax_num_cpu_devices", max(num_devices, asked))
     if not getattr(jax.config, "jax_platforms"):  # noqa: B009
         jax.config.update("jax_platforms", "cpu")
+
+
+def _add_flags(wanted: Sequence[str]) -> None:
+    """Adds flags of XLA to the environment; those that the user has set stay as they are."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in wanted if flag.split("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 
 def keep_collectives_in_order(devices: Sequence[Any]) -> None:

@@ -272,12 +272,12 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
     Raises:
         LaunchError: when the command does not exist.
     """
-    with _noticing() as notice:
+    with noticing() as notice:
         return _launch(plan, lasting(tell), notice)
 
 
 @dataclasses.dataclass(eq=False)
-class _Notice:
+class Notice:
     """The signals that came, and the ranks that get them too, for they know how to stop."""
 
     numbers: list[int] = dataclasses.field(default_factory=list)
@@ -299,9 +299,9 @@ class _Notice:
 
 
 @contextlib.contextmanager
-def _noticing() -> Iterator[_Notice]:
+def noticing() -> Iterator[Notice]:
     """Takes the signals that end a run, from before its first rank until after its last."""
-    notice = _Notice()
+    notice = Notice()
     # `nohup` has the hangup ignored, here and in the ranks.
     handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
@@ -316,7 +316,7 @@ def _noticing() -> Iterator[_Notice]:
             signal.signal(number, signal.SIG_IGN if is_second else handler)
 
 
-def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: _Notice) -> int:
+def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: Notice) -> int:
     # On the path, or beside the Python that runs this, as `axon` is.
     name, *arguments = plan.command
     path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
@@ -336,7 +336,7 @@ def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: _Notice) -> i
 
 
 def _run_attempts(
-    plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None], notice: _Notice
+    plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None], notice: Notice
 ) -> int:
     count, restarts = plan.num_processes, 0
     while True:
@@ -417,7 +417,7 @@ class _Attempt:
     count: int
     tell: Callable[[str], None]
     base: Mapping[str, str]
-    notice: _Notice
+    notice: Notice
     may_restart: bool = False
     made_room: bool = False
     children: list[Child] = dataclasses.field(default_factory=list)

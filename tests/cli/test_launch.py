@@ -110,6 +110,8 @@ def test_kubernetes_starts_interrupted_runs_again_and_mistakes_not():
         (INTERRUPTED, 99, True),
         (EXIT_PEER_LOST, 9, True),
         (EXIT_PEER_LOST, 10, False),
+        (137, 0, True),
+        (137, 10, False),
     ],
 )
 def test_slurm_queues_interrupted_runs_again(tmp_path, code, restarts, requeued):

@@ -1,0 +1,188 @@
+"""`Job`: a run that a scheduler starts on many nodes, as a value; schedulers write it as a file.
+
+What must be the same under every scheduler is here: the command, the settings of the environment
+with the reason of each, and what an exit code means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Sequence
+
+from ..core.arguments import check_fields
+from ..core.errors import LaunchError
+from .local import INTERRUPTED, USER_ERROR
+from .watchdog import EXIT_PEER_LOST
+
+PORT = 29500
+"""Where process 0 listens; the job files open it."""
+
+RESTARTS = 10
+"""How often a job starts again after a process was lost; a signal is not counted."""
+
+SAVE_SECONDS = 120
+"""Seconds between SIGTERM and the end of a job: a step and a checkpoint."""
+
+LAST_SECONDS = 1800
+"""Seconds between the first and the last end of a rank, which may have a checkpoint to write."""
+
+REQUEUED = (INTERRUPTED, EXIT_PEER_LOST)
+"""Exit codes after which a job starts again."""
+
+FINAL = USER_ERROR
+"""The exit code after which a job must not start again."""
+
+_MOST_NODES, _MOST_GPUS = 2**16, 64
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
+"""A label of DNS, which Kubernetes asks for; JobSet adds the names of job and pod to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A variable of the environment of every process of a job.
+
+    Args:
+        name: of the variable.
+        value: what it is set to.
+        reason: why, as a comment of the job file.
+    """
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run on many nodes.
+
+    Args:
+        config: the path of its config, as the nodes see it.
+        overrides: `key.path=value` words for `axon train`.
+        name: of the job: small letters, digits and dashes, and a letter first.
+        nodes: how many.
+        gpus: of one node.
+        shared: a folder that all nodes see; the run and compiled programs are kept there.
+        image: of the containers, where the scheduler starts containers.
+        efa: whether nodes are connected by Elastic Fabric Adapters, as on AWS.
+        accelerator: the name of the GPU, where the scheduler asks for one.
+        hours: the most that the job may take, where the scheduler needs to know.
+
+    Raises:
+        LaunchError: for a job that cannot be.
+    """
+
+    config: str
+    overrides: tuple[str, ...] = ()
+    name: str = "axon"
+    nodes: int = 1
+    gpus: int = 8
+    shared: str = "/shared"
+    image: str = "registry.example.com/axon:latest"
+    efa: bool = False
+    accelerator: str = "H100"
+    hours: int = 24
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `LaunchError` for a size, a name or a folder that no scheduler takes."""
+        if not (1 <= self.nodes <= _MOST_NODES and 1 <= self.gpus <= _MOST_GPUS and self.hours > 0):
+            raise LaunchError(
+                f"got {self.nodes} nodes with {self.gpus} GPUs for {self.hours} hours; a job has 1 "
+                f"to {_MOST_NODES} nodes of 1 to {_MOST_GPUS} GPUs and lasts at least an hour"
+            )
+        if _NAME.fullmatch(self.name) is None:
+            raise LaunchError(
+                f"a job cannot be called {self.name!r:.80}; give --name with small letters, digits "
+                "and dashes, a letter first, at most 42"
+            )
+        if not self.shared.startswith("/") or re.search(r"[\s'\"$\\]", self.shared):
+            raise LaunchError(
+                f"the shared folder {self.shared!r:.80} must be an absolute path without blanks "
+                "and quotes, which all nodes see; give it with --shared"
+            )
+        for text in (self.config, self.image, self.accelerator, *self.overrides):
+            if re.search(r"[\n\r\0]", text) or not text:
+                raise LaunchError(f"{text!r:.80} cannot be written into a job file; it has no line")
+
+    @property
+    def run_dir(self) -> str:
+        """The folder of the run, the same at each start, so that `--resume auto` finds it."""
+        return f"{self.shared.rstrip('/')}/runs/{self.name}"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What every process runs."""
+        named = [word.partition("=")[0] for word in self.overrides]
+        # A config for emulated devices would otherwise leave the GPUs idle.
+        real = [] if "devices.emulate" in named else ["devices.emulate=null"]
+        place = [] if "run_dir" in named else [f"run_dir={self.run_dir}"]
+        return ("axon", "train", self.config, *real, *self.overrides, *place, "--resume", "auto")
+
+    @property
+    def shell_command(self) -> str:
+        """The command, quoted for a shell."""
+        return shlex.join(self.command)
+
+    def settings(self) -> tuple[Setting, ...]:
+        """The environment of every process."""
+        cache = f"{self.shared.rstrip('/')}/compile-cache"
+        made = [
+            Setting(
+                "JAX_COMPILATION_CACHE_DIR",
+                cache,
+                "A restart loads the program that the first start has compiled.",
+            ),
+            Setting(
+                "XLA_PYTHON_CLIENT_MEM_FRACTION",
+                "0.90",
+                "XLA takes 75 % by default; NCCL and CUDA need the last tenth for themselves.",
+            ),
+            Setting(
+                "NCCL_DEBUG",
+                "WARN",
+                "An error of the network is in the log with its host and its device.",
+            ),
+        ]
+        if self.nodes > 1:
+            made.append(
+                Setting(
+                    "NCCL_SOCKET_IFNAME",
+                    "^lo,docker",
+                    "The bridge of a container engine has an address that no other node reaches.",
+                )
+            )
+        if self.nodes > 1 and self.efa:
+            made += [
+                Setting("FI_PROVIDER", "efa", "libfabric would also take TCP, which is slower."),
+                Setting(
+                    "FI_EFA_USE_HUGE_PAGE",
+                    "0",
+                    "Data loaders fork, and a fork fails where huge pages run out.",
+                ),
+            ]
+        return tuple(made)
+
+
+def commented(settings: Sequence[Setting], indent: str, line: str) -> list[str]:
+    """Lines of a file that set variables, each below its reason.
+
+    Args:
+        settings: the variables.
+        indent: what every line begins with.
+        line: a format of `name` and `value`.
+
+    Example:
+        >>> commented([Setting("A", "1", "Because.")], "  ", "export {name}={value}")
+        ['  # Because.', '  export A=1']
+    """
+    lines: list[str] = []
+    for setting in settings:
+        lines.append(f"{indent}# {setting.reason}")
+        lines.append(indent + line.format(name=setting.name, value=setting.value))
+    return lines

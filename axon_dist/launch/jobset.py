@@ -1,0 +1,204 @@
+"""A job as a JobSet of Kubernetes: one pod for each node, which takes all of its GPUs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+import yaml
+
+from ..core.errors import LaunchError
+from .job import FINAL, PORT, REQUEUED, RESTARTS, SAVE_SECONDS, Job, commented
+
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+_MANIFEST = """\
+# {job.nodes} nodes with {job.gpus} GPUs each, one pod per node that takes all of them:
+#
+#   kubectl apply -f FILE
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: {job.name}
+  # Kueue starts the job when all of its nodes are free; without Kueue nothing reads the label.
+  # labels: {{kueue.x-k8s.io/queue-name: QUEUE}}
+spec:
+  network:
+    enableDNSHostnames: true
+    subdomain: {job.name}
+    # Pods meet before they count as ready.
+    publishNotReadyAddresses: true
+  failurePolicy:
+    maxRestarts: {restarts}
+    rules:
+      # {final}: a mistake in the config or the command, which the next attempt would repeat.
+      - name: mistake
+        action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
+        onJobFailureMessagePatterns: ['.*exit code {final} .*']
+      # {interrupted}: a signal ended the run and its state is saved; a drained node is no failure.
+      - name: interrupted
+        action: RestartJobSetAndIgnoreMaxRestarts
+        onJobFailureReasons: [PodFailurePolicy]
+      # {lost}, and all else: a process was lost; the JobSet starts again, {restarts} times at most.
+      - name: lost
+        action: RestartJobSet
+        onJobFailureReasons: [BackoffLimitExceeded]
+  replicatedJobs:
+    - name: node
+      replicas: 1
+      template:
+        spec:
+          completionMode: Indexed
+          completions: {job.nodes}
+          parallelism: {job.nodes}
+          # A pod alone cannot start again, for the others wait for the one that is lost.
+          backoffLimit: 0
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes: {{containerName: train, operator: In, values: [{final}]}}
+              - action: FailJob
+                onExitCodes: {{containerName: train, operator: In, values: [{interrupted}]}}
+              - action: FailJob
+                onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
+              - action: Count
+                onExitCodes: {{containerName: train, operator: In, values: [{lost}]}}
+          template:
+            spec:
+              restartPolicy: Never
+              # SIGTERM saves at the next step.
+              terminationGracePeriodSeconds: {seconds}
+              containers:
+                - name: train
+                  image: {image}
+                  command:
+WORDS
+                  env:
+                    - name: RANK
+                      valueFrom:
+                        fieldRef:
+                          fieldPath: {index}
+                    - {{name: WORLD_SIZE, value: "{job.nodes}"}}
+                    - {{name: MASTER_ADDR, value: {first}}}
+                    - {{name: MASTER_PORT, value: "{port}"}}
+SETTINGS
+                  ports:
+                    - containerPort: {port}
+                  resources:
+                    limits:
+                      nvidia.com/gpu: {job.gpus}
+                  volumeMounts:
+                    - {{name: shared, mountPath: {job.shared}}}
+                    # NCCL's buffers of a node are there, and a container has 64 MiB by default.
+                    - {{name: memory, mountPath: /dev/shm}}
+              volumes:
+                - name: shared
+                  persistentVolumeClaim:
+                    claimName: {job.name}-shared
+                - name: memory
+                  emptyDir: {{medium: Memory}}
+"""
+
+
+def manifest(job: Job) -> str:
+    """The manifest for `kubectl apply`.
+
+    A failed pod fails its Job, and the JobSet makes all pods anew: the pods of a run need each
+    other. A signal is no failure, and is not counted against `maxRestarts`.
+    """
+    interrupted, lost = REQUEUED
+    # JobSet calls pod 0 of the first replica of the replicated job "node" like this.
+    first = f"{job.name}-node-0-0.{job.name}"
+    settings = commented(job.settings(), " " * 16, '- {{name: {name}, value: "{value}"}}')
+    words = [f"                - {json.dumps(word)}" for word in job.command]
+    text = _MANIFEST.format(
+        job=job,
+        first=first,
+        image=json.dumps(job.image),
+        index=_INDEX,
+        final=FINAL,
+        interrupted=interrupted,
+        lost=lost,
+        restarts=RESTARTS,
+        port=PORT,
+        seconds=SAVE_SECONDS,
+    )
+    indented = "\n".join("    " + line for line in words)
+    variables = "\n".join("    " + line for line in settings)
+    return text.replace("WORDS", indented).replace("SETTINGS", variables)
+
+
+_SPEC: Mapping[str, object] = {
+    "network": {
+        "enableDNSHostnames": bool, "subdomain": str, "publishNotReadyAddresses": bool,
+    },
+    "failurePolicy": {
+        "maxRestarts": int, "restartStrategy": ("Recreate", "BlockingRecreate", "InPlaceRestart"),
+        "rules": [
+            {
+                "name": str,
+                "action": (
+                    "FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts",
+                    "RestartJob", "RestartJobAndIgnoreMaxRestarts",
+                ),
+                "onJobFailureReasons": [
+                    (
+                        "BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes",
+                        "MaxFailedIndexesExceeded", "PodFailurePolicy",
+                    )
+                ],
+                "onJobFailureMessagePatterns": [str],
+                "targetReplicatedJobs": [str],
+            }
+        ],
+    },
+    "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
+}  # fmt: skip
+"""Fields of `JobSetSpec` that are written here, with types and choices: those of the custom
+resource definition jobset.x-k8s.io/v1alpha2 of kubernetes-sigs/jobset, config/components/crd."""
+
+
+def check(text: str) -> str | None:
+    """Checks a manifest: fields and types of the resource, and the rules of the API server.
+
+    Returns:
+        What checked it.
+
+    Raises:
+        LaunchError: naming the first field that is wrong.
+    """
+    data = yaml.safe_load(text)
+    if (data.get("apiVersion"), data.get("kind")) != ("jobset.x-k8s.io/v1alpha2", "JobSet"):
+        raise LaunchError("the manifest is not a JobSet of jobset.x-k8s.io/v1alpha2")
+    for problem in _problems(data["spec"], _SPEC, "spec"):
+        raise LaunchError(f"the JobSet is wrong: {problem}")
+    for job in data["spec"]["replicatedJobs"]:
+        template = job["template"]["spec"]
+        if template["template"]["spec"]["restartPolicy"] != "Never":
+            # The API server takes a podFailurePolicy with this restart policy alone.
+            raise LaunchError("a Job with a podFailurePolicy must have restartPolicy: Never")
+    return "the fields of jobset.x-k8s.io/v1alpha2"
+
+
+def _problems(value: object, wanted: object, path: str) -> Iterator[str]:
+    if isinstance(wanted, Mapping):
+        if not isinstance(value, Mapping):
+            yield f"{path} is {value!r:.60} and must be a section"
+            return
+        for key, inner in value.items():
+            if key not in wanted:
+                yield f"{path} has no field {key!r}"
+            else:
+                yield from _problems(inner, wanted[key], f"{path}.{key}")
+    elif isinstance(wanted, list):
+        if not isinstance(value, list):
+            yield f"{path} is {value!r:.60} and must be a list"
+            return
+        for number, inner in enumerate(value):
+            yield from _problems(inner, wanted[0], f"{path}[{number}]")
+    elif isinstance(wanted, tuple):
+        if value not in wanted:
+            yield f"{path} is {value!r:.60} and must be one of {', '.join(wanted)}"
+    elif isinstance(wanted, type) and type(value) is not wanted:
+        yield f"{path} is {value!r:.60} and must be a {wanted.__name__}"

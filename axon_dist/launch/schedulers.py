@@ -1,0 +1,105 @@
+"""The table of schedulers: how each writes a job as a file, checks the file and takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..core.errors import LaunchError
+from ..core.words import printable
+from . import jobset, skypilot, slurm
+from .job import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduler:
+    """One row of the table.
+
+    Args:
+        write: makes the text of the job file.
+        suffix: how the name of the file ends.
+        submit: the command that takes the file, which follows it.
+        test: the command that checks the file and starts nothing; empty where there is none.
+        check: checks the text in Python; returns what checked it, None where nothing could.
+    """
+
+    write: Callable[[Job], str]
+    suffix: str
+    submit: tuple[str, ...]
+    test: tuple[str, ...] = ()
+    check: Callable[[str], str | None] = lambda text: None
+
+
+SCHEDULERS: Mapping[str, Scheduler] = {
+    "slurm": Scheduler(slurm.script, ".sbatch", ("sbatch",), ("sbatch", "--test-only")),
+    "jobset": Scheduler(
+        jobset.manifest,
+        ".yaml",
+        ("kubectl", "apply", "-f"),
+        check=jobset.check,
+    ),
+    "skypilot": Scheduler(
+        skypilot.task,
+        ".sky.yaml",
+        ("sky", "jobs", "launch", "--yes", "--detach-run"),
+        check=skypilot.check,
+    ),
+}
+"""Every scheduler by the name of its option."""
+
+
+def check_job(scheduler: Scheduler, path: Path) -> list[str]:
+    """Checks a job file by the table, and by the scheduler itself where that is on this machine.
+
+    Args:
+        scheduler: a row of `SCHEDULERS`.
+        path: the file.
+
+    Returns:
+        What checked it.
+
+    Raises:
+        LaunchError: with what the scheduler says.
+    """
+    found = scheduler.check(path.read_text())
+    checked = [] if found is None else [found]
+    if scheduler.test and shutil.which(scheduler.test[0]):
+        _run((*scheduler.test, str(path)), "refuses the job file")
+        checked.append(" ".join(scheduler.test))
+    return checked
+
+
+def submit_job(scheduler: Scheduler, path: Path) -> str:
+    """Hands a job file to its scheduler.
+
+    Args:
+        scheduler: a row of `SCHEDULERS`.
+        path: the file.
+
+    Returns:
+        What the scheduler says.
+
+    Raises:
+        LaunchError: when it is not on this machine, or refuses the job.
+    """
+    program = scheduler.submit[0]
+    if shutil.which(program) is None:
+        raise LaunchError(
+            f"there is no {program} on this machine, so the job was not submitted; copy {path} to "
+            f"one that has it, and run: {' '.join(scheduler.submit)} {path.name}"
+        )
+    return _run((*scheduler.submit, str(path)), "does not take the job")
+
+
+def _run(command: tuple[str, ...], what: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise LaunchError(f"{command[0]} does not start: {error.strerror}") from error
+    said = " ".join(printable(f"{done.stdout} {done.stderr}").split())
+    if done.returncode:
+        raise LaunchError(f"{command[0]} {what} {command[-1]} (code {done.returncode}): {said}")
+    return said

@@ -1,0 +1,229 @@
+"""Job files of every scheduler for every config; regenerate: python -m tests.launch.test_jobs."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from axon_dist.cli.verbs import VERBS
+from axon_dist.core.errors import LaunchError
+from axon_dist.launch import (
+    INTERRUPTED,
+    SCHEDULERS,
+    Job,
+    LaunchPlan,
+    check_job,
+    from_env,
+    jobset,
+    launch_hosts,
+    read_hosts,
+    submit_job,
+)
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+GOLDEN = pathlib.Path(__file__).with_name("jobs")
+
+
+def job_of(path, **fields):
+    """The config on two nodes, with as many GPUs as it emulates devices."""
+    data = yaml.safe_load(path.read_text())
+    gpus = max(data["devices"]["emulate"] // 2, 1)
+    name = path.stem.replace("_", "-")
+    relative = path.relative_to(ROOT)
+    return Job(config=str(relative), name=name, nodes=2, gpus=gpus, efa=True, **fields)
+
+
+def golden(scheduler, path):
+    return GOLDEN / f"{path.stem}.{scheduler}"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_job_file_of_a_config(name, path):
+    text = SCHEDULERS[name].write(job_of(path))
+    assert text == golden(name, path).read_text(), "python -m tests.launch.test_jobs writes it"
+    SCHEDULERS[name].check(text)
+
+
+def test_every_scheduler_is_an_option():
+    (verb,) = [verb for verb in VERBS if verb.name == "launch"]
+    options = {name.removeprefix("--") for a in verb.arguments for name in a.names}
+    assert set(SCHEDULERS) <= options
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_queued"),
+    [(0, 0, 0), (1, 0, 0), (2, 0, 0), (75, 99, 1), (76, 9, 1), (76, 10, 0), (137, 0, 1)],
+)
+def test_slurm_queues_it_again_after_a_signal_and_a_lost_process(
+    tmp_path, code, restarts, is_queued
+):
+    programs = {"srun": f"echo $@ > ran; exit {code}", "scontrol": "echo $@ > asked"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = Job(config="a b.yaml", overrides=("mesh.fsdp=-1",), shared=str(tmp_path), nodes=2)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env["SLURM_RESTART_COUNT"] = str(restarts)
+    script = SCHEDULERS["slurm"].write(job)
+    done = subprocess.run(["bash", "-c", script], env=env, cwd=tmp_path)
+    assert done.returncode == code
+    assert "train a b.yaml devices.emulate=null mesh.fsdp=-1" in (tmp_path / "ran").read_text()
+    assert (tmp_path / "asked").exists() == is_queued
+
+
+def test_the_pods_of_a_jobset_find_each_other_and_know_the_codes():
+    job = Job(config="c.yaml", nodes=4, gpus=8)
+    spec = yaml.safe_load(SCHEDULERS["jobset"].write(job))["spec"]
+    template = spec["replicatedJobs"][0]["template"]["spec"]
+    (container,) = template["template"]["spec"]["containers"]
+    read = from_env({v["name"]: v.get("value", "3") for v in container["env"]})
+    assert (read.num_processes, read.process_id) == (4, 3)
+    assert read.coordinator_address == "axon-node-0-0.axon:29500"
+    assert container["command"] == list(job.command)
+    rules = template["podFailurePolicy"]["rules"]
+    codes = {r["onExitCodes"]["values"][0]: r["action"] for r in rules if "onExitCodes" in r}
+    assert codes == {2: "FailJob", 75: "FailJob", 76: "Count"}
+    actions = [(rule["name"], rule["action"]) for rule in spec["failurePolicy"]["rules"]]
+    assert actions == [
+        ("mistake", "FailJobSet"),
+        ("interrupted", "RestartJobSetAndIgnoreMaxRestarts"),
+        ("lost", "RestartJobSet"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("maxRestarts: 10", "maxRestart: 10", "spec.failurePolicy has no field 'maxRestart'"),
+        ("maxRestarts: 10", "maxRestarts: ten", "must be a int"),
+        ("action: RestartJobSet\n", "action: Restart\n", "must be one of FailJobSet"),
+        ("restartPolicy: Never", "restartPolicy: OnFailure", "restartPolicy: Never"),
+        ("v1alpha2", "v1", "is not a JobSet"),
+    ],
+)
+def test_a_jobset_that_the_cluster_would_refuse(old, new, words):
+    text = SCHEDULERS["jobset"].write(Job(config="c.yaml"))
+    assert jobset.check(text)
+    with pytest.raises(LaunchError, match=words.replace("'", ".")):
+        jobset.check(text.replace(old, new))
+
+
+def test_the_schema_of_kubernetes_takes_the_job_within_a_jobset():
+    validate = pytest.importorskip("kubernetes_validate")
+    spec = yaml.safe_load(SCHEDULERS["jobset"].write(Job(config="c.yaml", nodes=4)))["spec"]
+    job = spec["replicatedJobs"][0]["template"]
+    whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, **job}
+    validate.validate(whole, "1.34", strict=True)
+
+
+def test_sbatch_checks_and_takes_the_file(tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text('#!/bin/sh\n[ "$1" = bad ] && exit 3; echo job 7 "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    file = tmp_path / "a.sbatch"
+    file.write_text("")
+    assert check_job(SCHEDULERS["slurm"], file) == ["sbatch --test-only"]
+    assert submit_job(SCHEDULERS["slurm"], file) == f"job 7 {file}"
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 3\n")
+    with pytest.raises(LaunchError, match=r"refuses the job file .*code 3.*no such partition"):
+        check_job(SCHEDULERS["slurm"], file)
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    with pytest.raises(LaunchError, match="there is no sbatch on this machine"):
+        submit_job(SCHEDULERS["slurm"], file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"nodes": 0}, "got 0 nodes"),
+        ({"name": "My_Job"}, "a job cannot be called"),
+        ({"shared": "runs"}, "must be an absolute path"),
+        ({"overrides": ("a\nb",)}, "cannot be written into a job file"),
+    ],
+)
+def test_jobs_that_cannot_be(fields, words):
+    with pytest.raises(LaunchError, match=words):
+        Job(**{"config": "c.yaml", **fields})
+
+
+FAKE_SSH = """#!/bin/sh
+[ "$3" = 127.0.0.9 ] && { echo "no route to host" >&2; exit 255; }
+exec /bin/sh -c "$4"
+"""
+
+RANK = """
+import os, signal, sys, time
+from axon_dist import World
+world = World.init("dp=-1")
+import jax
+from axon_dist.mesh import self_test
+self_test(world, 60)
+print("rank", os.environ["RANK"], "of", world.num_processes, os.getpid(), flush=True)
+if os.environ["RANK"] == sys.argv[1]:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600 if int(sys.argv[1]) >= 0 else 0)
+"""
+
+
+@pytest.fixture
+def over_ssh(tmp_path):
+    """Starts `axon launch --hosts` with an ssh that runs the command on this host."""
+    (tmp_path / "ssh").write_text(FAKE_SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "AXON_SILENCE_TIMEOUT": "5"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+    def run(hosts, *command, **options):
+        given = [word for name, value in options.items() for word in (f"--{name}", value)]
+        arguments = ["--hosts", hosts, "--log-dir", str(tmp_path), "--grace", "2", *given]
+        return subprocess.run(
+            [sys.executable, "-m", "axon_dist.cli", "launch", *arguments, "--", *command],
+            env=env, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+
+    return run
+
+
+def test_a_host_that_ssh_does_not_reach(tmp_path, monkeypatch):
+    (tmp_path / "ssh").write_text(FAKE_SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plan = LaunchPlan(command=("true",), log_dir=tmp_path)
+    words = r"cannot start on 127\.0\.0\.9: ssh says 'no route to host'"
+    with pytest.raises(LaunchError, match=words):
+        launch_hosts(["127.0.0.9"], plan, (), print)
+
+
+def test_hosts_are_read_from_a_file_as_from_an_option(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# of the cluster\nnode0 slots=8\n\nme@node1\n")
+    assert read_hosts(None, file) == read_hosts("node0, me@node1", None) == ("node0", "me@node1")
+    for text, words in (("", "got no host"), ("a,a", "got a host twice"), ("a b", "a host is")):
+        with pytest.raises(LaunchError, match=words):
+            read_hosts(text, None)
+
+
+@pytest.mark.multiprocess
+def test_two_hosts_meet_and_none_is_left_behind_when_a_rank_is_killed(over_ssh, tmp_path):
+    done = over_ssh("127.0.0.2,127.0.0.3", sys.executable, "-c", RANK, "1")
+    assert done.returncode == 76, done.stderr
+    assert "127.0.0.3: rank 1 was killed by SIGKILL" in done.stderr
+    logs = [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    said = [next(x for x in log.splitlines() if x.startswith("rank ")).split() for log in logs]
+    assert [words[1:4] for words in said] == [["0", "of", "2"], ["1", "of", "2"]]
+    for words in said:
+        assert not pathlib.Path("/proc", words[4]).exists()
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for config in CONFIGS:
+        for scheduler, row in SCHEDULERS.items():
+            golden(scheduler, config).write_text(row.write(job_of(config)))
+    print(json.dumps({"written": len(list(GOLDEN.iterdir())), "interrupted": INTERRUPTED}))
