@@ -16,6 +16,7 @@ from ..core.compat import Frame
 from ..core.errors import AxonDistError, MeshError
 from . import relations
 from .inputs import draws_of
+from .lattice import proven_outputs
 from .locate import Found, Recorded, Search, align
 from .meshes import build_mesh, family, find_mesh, sizes_of
 from .program import DRAWS, Injected, Operation, Value, reads_of, same_operations
@@ -196,6 +197,7 @@ class _Proof:
         truths = _Truths(oracle, inputs)
         outputs = {name: Output(name, "tried") for name in oracle.names}
         is_one_program = True
+        proven = set(range(len(oracle.names)))
         for sizes, title in zip(others, titles[1:], strict=True):
             alone = [a for f in findings for a in f.axes if f.mesh != title]
             if sum(size > 1 for size in sizes.values()) > 1 and alone:
@@ -209,9 +211,16 @@ class _Proof:
                 continue
             findings += _Comparison(oracle, traced, truths, inputs, outputs).run()
             is_one_program &= same_operations(traced.program, oracle.program)
-        if is_one_program and not findings:
+            proven &= proven_outputs(traced.program, oracle.program, sizes)
+        if not findings:
             # The mesh changes where numbers are, and not one operation: so for every input.
-            outputs = {n: dataclasses.replace(o, status="proven") for n, o in outputs.items()}
+            names = set(oracle.names) if is_one_program else {oracle.names[n] for n in proven}
+            outputs = {
+                name: dataclasses.replace(output, status="proven")
+                if name in names and output.status == "tried"
+                else output
+                for name, output in outputs.items()
+            }
         findings = list(dict.fromkeys(findings))
         return Report(
             self.subject.name, titles, len(inputs), tuple(outputs.values()), tuple(findings)

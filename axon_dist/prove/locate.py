@@ -413,7 +413,9 @@ class Search:
         if is_addition and is_summed and reductions == {SUM}:
             return self._found(Kind.BIAS, operation, relation.over)
         if reductions & {MAX, MIN}:
-            return self._found(Kind.LOCAL_SOFTMAX, start, relation.over)
+            is_softmax = any(o.name in ("exp", "exp2") for o in visited)
+            kind = Kind.LOCAL_SOFTMAX if is_softmax else Kind.LOCAL_STATISTICS
+            return self._found(kind, start, relation.over)
         if self._comes_from(value, "exp") and name in ("div", "log", "log1p", "max", "pow"):
             return self._found(Kind.LOCAL_SOFTMAX, start, relation.over)
         if reductions == {SUM} and (name == "div" or self._is_divisor(operation, visited)):
@@ -457,7 +459,7 @@ class Search:
         if start is None:
             return False
         if start.name == "dot_general":
-            return len(set(reads_of(start.reads))) == 1
+            return len({_origin_of(read) for read in reads_of(start.reads)}) == 1
         makers = [read.maker for read in reads_of(start.reads)]
         return any(maker is not None and _is_square(maker) for maker in makers)
 
@@ -508,6 +510,16 @@ class Search:
                 else:
                     gap = math.inf, bound
         return Found(kind, operation, tuple(axes), frames, gap)
+
+
+def _origin_of(value: Value) -> Value:
+    """The value before operations that hand it on."""
+    while value.maker is not None and value.maker.name in _PLAIN:
+        before = reads_of(value.maker.reads)
+        if not before:
+            break
+        value = before[0]
+    return value
 
 
 def _is_square(maker: Operation) -> bool:
