@@ -4,7 +4,7 @@ A program on a mesh whose axes are all 1 is its own oracle: nothing else says wh
 compute. Imports `step`, `parallel`, `jaxpr`, `mesh` and
 `core`. Start reading in `check.py`; a program as a
 list of operations is in `program.py`, the way back from a wrong output in `locate.py`. A name is
-imported when it is asked for: pytest loads the plugin of this room in every run.
+imported when it is asked for: pytest loads the plugin of this package in every run.
 """
 
 import importlib

@@ -16,10 +16,11 @@ from ..core.compat import Frame
 from ..core.errors import AxonDistError, MeshError
 from . import relations
 from .inputs import draws_of
+from .lattice import proven_outputs
 from .locate import Found, Recorded, Search, align
 from .meshes import build_mesh, family, find_mesh, sizes_of
 from .program import DRAWS, Injected, Operation, Value, reads_of, same_operations
-from .relations import Held
+from .relations import RankValues
 from .report import Finding, Kind, Output, Place, Report
 from .trace import Subject, Traced, subject_of
 
@@ -196,6 +197,7 @@ class _Proof:
         truths = _Truths(oracle, inputs)
         outputs = {name: Output(name, "tried") for name in oracle.names}
         is_one_program = True
+        proven = set(range(len(oracle.names)))
         for sizes, title in zip(others, titles[1:], strict=True):
             alone = [a for f in findings for a in f.axes if f.mesh != title]
             if sum(size > 1 for size in sizes.values()) > 1 and alone:
@@ -209,9 +211,16 @@ class _Proof:
                 continue
             findings += _Comparison(oracle, traced, truths, inputs, outputs).run()
             is_one_program &= same_operations(traced.program, oracle.program)
-        if is_one_program and not findings:
+            proven &= proven_outputs(traced.program, oracle.program, sizes)
+        if not findings:
             # The mesh changes where numbers are, and not one operation: so for every input.
-            outputs = {n: dataclasses.replace(o, status="proven") for n, o in outputs.items()}
+            names = set(oracle.names) if is_one_program else {oracle.names[n] for n in proven}
+            outputs = {
+                name: dataclasses.replace(output, status="proven")
+                if name in names and output.status == "tried"
+                else output
+                for name, output in outputs.items()
+            }
         findings = list(dict.fromkeys(findings))
         return Report(
             self.subject.name, titles, len(inputs), tuple(outputs.values()), tuple(findings)
@@ -453,35 +462,35 @@ class _Comparison:
             if true is None or bits is None:
                 continue
             true = true.reshape(true.shape[len(other.results[0].axes) :])
-            held = Held(bits, operation.results[0].axes)
-            if relations.find(held, true, 0.0, self._traced.sizes) is not None:
+            by_rank = RankValues(bits, operation.results[0].axes)
+            if relations.find(by_rank, true, 0.0, self._traced.sizes) is not None:
                 continue
-            same = self._same_along(held)
+            same = self._same_along(by_rank)
             ways = [
                 way
-                for way in relations.ways_to_split(held.shape, true.shape, held.sizes)
+                for way in relations.ways_to_split(by_rank.shape, true.shape, by_rank.sizes)
                 if not any(axis in same for axes in way for axis in axes)
             ]
             if ways:
                 found[operation] = ways
-            elif held.shape != true.shape:
-                findings.append(self._one_key(operation, same, held, true))
+            elif by_rank.shape != true.shape:
+                findings.append(self._one_key(operation, same, by_rank, true))
         return findings or found
 
     def _asked(self, operation: Operation) -> list[Value]:
         return [operation.results[0]]
 
-    def _same_along(self, held: Held) -> set[str]:
+    def _same_along(self, by_rank: RankValues) -> set[str]:
         """The axes along which all ranks have the same."""
         found = set()
-        for at, axis in enumerate(held.axes):
-            first = np.take(held.values, [0], axis=at)
-            if held.sizes[axis] > 1 and (held.values == first).all():
+        for at, axis in enumerate(by_rank.axes):
+            first = np.take(by_rank.values, [0], axis=at)
+            if by_rank.sizes[axis] > 1 and (by_rank.values == first).all():
                 found.add(axis)
         return found
 
     def _one_key(
-        self, operation: Operation, same: set[str], held: Held, true: np.ndarray
+        self, operation: Operation, same: set[str], by_rank: RankValues, true: np.ndarray
     ) -> Finding:
         search = Search(
             Recorded(self._traced.program, {}), Recorded(self._oracle.program, {}), {},

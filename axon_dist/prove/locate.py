@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from ..core.compat import Frame, source_frames
 from . import relations
 from .program import DRAWS, Operation, Program, Value, reads_of
-from .relations import MAX, MEAN, MIN, SUM, Held, Relation
+from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
 from .report import Kind
 
 _SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
@@ -132,7 +132,7 @@ class Search:
             for value, read in zip(turn.inputs, given or [], strict=True):
                 self._outer[value] = read
 
-    def _numbers(self, value: Value) -> tuple[Held, np.ndarray, float] | None:
+    def _numbers(self, value: Value) -> tuple[RankValues, np.ndarray, float] | None:
         """The value on the mesh, on one device, and the bound; None where one is not known."""
         maker = value.maker
         other = self._aligned.get(maker) if maker is not None else None
@@ -142,14 +142,14 @@ class Search:
         if at >= len(other.results):
             return None
         whole = self._oracle.values.get(other.results[at])
-        held = self._real.values.get(value)
-        if whole is None or held is None:
+        by_rank = self._real.values.get(value)
+        if whole is None or by_rank is None:
             return None
         bound, mine = self._bounds[other.results[at]], other.results[at].axes
         if math.prod(whole.shape[: len(mine)]) > 1:
             # Two meshes of several devices: rank is compared with rank.
-            return (Held(held, ()), whole, bound) if whole.shape == held.shape else None
-        return Held(held, value.axes), whole.reshape(whole.shape[len(mine) :]), bound
+            return (RankValues(by_rank, ()), whole, bound) if whole.shape == by_rank.shape else None
+        return RankValues(by_rank, value.axes), whole.reshape(whole.shape[len(mine) :]), bound
 
     @functools.cache  # noqa: B019
     def relation(self, value: Value) -> Relation | None:
@@ -162,8 +162,8 @@ class Search:
         numbers = self._numbers(value)
         if numbers is None:
             return None
-        held, whole, bound = numbers
-        found = relations.find(held, whole, bound, self._sizes)
+        by_rank, whole, bound = numbers
+        found = relations.find(by_rank, whole, bound, self._sizes)
         # Indices of parts may add up to that of the whole by chance.
         is_chance = found is not None and not found.is_whole and value.maker.name in _PICKS
         return None if is_chance else found
@@ -324,7 +324,9 @@ class Search:
 
     def _is_part(self, value: Value, relation: Relation) -> bool:
         mine = self.relation(value)
-        return mine is not None and mine.joined is not None and set(mine.over) <= set(relation.over)
+        return (
+            mine is not None and mine.reduction is not None and set(mine.over) <= set(relation.over)
+        )
 
     def _judge(self, operation: Operation, visited: set[Operation]) -> Found | None:
         """What kind of mistake the first wrong operation is."""
@@ -401,25 +403,27 @@ class Search:
         """An operation that reads parts of a sum, as if they were the sum."""
         value, relation = parts[0]
         start, name = self._origin(value, relation), operation.name
-        joined = {relation.joined for _, relation in parts}
+        reductions = {relation.reduction for _, relation in parts}
         others = len(reads_of(operation.reads)) - len(parts)
         is_summed = any(
             o.number > operation.number and (o.name in _SUMS or o.name == "reduce_sum")
             for o in visited
         )
         is_addition = name in ("add", "add_any", "sub") and others == 1
-        if is_addition and is_summed and joined == {SUM}:
+        if is_addition and is_summed and reductions == {SUM}:
             return self._found(Kind.BIAS, operation, relation.over)
-        if joined & {MAX, MIN}:
-            return self._found(Kind.LOCAL_SOFTMAX, start, relation.over)
+        if reductions & {MAX, MIN}:
+            is_softmax = any(o.name in ("exp", "exp2") for o in visited)
+            kind = Kind.LOCAL_SOFTMAX if is_softmax else Kind.LOCAL_STATISTICS
+            return self._found(kind, start, relation.over)
         if self._comes_from(value, "exp") and name in ("div", "log", "log1p", "max", "pow"):
             return self._found(Kind.LOCAL_SOFTMAX, start, relation.over)
-        if joined == {SUM} and (name == "div" or self._is_divisor(operation, visited)):
+        if reductions == {SUM} and (name == "div" or self._is_divisor(operation, visited)):
             return self._found(Kind.MEAN_OF_MEANS, operation, relation.over)
-        if name in _ROOTS and joined == {SUM} and self._is_of_squares(start):
+        if name in _ROOTS and reductions == {SUM} and self._is_of_squares(start):
             return self._found(Kind.LOCAL_NORM, start, relation.over)
         is_gradient = start is not None and source_frames(start.equation)[1] is not None
-        if joined == {MEAN} and not is_gradient and name not in _TAKES:
+        if reductions == {MEAN} and not is_gradient and name not in _TAKES:
             return self._found(Kind.LOCAL_STATISTICS, start, relation.over)
         return self._found(Kind.NOT_REDUCED, start, relation.over, gradient=True)
 
@@ -455,7 +459,7 @@ class Search:
         if start is None:
             return False
         if start.name == "dot_general":
-            return len(set(reads_of(start.reads))) == 1
+            return len({_origin_of(read) for read in reads_of(start.reads)}) == 1
         makers = [read.maker for read in reads_of(start.reads)]
         return any(maker is not None and _is_square(maker) for maker in makers)
 
@@ -500,12 +504,22 @@ class Search:
         if operation is not None and operation.results:
             numbers = self._numbers(operation.results[0])
             if numbers is not None:
-                held, whole, bound = numbers
-                if held.shape == whole.shape:
-                    gap = max(relations.differs(r, whole, 0.0) for r in held.ranks()), bound
+                by_rank, whole, bound = numbers
+                if by_rank.shape == whole.shape:
+                    gap = max(relations.differs(r, whole, 0.0) for r in by_rank.ranks()), bound
                 else:
                     gap = math.inf, bound
         return Found(kind, operation, tuple(axes), frames, gap)
+
+
+def _origin_of(value: Value) -> Value:
+    """The value before operations that hand it on."""
+    while value.maker is not None and value.maker.name in _PLAIN:
+        before = reads_of(value.maker.reads)
+        if not before:
+            break
+        value = before[0]
+    return value
 
 
 def _is_square(maker: Operation) -> bool:

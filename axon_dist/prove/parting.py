@@ -146,6 +146,7 @@ class _Bisection:
         self._aligned = align(other.program, one.program)
         self._runs = 0
         self._scale = self._coarseness()
+        self._compiled: dict[Any, tuple[Any, Any]] = {}
 
     def _coarseness(self) -> float:
         """How many units in the last place of the first program one of the other is."""
@@ -161,8 +162,7 @@ class _Bisection:
     def run(self) -> Parting:
         """Compares step by step, then within the first step that differs."""
         count = len(self._other.program.operations)
-        run_one = self._one.compiled(frozenset(), with_noise=True)
-        run_other = self._other.compiled(frozenset(), with_noise=False)
+        run_one, run_other = self._recording({})
         inputs, own = list(self._inputs), list(self._inputs)
         for step in range(1, self._steps + 1):
             runs = [run_one(inputs, n, self._scale * (n > 0))[0] for n in range(_NOISY + 1)]
@@ -251,14 +251,27 @@ class _Bisection:
         starts = [start for start in starts if start is not None]
         return min(starts, key=lambda o: o.number, default=None), search
 
+    def _recording(self, turns: Mapping[Operation, int]) -> tuple[Any, Any]:
+        """Both programs compiled to record all values, the loops at some turns.
+
+        Compiling takes most of the time, so what compares the steps is used again within one.
+        """
+        key = frozenset(turns.items())
+        if key not in self._compiled:
+            aligned, one, other = self._aligned, self._one.program, self._other.program
+            mine = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
+            theirs = {operation.number: turn for operation, turn in turns.items()}
+            self._compiled[key] = (
+                self._one.compiled(frozenset(one.values()), True, mine),
+                self._other.compiled(frozenset(other.values()), False, theirs),
+            )
+        return self._compiled[key]
+
     def _record(self, inputs: list[Any], turns: Mapping[Operation, int]) -> tuple[None, Search]:
         """Both programs with all values, the loops at the turns that are asked for."""
         self._runs += 1
-        mine = {self._aligned[o].number: turn for o, turn in turns.items() if o in self._aligned}
-        theirs = {operation.number: turn for operation, turn in turns.items()}
         one, other = self._one, self._other
-        run_one = one.compiled(frozenset(one.program.values()), True, mine)
-        run_other = other.compiled(frozenset(other.program.values()), False, theirs)
+        run_one, run_other = self._recording(turns)
         noisy = range(_NOISY + 1)
         runs = [run_one(inputs, n, self._scale * (n > 0))[1] for n in noisy]
         bounds = {v: bound_of([run[v] for run in runs], self._scale) for v in runs[0]}

@@ -487,10 +487,10 @@ def _same_read(one: Read, other: Read, names: dict[Value, Value]) -> bool:
         return bool(np.array_equal(one.val, other.val))
     if one.maker is None or other.maker is None:
         # Inputs and constants: a constant must hold the same numbers.
-        held = one.constant, other.constant
-        if one.maker is not other.maker or (held[0] is None) != (held[1] is None):
+        constants = one.constant, other.constant
+        if one.maker is not other.maker or (constants[0] is None) != (constants[1] is None):
             return False
-        first, second = (np.asarray(plain(x)) for x in held)
-        is_same = held[0] is None or np.array_equal(first, second)
+        first, second = (np.asarray(plain(x)) for x in constants)
+        is_same = constants[0] is None or np.array_equal(first, second)
         return bool(is_same) and names.setdefault(one, other) is other
     return names.get(one) is other

@@ -15,7 +15,7 @@ import numpy as np
 
 SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
 
-_JOINS = {SUM: np.sum, MEAN: np.mean, MAX: np.max, MIN: np.min}
+_REDUCTIONS = {SUM: np.sum, MEAN: np.mean, MAX: np.max, MIN: np.min}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Relation:
 
     Args:
         splits: for each dim the mesh axes that split it, the slowest first.
-        joined: how the values along the axes `over` are put together: their sum, mean, maximum or
-            minimum is the value. None where all of them are the value.
+        reduction: what of the values along the axes `over` is the value: their sum, mean, maximum
+            or minimum. None where all of them are the value.
         over: these axes.
     """
 
     splits: tuple[tuple[str, ...], ...] = ()
-    joined: str | None = None
+    reduction: str | None = None
     over: tuple[str, ...] = ()
 
     @property
@@ -41,11 +41,11 @@ class Relation:
     @property
     def is_whole(self) -> bool:
         """Whether each rank has the value, or its part of it."""
-        return self.joined is None
+        return self.reduction is None
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class RankValues:
     """A value on all ranks of a mesh.
 
     Args:
@@ -86,15 +86,15 @@ def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
     return most if most > bound else 0.0
 
 
-def with_axes_of_dims(held: Held, whole: np.ndarray, sizes: Mapping[str, int]) -> tuple:
+def with_axes_of_dims(by_rank: RankValues, whole: np.ndarray, sizes: Mapping[str, int]) -> tuple:
     """Takes dims that hold one entry for each rank as axes of the mesh, and drops those of one.
 
     Programs outside a `shard_map` write `x.reshape(mesh.shape["dp"], -1)` and map over the rows;
     on one device that dim has one entry.
     """
-    if len(held.shape) != whole.ndim or held.shape == whole.shape:
-        return held, whole
-    values, axes = held.values, list(held.axes)
+    if len(by_rank.shape) != whole.ndim or by_rank.shape == whole.shape:
+        return by_rank, whole
+    values, axes = by_rank.values, list(by_rank.axes)
     for name, size in sizes.items():
         offset = len(axes)
         dims = zip(values.shape[offset:], whole.shape, strict=True)
@@ -112,7 +112,7 @@ def with_axes_of_dims(held: Held, whole: np.ndarray, sizes: Mapping[str, int]) -
         values = np.moveaxis(values, offset + at[0], 0)
         whole = np.squeeze(whole, at[0])
         axes.insert(0, name)
-    return Held(values, tuple(axes)), whole
+    return RankValues(values, tuple(axes)), whole
 
 
 def ways_to_split(
@@ -157,10 +157,10 @@ def ways_to_split(
     yield from from_dim(0, tuple(axes))
 
 
-def assembled(held: Held, splits: tuple[tuple[str, ...], ...]) -> Held:
+def assembled(by_rank: RankValues, splits: tuple[tuple[str, ...], ...]) -> RankValues:
     """The values with the parts of their dims put together; the other axes stay in front."""
-    names = [*held.axes, *range(len(held.shape))]
-    values = held.values
+    names = [*by_rank.axes, *range(len(by_rank.shape))]
+    values = by_rank.values
     for dim, axes in enumerate(splits):
         for axis in reversed(axes):
             at = names.index(axis)
@@ -173,22 +173,24 @@ def assembled(held: Held, splits: tuple[tuple[str, ...], ...]) -> Held:
             values = values.reshape(*shape[:to], shape[to] * shape[to + 1], *shape[to + 2 :])
             names.pop(to)
     rest = tuple(name for name in names if isinstance(name, str))
-    return Held(values, rest)
+    return RankValues(values, rest)
 
 
-def find(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> Relation | None:
+def find(
+    by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
+) -> Relation | None:
     """How the values of the ranks give that of one device, or None.
 
     Args:
-        held: the values of all ranks.
+        by_rank: the values of all ranks.
         whole: that of one device.
         bound: what rounding alone may change.
         sizes: of the axes of the mesh.
     """
-    given, true = held, whole
-    held, whole = with_axes_of_dims(held, whole, sizes)
-    for splits in ways_to_split(held.shape, whole.shape, held.sizes):
-        relation = _joined(assembled(held, splits), whole, bound, splits)
+    given, true = by_rank, whole
+    by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
+    for splits in ways_to_split(by_rank.shape, whole.shape, by_rank.sizes):
+        relation = _reduced(assembled(by_rank, splits), whole, bound, splits)
         if relation is not None:
             return relation
     if given.shape != true.shape and given.values.size == true.size and not given.axes:
@@ -197,27 +199,29 @@ def find(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) 
     return None
 
 
-def _joined(
-    held: Held, whole: np.ndarray, bound: float, splits: tuple[tuple[str, ...], ...]
+def _reduced(
+    by_rank: RankValues, whole: np.ndarray, bound: float, splits: tuple[tuple[str, ...], ...]
 ) -> Relation | None:
-    ranks = held.ranks()
+    ranks = by_rank.ranks()
     if not any(differs(one, whole, bound) for one in ranks):
         return Relation(splits)
     is_number = whole.dtype.kind in "fiu"
-    axes = [name for name, size in held.sizes.items() if size > 1]
+    axes = [name for name, size in by_rank.sizes.items() if size > 1]
     for count in range(1, len(axes) + 1 if is_number else 0):
         for over in itertools.combinations(axes, count):
-            dims = tuple(held.axes.index(name) for name in over)
-            for name, join in _JOINS.items():
-                wide = held.values.astype(np.float64)
+            dims = tuple(by_rank.axes.index(name) for name in over)
+            for name, reduce in _REDUCTIONS.items():
+                wide = by_rank.values.astype(np.float64)
                 with np.errstate(all="ignore"):
-                    got = join(wide, axis=dims).reshape(-1, *whole.shape)
+                    got = reduce(wide, axis=dims).reshape(-1, *whole.shape)
                 if not any(differs(one, whole, bound) for one in got):
                     return Relation(splits, name, over)
     return None
 
 
-def scaled_by(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> float:
+def scaled_by(
+    by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
+) -> float:
     """The number by which all ranks have more than one device: a product of sizes, or its inverse.
 
     Returns:
@@ -229,31 +233,33 @@ def scaled_by(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, i
             times = math.prod(sizes[name] for name in over)
             for factor in (float(times), 1.0 / times):
                 wide = whole.astype(np.float64) * factor
-                relation = find(held, wide, bound * max(factor, 1.0), sizes)
+                relation = find(by_rank, wide, bound * max(factor, 1.0), sizes)
                 if relation is not None and relation.is_whole:
                     return factor
     return 0.0
 
 
-def is_permuted(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> bool:
+def is_permuted(
+    by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
+) -> bool:
     """Whether each rank has parts of the value of one device, but not those that are its own."""
     counts = [size for size in sizes.values() if size > 1]
     several = range(1, len(counts) + 1)
     blocks = {math.prod(c) for n in several for c in itertools.combinations(counts, n)}
-    held, whole = with_axes_of_dims(held, whole, sizes)
-    if held.shape == whole.shape and whole.size > 8 and whole.dtype.kind == "f":
+    by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
+    if by_rank.shape == whole.shape and whole.size > 8 and whole.dtype.kind == "f":
         one = np.sort(whole, axis=None)
-        if not any(differs(np.sort(rank, axis=None), one, bound) for rank in held.ranks()):
+        if not any(differs(np.sort(rank, axis=None), one, bound) for rank in by_rank.ranks()):
             return True
-    if len(held.shape) != whole.ndim:
+    if len(by_rank.shape) != whole.ndim:
         return False
     for dim in range(whole.ndim):
         for count in sorted(blocks):
             length, rest = divmod(whole.shape[dim], count)
-            if rest or length == 0 or held.shape[dim] % length:
+            if rest or length == 0 or by_rank.shape[dim] % length:
                 continue
             parts = _parts(whole, length, dim)
-            own = [part for rank in held.ranks() for part in _parts(rank, length, dim)]
+            own = [part for rank in by_rank.ranks() for part in _parts(rank, length, dim)]
             if all(any(not differs(p, part, bound) for part in parts) for p in own):
                 return True
     return False
@@ -263,12 +269,14 @@ def _parts(array: np.ndarray, length: int, dim: int) -> list[np.ndarray]:
     return np.split(array, array.shape[dim] // length, axis=dim)
 
 
-def is_first_part(held: Held, whole: np.ndarray, bound: float, sizes: Mapping[str, int]) -> bool:
+def is_first_part(
+    by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
+) -> bool:
     """Whether all ranks have the first part of the value of one device."""
-    held, whole = with_axes_of_dims(held, whole, sizes)
-    if held.shape == whole.shape or len(held.shape) != whole.ndim:
+    by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
+    if by_rank.shape == whole.shape or len(by_rank.shape) != whole.ndim:
         return False
-    if any(mine > its for mine, its in zip(held.shape, whole.shape, strict=True)):
+    if any(mine > its for mine, its in zip(by_rank.shape, whole.shape, strict=True)):
         return False
-    first = whole[tuple(slice(0, size) for size in held.shape)]
-    return not any(differs(one, first, bound) for one in held.ranks())
+    first = whole[tuple(slice(0, size) for size in by_rank.shape)]
+    return not any(differs(one, first, bound) for one in by_rank.ranks())

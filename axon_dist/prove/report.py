@@ -8,6 +8,7 @@ import json
 import linecache
 import math
 import os
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,8 +225,8 @@ class Output:
 
     Args:
         name: its path in what the function returns.
-        status: "proven" where it holds for every input, "tried" where it held for all that were
-            drawn, "differs", or "unjudged" where the two cannot be compared.
+        status: "proven" where it is equal for every input, "tried" where it was equal for all
+            inputs that were drawn, "differs", or "unjudged" where the two cannot be compared.
         difference: the largest difference from one device.
         bound: what rounding explains of it.
         reason: why it is unjudged.
@@ -364,10 +365,10 @@ def _sarif(finding: Finding) -> dict[str, Any]:
 
 def _locations(places: tuple[Place, ...]) -> Iterator[dict[str, Any]]:
     for place in places:
-        region: dict[str, Any] = {"startLine": place.line}
+        region: dict[str, Any] = {"startLine": max(1, place.line)}
         if place.column is not None:
             region["startColumn"] = place.column + 1
         if place.end_column is not None:
             region["endColumn"] = place.end_column + 1
-        uri = os.path.relpath(place.file).replace(os.sep, "/")
+        uri = urllib.parse.quote(os.path.relpath(place.file).replace(os.sep, "/"))
         yield {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}

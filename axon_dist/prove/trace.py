@@ -220,10 +220,14 @@ def _release(program: Program) -> None:
     regions = [program.region, *(r for o in program.operations for r in o.regions)]
     for region in regions:
         for value in region.constants:
-            held = value.constant
-            is_key = jax.dtypes.issubdtype(getattr(held, "dtype", None), jax.dtypes.prng_key)
-            if isinstance(held, jax.Array) and not is_key and len(held.sharding.device_set) > 1:
-                value.constant = np.asarray(held)
+            constant = value.constant
+            is_key = jax.dtypes.issubdtype(getattr(constant, "dtype", None), jax.dtypes.prng_key)
+            if (
+                isinstance(constant, jax.Array)
+                and not is_key
+                and len(constant.sharding.device_set) > 1
+            ):
+                value.constant = np.asarray(constant)
 
 
 def subject_of(function: Any, arguments: tuple[Any, ...], name: str | None = None) -> Subject:

@@ -9,6 +9,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+__all__ = [
+    "BATCH", "BIAS", "DATA", "KEY", "LABELS", "MASK", "SEQUENCE", "TARGETS", "TOKENS",
+    "TOKEN_MASK", "WEIGHTS", "Net", "net", "normal", "placed", "sharded", "squared",
+]  # fmt: skip
+
 _RNG = np.random.default_rng(0)
 
 

@@ -3,6 +3,8 @@
 Each is `make(mesh, check)`, most are tried with and without the check of what varies.
 """
 
+# ruff: noqa: F403, F405
+
 import functools
 
 import jax
@@ -13,25 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .parts import (
-    BATCH,
-    BIAS,
-    DATA,
-    KEY,
-    LABELS,
-    MASK,
-    SEQUENCE,
-    TARGETS,
-    TOKEN_MASK,
-    TOKENS,
-    WEIGHTS,
-    Net,
-    net,
-    normal,
-    placed,
-    sharded,
-    squared,
-)
+from .parts import *
 
 RIGHT = {}
 DOWN = 0.3 * normal(8, 8)

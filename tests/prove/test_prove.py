@@ -95,6 +95,40 @@ def test_outputs_of_one_program_are_proven_for_every_input():
     assert {output.status for output in report.outputs} == {"proven"}
 
 
+PROVEN = {
+    "masked_loss": True,
+    "mean_loss": True,
+    "gradients_by_pmean-unchecked": True,
+    "megatron_mlp": True,
+    "softmax_over_parts": False,
+    "dropout_with_folded_keys": False,
+}
+
+
+@pytest.mark.sample("masked_loss", "megatron_mlp", "dropout_with_folded_keys")
+@pytest.mark.parametrize("name", PROVEN)
+def test_outputs_of_ranks_are_proven_where_rules_allow_it(name):
+    outputs = prove(RIGHT[name], meshes=REAL).outputs
+    status = "proven" if PROVEN[name] else "tried"
+    assert {output.status for output in outputs} == {status}
+
+
+@pytest.mark.sample("masked_mean_checked", "bias_on_every_rank", "loss_summed", "norms_of_rows")
+@pytest.mark.parametrize("name", WRONG)
+def test_no_output_of_a_mistake_is_proven(name, make_world):
+    from axon_dist.prove.lattice import proven_outputs
+    from axon_dist.prove.trace import subject_of
+
+    make_world("dp=8")
+    subject = subject_of(WRONG[name][1], ())
+    try:
+        one = subject.on({"dp": 1, "tp": 1}, None).program
+        other = subject.on({"dp": 4, "tp": 2}, None).program
+    except (ValueError, jax.errors.JaxRuntimeError):
+        return
+    assert len(proven_outputs(other, one, {"dp": 4, "tp": 2})) < len(one.region.outputs)
+
+
 def test_a_size_that_is_written_as_a_number_is_said_with_its_line():
     def make(mesh):
         def body(x):
@@ -156,6 +190,10 @@ def test_the_verbs_print_the_line_and_write_json_and_sarif(tmp_path, capsys):
     (result,) = json.loads(written[1].read_text())["runs"][0]["results"]
     assert found["code"] == result["ruleId"] == "PROVE103"
     assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 7
+    location = result["locations"][0]["physicalLocation"]
+    assert set(location) == {"artifactLocation", "region"}
+    assert all(number >= 1 for number in location["region"].values())
+    assert " " not in location["artifactLocation"]["uri"]
     assert main(["prove", f"{file}:mean"]) == 0
     assert main(["bisect", f"{file}:loss", f"{file}:mean"]) == 1
     assert "part at div" in capsys.readouterr().out

@@ -3,6 +3,8 @@
 Each is `make(mesh)`, as users write it, and returns the function and its arguments.
 """
 
+# ruff: noqa: F403, F405
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,25 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist.prove import Kind
 
-from .parts import (
-    BATCH,
-    BIAS,
-    DATA,
-    KEY,
-    LABELS,
-    MASK,
-    SEQUENCE,
-    TARGETS,
-    TOKEN_MASK,
-    TOKENS,
-    WEIGHTS,
-    Net,
-    net,
-    normal,
-    placed,
-    sharded,
-    squared,
-)
+from .parts import *
 
 WRONG = {}
 
