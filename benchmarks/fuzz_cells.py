@@ -739,6 +739,7 @@ _TOKEN_BATCH = "x=draw.integers(0, 16, (samples, 8)), y=draw.integers(0, 16, (sa
 
 _PROGRAM = '''"""{name}"""
 import contextlib
+import functools
 import math
 
 import jax
@@ -825,16 +826,11 @@ def built():
     )
 
 
-def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=None):
-    graphdef, params, rest = nnx.split(Net(), nnx.Param, ...)
-    params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-    # At each step, for each rounds anew; each element by itself, for a batch norm does not see a
-    # factor of all.
-    moved = np.random.default_rng(nudge)
-    unit = (2**-21 if dtype is None else 2**-9) * (nudge is not None)
-    rounded = lambda p: p * np.float32(1 + unit * moved.uniform(-1, 1, p.shape))
+@functools.cache
+def programs(clip, dtype):
+    """What one device runs, compiled once for runs that only differ in rounding."""
+    graphdef = nnx.split(Net(), nnx.Param, ...)[0]
     transform = optax.with_extra_args_support(optimizer())
-    state = transform.init(params)
 
     @jax.jit
     def part(params, rest, batch):
@@ -856,6 +852,20 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
         updates, state = transform.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
+
+    return transform, part, update
+
+
+def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=None):
+    _, params, rest = nnx.split(Net(), nnx.Param, ...)
+    params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    # At each step, for each rounds anew; each element by itself, for a batch norm does not see a
+    # factor of all.
+    moved = np.random.default_rng(nudge)
+    unit = (2**-21 if dtype is None else 2**-9) * (nudge is not None)
+    rounded = lambda p: p * np.float32(1 + unit * moved.uniform(-1, 1, p.shape))
+    transform, part, update = programs(clip, dtype)
+    state = transform.init(params)
 
     outer, whole = optax.sgd(0.7, momentum=0.9, nesterov=True), {replicas}
     agreed, outer_state = params, outer.init(params)
