@@ -147,7 +147,7 @@ CONTEXTS: MappingProxyType[str, str] = MappingProxyType(
         "none": "contextlib.nullcontext()",
         "explicit": "jax.set_mesh(mesh_of(jax.sharding.AxisType.Explicit))",
         "auto": "jax.set_mesh(mesh_of(jax.sharding.AxisType.Auto))",
-        "with mesh": "mesh_of(jax.sharding.AxisType.Auto)",
+        "with mesh": "legacy(mesh_of(jax.sharding.AxisType.Auto))",
     }
 )
 """What a program around ours may have in context, and the source that opens it."""
@@ -741,6 +741,7 @@ _PROGRAM = '''"""{name}"""
 import contextlib
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -785,6 +786,14 @@ def mesh_of(axis_type):
         shape, ("data", "model"), axis_types=(axis_type,) * 2,
         devices=jax.devices()[: math.prod(shape)],
     )
+
+
+@contextlib.contextmanager
+def legacy(mesh):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with mesh:
+            yield
 
 
 def context():
