@@ -758,6 +758,7 @@ from axon_dist.parallel import (
     context_parallel, expert_parallel, pipelined, suggest_plan, tensor_parallel,
 )
 
+World.emulate(8)  # Before a mesh in context asks for devices.
 IS_PLAIN = [False]
 nnx.use_eager_sharding(False)
 
