@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import json
 import random
 import sys
 from pathlib import Path
@@ -31,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cells", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("fuzz"), help="where failures go")
+    parser.add_argument("--log", type=Path, help="a file that takes a line of JSON for each cell")
     given = parser.parse_args(arguments)
     World.emulate(8)
     console, draw = Console(), random.Random(given.seed)
@@ -38,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
     for number in track(range(given.cells), "cells", console=console):
         cell = Cell.draw(draw)
         outcomes[cell] = outcome = run(cell)
+        if given.log:
+            line = {"cell": cell.name, **dataclasses.asdict(outcome)}
+            with given.log.open("a") as log:
+                log.write(json.dumps(line) + "\n")
         if outcome.kind not in ("equal", "refused"):
             given.out.mkdir(exist_ok=True)
             path = given.out / f"seed{given.seed}_cell{number}.py"

@@ -111,7 +111,49 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("nodes=2,fsdp=2", "compose(diloco(every=2), fsdp(min_elements=8))", 0, 2, 2),
     Layout("nodes=2,dp=2", "compose(diloco(every=1), zero(1, min_elements=8))", 0, 2, 1),
     Layout("nodes=2,tp=2", "compose(diloco(every=2), tensor_parallel(PLAN))", 0, 2, 2),
+    # Counts of devices that divide no dim of the models.
+    Layout("dp=1", "ddp()"),
+    Layout("fsdp=1", "fsdp(min_elements=8)"),
+    Layout("dp=3", "ddp()"),
+    Layout("dp=5", "ddp(per='microbatch')"),
+    Layout("dp=7", "zero(1, min_elements=8)"),
+    Layout("dp=5", "zero(2, min_elements=8)"),
+    Layout("dp=6", "zero(3, min_elements=8)"),
+    Layout("fsdp=3", "fsdp(min_elements=8)"),
+    Layout("fsdp=5", "fsdp(min_elements=8)"),
+    Layout("fsdp=7", "fsdp(min_elements=8)"),
+    Layout("fsdp=8", "fsdp(min_elements=8)"),
+    Layout("fsdp=6", "fsdp(min_elements=8, reduction=Reduction(by_hand=True))"),
+    Layout("fsdp=5", "fsdp(min_elements=8, reduction=Reduction(per='step'))"),
+    Layout("fsdp=3", "fsdp(min_elements=8, cpu_offload='params')"),
+    Layout("fsdp=5", "fsdp(min_elements=8, cpu_offload='full')"),
+    Layout("dp=2,fsdp=3", "fsdp('hybrid_shard', ('dp', 'fsdp'), min_elements=8)"),
+    Layout("dp=3,fsdp=2", "compose(zero(1, min_elements=8), fsdp(min_elements=8))"),
+    Layout("fsdp=3,tp=2", "compose(fsdp(min_elements=8), tensor_parallel(PLAN))"),
+    Layout("dp=3,tp=2", "compose(zero(1, min_elements=8), tensor_parallel(PLAN))"),
+    Layout("fsdp=3,cp=2", "compose(fsdp(min_elements=8), context_parallel('ring'))"),
+    Layout("cp=4", "context_parallel('ring')"),
+    Layout("cp=4", "context_parallel('ulysses')"),
+    Layout("pp=2,dp=3", "compose(pipelined(2, 2), ddp())", 2),
+    Layout("pp=2,fsdp=3", "compose(pipelined(2, 2), fsdp(min_elements=8))", 2),
+    Layout("pp=3", "pipelined(3, 3)", 3),
+    Layout("fsdp=3,ep=2", "compose(fsdp(min_elements=8), expert_parallel())"),
+    Layout("nodes=3", "diloco(every=1)", 0, 3, 1),
+    Layout("nodes=2,fsdp=3", "compose(diloco(every=2), fsdp(min_elements=8))", 0, 2, 2),
 )
+
+CONTEXTS: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "none": "contextlib.nullcontext()",
+        "explicit": "jax.set_mesh(mesh_of(jax.sharding.AxisType.Explicit))",
+        "auto": "jax.set_mesh(mesh_of(jax.sharding.AxisType.Auto))",
+        "with mesh": "legacy(mesh_of(jax.sharding.AxisType.Auto))",
+    }
+)
+"""What a program around ours may have in context, and the source that opens it."""
+
+CONTEXT_SHAPES = ((1, 1), (2, 2), (3, 1), (4, 2))
+"""Sizes of the axes `data` and `model` of a mesh in context."""
 
 _BLOCKS = """
 class Block(nnx.Module):
@@ -278,11 +320,87 @@ class Net(nnx.Module):
         return self.leave(x)
 """
 
+# Constraints and annotations name the axes of the mesh that the author of a model has.
+_CONSTRAINED = """
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        kernel = nnx.initializers.lecun_normal()
+        up = {up}
+        self.up, self.down = nnx.Linear(16, 32, kernel_init=up, rngs=rngs), nnx.Linear(
+            32, 16, rngs=rngs
+        )
+
+    def __call__(self, x):
+        hidden = {hidden}
+        return constrain(x + self.down(jnp.tanh(hidden)), P("data", None))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.enter, self.leave = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.blocks = nnx.List(Block(rngs) for _ in range(4))
+
+    def __call__(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+"""
+
+# Attention that a model writes itself, as context parallelism may find and replace it.
+_OWN_ATTENTION = """
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.query, self.key, self.value, self.out = (
+            nnx.Linear(16, 16, use_bias=False, rngs=rngs) for _ in range(4)
+        )
+
+    def attend(self, query, key, value):
+        distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+        scores = jnp.einsum("bthd,bshd->bhts", query, key) * {scale}
+        scores = {scores}
+        weights = jax.nn.softmax(jnp.where({mask}, scores, -1e9), -1)
+        return jnp.einsum("bhts,bshd->bthd", weights, value)
+
+    def __call__(self, x):
+        y = self.norm(x)
+        heads = (f(y).reshape(*x.shape[:2], 4, 4) for f in (self.query, self.key, self.value))
+        return x + self.out(self.attend(*heads).reshape(x.shape))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(16, 16, rngs=rngs)
+        self.blocks = nnx.List(Block(rngs) for _ in range(2))
+        self.leave = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+"""
+_CAUSAL = "distance >= 0"
+
+
+def _own_attention(mask: str = _CAUSAL, scale: str = "0.5", scores: str = "scores") -> Model:
+    return Model(_OWN_ATTENTION.format(mask=mask, scale=scale, scores=scores), tokens=True)
+
+
 STATEFUL = frozenset(
     ("batch norm", "batch norms of blocks", "running mean", "counter", "experts",
      "experts, stacked")
 )  # fmt: skip
 """Models of which a whole batch and its microbatches are two runs."""
+
+DRAWING = frozenset(("keys of samples",))
+"""Models that draw in evaluation, too."""
+
+VALIDATED = (((8,), (3,)), ((5,), (8, 2), (1,)), ((7, 1),), ((16, 3), (4,)))
+"""Sizes of the batches of several validation sets."""
 
 AS_WHOLE = frozenset(("dropout", "keys of samples", "running mean"))
 """Models that draw and average as for the whole batch, however it is cut into microbatches."""
@@ -358,8 +476,32 @@ MODELS: MappingProxyType[str, Model] = MappingProxyType(
         "a global": Model(_PYTHON.format(flag="DEPTHS.append(i) or len(DEPTHS) % 5")),
         "a context variable": Model(_PYTHON.format(flag="REFERENCE.set(i > 1) and i")),
         "an object that changes": Model(_PYTHON.format(flag="setattr(CONFIG, 'scale', 1 + i)")),
+        "constraints": Model(
+            _CONSTRAINED.format(up="kernel", hidden="constrain(self.up(x), P('data', 'model'))")
+        ),
+        "annotated": Model(
+            _CONSTRAINED.format(
+                up="nnx.with_partitioning(kernel, (None, 'model'))", hidden="self.up(x)"
+            )
+        ),
+        "stated results": Model(
+            _CONSTRAINED.format(
+                up="kernel",
+                hidden="product('bi,ij->bj', x, self.up.kernel[...], P('data', None))",
+            )
+        ),
+        "own attention": _own_attention(),
+        "own attention, window": _own_attention("(distance >= 0) & (distance < 3)"),
+        "own attention, both ways": _own_attention("distance > -99"),
+        "own attention, near": _own_attention("jnp.abs(distance) < 2"),
+        "own attention, scale": _own_attention(scale="0.3"),
+        "own attention, cap": _own_attention(scores="2 * jnp.tanh(scores / 2)"),
+        "own attention, slopes": _own_attention(scores="scores - 0.1 * distance"),
     }
 )
+"""Models by name."""
+
+OWN_ATTENTION = tuple(name for name in MODELS if "attention" in name)
 
 LOSSES: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     {
@@ -436,6 +578,9 @@ class Cell:
         options: further arguments of `build_train_step`.
         factory: whether the model is made by the step.
         samples: of a batch.
+        context: a key of `CONTEXTS`, in which the program calls the library.
+        context_shape: of the mesh in context.
+        validated: sizes of the batches of each validation set; none is validated where empty.
     """
 
     layout: Layout
@@ -446,29 +591,47 @@ class Cell:
     options: tuple[str, ...]
     factory: bool
     samples: int = SAMPLES
+    context: str = "none"
+    context_shape: tuple[int, int] = (1, 1)
+    validated: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def draw(cls, draw: random.Random) -> Cell:
         """A cell by chance; each column by itself."""
         layout = draw.choice(LAYOUTS)
         options = tuple(filter(None, (draw.choice(each) for each in OPTIONS.values())))
-        model, loss = draw.choice(sorted(MODELS)), draw.choice(sorted(LOSSES))
+        # What splits sequences splits those of attention alone.
+        is_split = "cp=" in layout.mesh and draw.random() < 0.7
+        model = draw.choice(sorted(OWN_ATTENTION if is_split else MODELS))
+        loss = draw.choice(sorted(LOSSES))
         optimizer = draw.choice(sorted(OPTIMIZERS))
         count = layout.microbatches or draw.choice((1, 1, 2, 4))
-        factory, samples = draw.random() < 0.5, SAMPLES
+        least = count * layout.num_ranks
+        factory, samples = draw.random() < 0.5, least * max(1, SAMPLES // least)
         if LOSSES[loss][0] == "whole" and model in STATEFUL:
             model = "blocks"
         if draw.random() < 0.4:
             # One sample for each rank and microbatch.
-            samples = count * layout.num_ranks
+            samples = least
         elif loss == "weighted" and model not in STATEFUL and layout.replicas == 1:
             options, samples = (*options, "pad='weight'"), SAMPLES - 3
-        return cls(layout, model, loss, optimizer, count, options, factory, samples)
+        context = draw.choice(sorted(CONTEXTS))
+        shape = (1, 1) if context == "none" else draw.choice(CONTEXT_SHAPES)
+        validated = draw.choice(VALIDATED) if draw.random() < 0.3 else ()
+        if model in DRAWING or layout.replicas > 1 or LOSSES[loss][0] == "sum":
+            validated = ()
+        return cls(
+            layout, model, loss, optimizer, count, options, factory, samples, context, shape,
+            validated,
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
         """The choices in a line."""
         made = ["factory"] if self.factory else []
+        if self.context != "none":
+            made.append(f"{self.context} {'x'.join(map(str, self.context_shape))}")
+        made += [f"validated {list(map(list, self.validated))}"] if self.validated else []
         more = (f"K={self.accumulate}", f"B={self.samples}", *self.options, *made)
         return " | ".join(
             (self.layout.mesh, self.layout.strategy, self.model, self.loss, self.optimizer, *more)
@@ -495,7 +658,7 @@ class Cell:
             model=model.source.strip(),
             each=_TOKENS if model.tokens else _FEATURES,
             loss=loss,
-            batch=(_TOKEN_BATCH if model.tokens else _FEATURE_BATCH).format(samples=self.samples),
+            batch=_TOKEN_BATCH if model.tokens else _FEATURE_BATCH,
             optimizer=OPTIMIZERS[self.optimizer],
             mesh=self.layout.mesh,
             size=math.prod(int(axis.split("=")[1]) for axis in self.layout.mesh.split(",")),
@@ -514,6 +677,9 @@ class Cell:
             changes=_LOW_CHANGES if self.is_low else _CHANGES,
             times=4 if self.is_low else 10,
             low=self.is_low,
+            context=CONTEXTS[self.context],
+            context_shape=self.context_shape,
+            validated=self.validated,
             whole=self.accumulate == 1 or self.is_whole,
         )
 
@@ -568,15 +734,21 @@ _TOKENS = (
     "optax.softmax_cross_entropy_with_integer_labels("
     "model(batch['x']).astype(jnp.float32), batch['y']).mean(-1)"
 )
-_FEATURE_BATCH = "x=draw.normal(size=({samples}, 8)), y=draw.normal(size=({samples}, 4))"
-_TOKEN_BATCH = "x=draw.integers(0, 16, ({samples}, 8)), y=draw.integers(0, 16, ({samples}, 8))"
+_FEATURE_BATCH = "x=draw.normal(size=(samples, 8)), y=draw.normal(size=(samples, 4))"
+_TOKEN_BATCH = "x=draw.integers(0, 16, (samples, 8)), y=draw.integers(0, 16, (samples, 8))"
 
 _PROGRAM = '''"""{name}"""
+import contextlib
+import functools
+import math
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from axon_dist import (
     ActivationCheckpointing, Reduction, Weighted, World, build_train_step, compose, ddp, diloco,
@@ -586,6 +758,49 @@ from axon_dist.parallel import (
     context_parallel, expert_parallel, pipelined, suggest_plan, tensor_parallel,
 )
 
+World.emulate(8)  # Before a mesh in context asks for devices.
+IS_PLAIN = [False]
+nnx.use_eager_sharding(False)
+
+
+def constrain(x, spec):
+    return x if IS_PLAIN[0] else jax.lax.with_sharding_constraint(x, spec)
+
+
+def product(form, x, y, spec):
+    return jnp.einsum(form, x, y, **({{}} if IS_PLAIN[0] else dict(out_sharding=spec)))
+
+
+@contextlib.contextmanager
+def plain():
+    """On one device there is no mesh that a constraint could name."""
+    IS_PLAIN[0] = True
+    try:
+        yield
+    finally:
+        IS_PLAIN[0] = False
+
+
+def mesh_of(axis_type):
+    shape = {context_shape}
+    return jax.make_mesh(
+        shape, ("data", "model"), axis_types=(axis_type,) * 2,
+        devices=jax.devices()[: math.prod(shape)],
+    )
+
+
+@contextlib.contextmanager
+def legacy(mesh):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with mesh:
+            yield
+
+
+def context():
+    return {context}
+
+
 {model}
 
 
@@ -594,9 +809,9 @@ def loss_fn(model, batch):
     return {loss}
 
 
-def batch_of(number):
+def batch_of(number, samples={samples}):
     draw = np.random.default_rng(number)
-    made = dict({batch}, weight=draw.integers(0, 3, {samples}) + (np.arange({samples}) % 4 == 0))
+    made = dict({batch}, weight=draw.integers(0, 3, samples) + (np.arange(samples) % 4 == 0))
     small = lambda x: x.astype(np.float32 if x.dtype == np.float64 else np.int32)
     made["weight"] = made["weight"].astype(np.float64)
     return {{k: small(v) for k, v in made.items()}}
@@ -607,6 +822,11 @@ def optimizer():
 
 
 def build():
+    with context():
+        return built()
+
+
+def built():
     size = {size}
     world = World.emulate(size, "{mesh}")
     PLAN = suggest_plan(Net(), batch_of(0)["x"]) if "PLAN" in """{strategy}""" else None
@@ -616,22 +836,18 @@ def build():
     )
 
 
-def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=None):
-    graphdef, params, rest = nnx.split(Net(), nnx.Param, ...)
-    params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-    # At each step, for each rounds anew; each element by itself, for a batch norm does not see a
-    # factor of all.
-    moved = np.random.default_rng(nudge)
-    unit = (2**-21 if dtype is None else 2**-9) * (nudge is not None)
-    rounded = lambda p: p * np.float32(1 + unit * moved.uniform(-1, 1, p.shape))
+@functools.cache
+def programs(clip, dtype):
+    """What one device runs, compiled once for runs that only differ in rounding."""
+    graphdef = nnx.split(Net(), nnx.Param, ...)[0]
     transform = optax.with_extra_args_support(optimizer())
-    state = transform.init(params)
 
     @jax.jit
     def part(params, rest, batch):
         def total(params):
             model = nnx.merge(graphdef, narrow(params, dtype), rest, copy=True)
-            loss = loss_fn(model, narrow(batch, dtype))
+            with plain():
+                loss = loss_fn(model, narrow(batch, dtype))
             loss, more = loss if isinstance(loss, tuple) else (loss, {{}})
             loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
             after = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
@@ -646,6 +862,20 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
         updates, state = transform.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
+
+    return transform, part, update
+
+
+def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=None):
+    _, params, rest = nnx.split(Net(), nnx.Param, ...)
+    params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    # At each step, for each rounds anew; each element by itself, for a batch norm does not see a
+    # factor of all.
+    moved = np.random.default_rng(nudge)
+    unit = (2**-21 if dtype is None else 2**-9) * (nudge is not None)
+    rounded = lambda p: p * np.float32(1 + unit * moved.uniform(-1, 1, p.shape))
+    transform, part, update = programs(clip, dtype)
+    state = transform.init(params)
 
     outer, whole = optax.sgd(0.7, momentum=0.9, nesterov=True), {replicas}
     agreed, outer_state = params, outer.init(params)
@@ -700,11 +930,15 @@ def fold(rest, replica):
 
 
 def compare(step):
-    wanted, state, losses = list(one_device()), step.init(), []
-    for number, (*_, more) in enumerate(wanted):
-        state, metrics = step(state, batch_of(number))
-        losses.append((metrics["loss"], {{name: metrics[name] for name in more}}))
-    graphdef, params, rest = nnx.split(step.merge(state), nnx.Param, ...)
+    wanted, losses = list(one_device()), []
+    with context():
+        state = step.init()
+        for number, (*_, more) in enumerate(wanted):
+            state, metrics = step(state, batch_of(number))
+            losses.append((metrics["loss"], {{name: metrics[name] for name in more}}))
+        model, validated = step.merge(state), validation(step, state)
+    compare_validation(validated, model)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     mine = losses, nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
     off = distances(mine, wanted)
     if any(distance > {tolerance} for distance in off.values()):
@@ -720,6 +954,47 @@ def compare(step):
             if not wrong:
                 break
         assert not wrong, f"off by {{wrong}}, where rounding moves {{known}}"
+
+
+VALIDATED = {validated}
+
+
+def sets():
+    """Batches of every validation set, each of its own size."""
+    return [
+        [batch_of(100 + 10 * i + j, size) for j, size in enumerate(sizes)]
+        for i, sizes in enumerate(VALIDATED)
+    ]
+
+
+def validation(step, state):
+    """The loss of each set as a `Trainer` sums it up."""
+    means = []
+    for batches in sets():
+        sums = [step.evaluate_sums(state, batch)["loss"] for batch in batches]
+        means.append(sum(float(s.total) for s in sums) / sum(float(s.weight) for s in sums))
+    return means
+
+
+def compare_validation(means, model):
+    """Compares the losses of the sets with those of the trained model on one device."""
+    graphdef, values = nnx.split(model)
+    values = jax.tree.map(jnp.asarray, jax.device_get(values))
+    for got, batches in zip(means, sets()):
+        total = weight = 0.0
+        for batch in batches:
+            copied = nnx.merge(graphdef, values, copy=True)
+            copied.eval()
+            with plain():
+                loss = loss_fn(copied, batch)
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            size = len(batch["y"])
+            loss = loss if isinstance(loss, Weighted) else Weighted(loss * size, size)
+            total, weight = total + float(loss.total), weight + float(loss.weight)
+        want = total / weight
+        off = distance(got, want)
+        sizes = [len(batch["y"]) for batch in batches]
+        assert off <= {tolerance}, f"validation of {{sizes}}: {{got}} for {{want}}"
 
 
 def distances(mine, wanted):

@@ -438,7 +438,7 @@ class TrainStep:
     def _adds_up(self, batch: Batch) -> bool:
         """Whether what `evaluate_sums` gives of parts of a batch adds up to that of the batch."""
         samples, shared = apart(batch)
-        key = shape_key((shapes_of(samples, lead=1), shapes_of(shared)))
+        key = shape_key((shapes_of(samples), shapes_of(shared)))
         if key not in self._sums_of_parts:
             spec = self.spec.together().with_shared(shared)
             self._sums_of_parts[key] = adds_up(spec, samples)

@@ -20,6 +20,7 @@ from ..core.tree import shapes_of
 from ..core.typing import Batch, PyTree
 from ..core.weighted import Shared, Weighted
 from ..jaxpr.sample_values import same_scale
+from .batch import samples_of
 from .global_view import in_eval_mode, summed
 from .loss_traces import Traces
 from .objective import Forward, Outcome, PartLoss
@@ -108,23 +109,35 @@ class _EvaluationSums(PartLoss):
 def adds_up(spec: StepSpec, batch: Batch) -> bool:
     """Whether every number of an evaluation is a sum of what its samples give, each by itself.
 
-    Read from the program of the loss in eval mode, for as many samples as there are ranks and for
-    twice as many. A loss that compares samples, or that is itself a sum, is none.
+    Read from the program of the loss in eval mode, for as many samples as there are ranks, for
+    twice as many, and for as many as the largest piece of the batch has: a loss may read the number
+    of its samples, such as `jnp.sum(each) / min(len(each), 8)`. A loss that compares samples, or
+    that is itself a sum, is none.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
+        batch: leaves of shape [B, ...], arrays or shapes.
     """
-    samples = max(spec.num_ranks, 2)
+    least = max(spec.num_ranks, 2)
+    largest = samples_of(batch) // least * least
     adapt = spec.changes.prepare(None, in_eval_mode(spec))
     sums: Any = _EvaluationSums(spec.loss_fn)
     traces = Traces(spec.parts, sums, adapt, over_all=False)
+    return all(
+        _adds_up_between(traces, batch, least, whole)
+        for whole in dict.fromkeys((2 * least, largest))
+        if whole > least
+    )
+
+
+def _adds_up_between(traces: Traces, batch: Batch, part: int, whole: int) -> bool:
+    """Whether the numbers of `whole` samples are the sums of those of parts of `part` samples."""
     try:
-        use = traces.use(shapes_of(batch), (samples, 2 * samples))
+        use = traces.use(shapes_of(batch), (part, whole))
     except AxonDistError:
         return False
     return not use.failure and all(
-        one.is_separable and same_scale(one.factor, 2) for one in use.metrics.values()
+        one.is_separable and same_scale(one.factor, whole / part) for one in use.metrics.values()
     )
 
 

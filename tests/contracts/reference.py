@@ -173,7 +173,32 @@ def assert_close(actual, expected, tolerance: float, what: str) -> None:
         )
 
 
-def assert_trained_alike(step, case, want: Trace, gradients_of: tuple[int, ...] = ()) -> None:
+def distance(actual, expected) -> float:
+    """How far trees of floats are from each other, as `assert_close` measures it."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    worst = 0.0
+    for got, want in pairs:
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        scale = max(np.abs(want).max(initial=0), 1e-3)
+        worst = max(worst, float(np.abs(got - want).max(initial=0) / scale))
+    return worst
+
+
+def in_float64(case):
+    """A case whose parameters are float64; to be trained under `jax.enable_x64(True)`."""
+
+    def make():
+        graphdef, state = nnx.split(case.make())
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+        wide = lambda x: x.astype(jnp.float64) if is_float(x) else x
+        return nnx.merge(graphdef, jax.tree.map(wide, state))
+
+    return dataclasses.replace(case, make=make)
+
+
+def assert_trained_alike(
+    step, case, want: Trace, gradients_of: tuple[int, ...] = (), tolerance: float = 1e-5
+) -> None:
     """Takes every step of the reference, and compares metrics always, and the end.
 
     Gradients are a second program to compile: the default run compares them in one row of a
@@ -184,6 +209,7 @@ def assert_trained_alike(step, case, want: Trace, gradients_of: tuple[int, ...] 
         case: what the reference was trained on.
         want: what the reference did.
         gradients_of: the numbers of the steps before which gradients are compared.
+        tolerance: of the trained parameters.
     """
     state = step.init()
     for number, metrics_of in enumerate(want.metrics):
@@ -197,5 +223,5 @@ def assert_trained_alike(step, case, want: Trace, gradients_of: tuple[int, ...] 
     to_model = step.storage.to_model
     # Rows of a pipeline are taken apart by one program, not by one for each shape.
     trained = (to_model if step.storage.rows is None else jax.jit(to_model))(state.params)
-    assert_close(trained, want.params, 1e-5, "parameter")
+    assert_close(trained, want.params, tolerance, "parameter")
     assert_close(state.buffers, want.buffers, 1e-5, "buffer")

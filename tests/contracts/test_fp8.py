@@ -15,11 +15,11 @@ from axon_dist.nn import ActivationCheckpointing
 from axon_dist.ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from axon_dist.parallel import Strategy, fsdp
 
-from .models import Case, mean_square, regression_batch
+from .models import SAMPLES, mean_square
 from .reference import assert_close, train
 from .rows import part
 from .test_muon import ROWS as MUON_ROWS
-from .test_muon import Tower, by_plan, sharded
+from .test_muon import by_plan, case_of, samples_of, sharded
 
 STEPS = 3
 # In float32 beside the products, rounding to fp8 is all that could differ.
@@ -28,18 +28,14 @@ RECOMPUTED = Strategy("remat", remat=ActivationCheckpointing())
 ROWS = {name: row for name, row in MUON_ROWS.items() if name not in ("fsdp", "pp")}
 
 
-def case_of(scan):
-    return Case(lambda: Tower(scan), mean_square, regression_batch)
-
-
 @functools.cache
-def expected(scan, accumulate, products=True):
+def expected(scan, accumulate, products=True, samples=SAMPLES):
     def in_fp8(model, batch):
         if products:
             Fp8Layers(Fp8Dot(), fp8_layers(model))(model)
         return mean_square(model, batch)
 
-    case = Case(lambda: Tower(scan), in_fp8, regression_batch)
+    case = dataclasses.replace(case_of(scan, samples), loss_fn=in_fp8)
     return train(case, optax.sgd(0.05, momentum=0.9), STEPS, accumulate)
 
 
@@ -47,7 +43,9 @@ def expected(scan, accumulate, products=True):
 @pytest.mark.parametrize("name", part(ROWS, ["pp x fsdp"]))
 def test_fp8_equals_one_device(name):
     make, mesh, accumulate, scan = ROWS[name]
-    case, want, strategy = case_of(scan), expected(scan, accumulate), make()
+    samples = samples_of(mesh, accumulate)
+    want = expected(scan, accumulate, samples=samples)
+    case, strategy = case_of(scan, samples), make()
     world = World.emulate(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")), mesh)
     options = {} if strategy.pipeline else {"accumulate": accumulate}
     step = build_train_step(

@@ -13,7 +13,7 @@ from flax import nnx
 from axon_dist import World, build_train_step, compose, ddp, hidden_matrices, muon, zero
 from axon_dist.parallel import fsdp, pipelined, tensor_parallel
 
-from .models import Case, mean_square, regression_batch
+from .models import SAMPLES, Case, mean_square, regression_batch
 from .reference import assert_close, train
 from .rows import part
 
@@ -77,27 +77,44 @@ ROWS = {
     "pp": (lambda: pipelined(2, 2), "pp=2", 2, False),
     "pp x fsdp": (lambda: sharded(pipelined(2, 2)), "pp=2,fsdp=2", 2, False),
     "pp x fsdp scanned": (lambda: sharded(pipelined(2, 2)), "pp=2,fsdp=2", 2, True),
+    # Shards of which no dim of a matrix divides.
+    "fsdp of five": (sharded, "fsdp=5", 2, False),
+    "zero1 of seven": (lambda: zero(1, min_elements=8), "dp=7", 2, False),
+    "fsdp of three x tp": (lambda: sharded(by_plan()), "fsdp=3,tp=2", 1, False),
+    "fsdp of three scanned": (sharded, "fsdp=3", 1, True),
+    "pp x fsdp of three": (lambda: sharded(pipelined(2, 2)), "pp=2,fsdp=3", 2, False),
 }
 
 
+def samples_of(mesh, accumulate):
+    """As many of the 32 samples as the ranks and microbatches divide."""
+    axes = dict(axis.split("=") for axis in mesh.split(","))
+    ranks = math.prod(int(n) for axis, n in axes.items() if axis not in ("tp", "pp"))
+    return SAMPLES // (ranks * accumulate) * ranks * accumulate
+
+
 @functools.cache
-def expected(scan, accumulate):
+def expected(scan, accumulate, samples=SAMPLES):
     optimizer = optax.contrib.muon(
         0.05,
         muon_weight_dimension_numbers=hidden_matrices(lambda: Tower(scan)),
         **OPTIONS,
     )
-    return train(case_of(scan), optimizer, STEPS, accumulate)
+    return train(case_of(scan, samples), optimizer, STEPS, accumulate)
 
 
-def case_of(scan):
-    return Case(lambda: Tower(scan), mean_square, regression_batch)
+def case_of(scan, samples=SAMPLES):
+    def batch(step):
+        return {name: leaf[:samples] for name, leaf in regression_batch(step).items()}
+
+    return Case(lambda: Tower(scan), mean_square, batch)
 
 
-@pytest.mark.parametrize("name", part(ROWS, ["pp x fsdp"]))
+@pytest.mark.parametrize("name", part(ROWS, ["pp x fsdp", "fsdp of five"]))
 def test_muon_equals_one_device(name):
     make, mesh, accumulate, scan = ROWS[name]
-    case, want, strategy = case_of(scan), expected(scan, accumulate), make()
+    samples = samples_of(mesh, accumulate)
+    case, want, strategy = case_of(scan, samples), expected(scan, accumulate, samples), make()
     world = World.emulate(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")), mesh)
     optimizer = muon(
         0.05,

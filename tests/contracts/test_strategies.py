@@ -15,14 +15,15 @@ from axon_dist.parallel import STRATEGIES as AXON
 from axon_dist.parallel import data_axes, fsdp
 from axon_dist.sharding import shard_bytes
 
-from .models import CASES
-from .reference import METRICS, assert_trained_alike, train
+from .models import CASES, Case
+from .reference import METRICS, Trace, assert_trained_alike, distance, in_float64, train
 
 NUM_STEPS = 5
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.05, momentum=0.9),
     # Adam hides constant factors of the gradient; SGD rows are what prove them absent.
     "adam": lambda: optax.adam(1e-2, eps=1e-4),
+    "adamw": lambda: optax.adamw(1e-2, eps=1e-4, weight_decay=0.1),
 }
 
 
@@ -182,11 +183,23 @@ ODD_FULL = [
     if strategy != "hybrid_shard" or size == 6
     for model in CASES
     for k in (1, 2)
-    for optimizer in ("sgd", "adam")
+    for optimizer in ("sgd", "adamw")
     if strategy == "full_shard" or (k, optimizer) == (2, "sgd")
-    # Of ten samples Adam makes 2e-5 of rounding in attention, on one rank as well.
-    if (model, optimizer) != ("transformer", "adam")
 ]
+
+
+def rounding_of_adam(row: Row, case: Case, want: Trace) -> float:
+    """How far one device in float32 is from the same run in float64, at most 5e-5.
+
+    With ten samples Adam makes 2e-5 of rounding in attention. A step on many devices may be as far
+    from the run on one as both are from the exact one.
+    """
+    with jax.enable_x64(True):
+        optimizer = OPTIMIZERS[row.optimizer]()
+        exact = train(in_float64(case), optimizer, NUM_STEPS, row.accumulate, row.clip_norm)
+    rounding = distance(want.params, exact.params)
+    assert rounding < 5e-5
+    return rounding
 
 
 def check_odd(row: Row) -> None:
@@ -212,7 +225,9 @@ def check_odd(row: Row) -> None:
     )
     # Three divides the 24 features of some models.
     assert ranks % 3 == 0 or step.abstract_state.padding is not None
-    assert_trained_alike(step, case, want)
+    is_rough = (row.model, row.optimizer) == ("transformer", "adamw")
+    tolerance = max(1e-5, 2 * rounding_of_adam(row, case, want)) if is_rough else 1e-5
+    assert_trained_alike(step, case, want, tolerance=tolerance)
     # What a device holds is its share of the padded arrays, and of small ones all.
     state = step.form.placed_shapes
     held = sum(map(shard_bytes, jax.tree.leaves((state.params, state.opt_state))))

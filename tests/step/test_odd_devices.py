@@ -7,9 +7,18 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step, fsdp, load_checkpoint, save_checkpoint
+from axon_dist import (
+    Reduction,
+    World,
+    build_train_step,
+    fsdp,
+    load_checkpoint,
+    save_checkpoint,
+)
 from axon_dist.checkpoint import read_manifest
 from axon_dist.core.errors import ConfigError
+from axon_dist.inspect import collectives, memory
+from axon_dist.planner import read_step
 
 WIDTH = 32
 X = np.random.default_rng(0).normal(size=(120, WIDTH)).astype(np.float32)
@@ -32,7 +41,8 @@ def mean_square(model, batch):
 
 def step_of(ranks: int, make=lambda: Net(nnx.Rngs(0)), **options):
     world = World.emulate(ranks, f"fsdp={ranks}")
-    strategy = fsdp(min_elements=options.pop("min_elements", 8))
+    reduction = options.pop("reduction", Reduction())
+    strategy = fsdp(min_elements=options.pop("min_elements", 8), reduction=reduction)
     return build_train_step(make, optax.adamw(1e-2), mean_square, strategy, world, **options)
 
 
@@ -66,6 +76,14 @@ def test_what_a_state_and_its_readers_show():
     )
 
 
+def assert_same_rows(x, y):
+    """Compares arrays of which each may have more rows, of zeros, than the other."""
+    x, y = np.asarray(x), np.asarray(y)
+    common = tuple(slice(min(sizes)) for sizes in zip(x.shape, y.shape, strict=True))
+    np.testing.assert_array_equal(x[common], y[common])
+    assert np.abs(x).sum() == pytest.approx(np.abs(x[common]).sum(), rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
     five = step_of(5)
@@ -81,6 +99,7 @@ def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
         np.testing.assert_array_equal(step.weights(restored)["layers/0/kernel"], want)
         of_layer = restored.opt_state[0].mu["layers"][0]["kernel"]
         np.testing.assert_array_equal(np.asarray(of_layer)[:WIDTH], moments)
+        jax.tree.map(assert_same_rows, restored.opt_state, state.opt_state)
         params = load_checkpoint(tmp_path / "c", step, parts="params")
         assert params["layers"][0]["kernel"].shape == of_layer.shape
     step = step_of(3, ema=0.9)
@@ -101,6 +120,42 @@ def test_what_stays_whole_is_said():
     assert "whole on every device: 2 arrays of 256 B" in str(step)
     assert "min_elements=100" in str(step)
     assert step_of(5).whole == ()
+
+
+def padded_bytes(ranks: int) -> int:
+    """Bytes of the parameters of `Net`, whose first dims are padded to a multiple of the ranks."""
+    rows = -(-WIDTH // ranks) * ranks
+    return 2 * 4 * (rows * WIDTH + rows)
+
+
+@pytest.mark.sample("5")
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
+def test_bytes_are_those_of_padded_arrays(ranks):
+    """State by the compiled program and the reading of a plan, traffic by the ledger."""
+    step, size = step_of(ranks, reduction=Reduction(by_hand=True)), padded_bytes(ranks)
+    shapes = jax.eval_shape(lambda: {name: x[: 2 * ranks] for name, x in BATCH.items()})
+    compiled = step.lower(shapes).compile()
+    held = memory(compiled).arguments - 2 * 2 * 4 * WIDTH
+    assert 3 * size / ranks <= held <= 1.01 * 3 * size / ranks + 100
+    # As `axon plan` reads it, before anything is compiled.
+    assert abs(read_step(step, shapes).state - held) <= 100
+    claims = step.claims.params.bytes_per_device + step.claims.opt_state.bytes_per_device
+    assert abs(claims - held) <= 100
+    ledger, ring = collectives(compiled, step.world.mesh), (ranks - 1) / ranks
+    # Gathered for each pass, and scattered to the owners.
+    assert ledger.total_wire_bytes("all-gather") <= 1.01 * 2 * ring * size
+    scattered = ledger.total_wire_bytes("reduce-scatter")
+    assert 0.99 * ring * size <= scattered <= 1.01 * ring * size
+    assert ledger.total_wire_bytes("all-reduce") < 100
+
+
+def test_a_clipped_norm_is_that_of_the_model():
+    """Rows of zeros change no norm; what is clipped to is the same on five devices and on one."""
+    plain, clipped = step_of(5), step_of(5, clip_norm=1e-3, metrics=("loss", "grad_norm"))
+    grads = plain.storage.to_model(plain.gradients(plain.init(), BATCH)[0])
+    want = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in jax.tree.leaves(grads)))
+    _, metrics = clipped(clipped.init(), BATCH)
+    assert float(metrics["grad_norm"]) == pytest.approx(want, rel=1e-6)
 
 
 class Cube(nnx.Module):

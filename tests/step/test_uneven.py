@@ -46,6 +46,12 @@ def compared(model, batch):
     return jnp.mean(jax.nn.logsumexp(y[:, None] * y / 10, axis=1)), {"sum": jnp.sum(y)}
 
 
+def capped(model, batch):
+    """A mean of up to eight samples, and a sum of more: a loss that reads how many there are."""
+    losses = model(batch["x"]) ** 2
+    return jnp.sum(losses) / min(len(losses), 8)
+
+
 def rows_of(count):
     rng = np.random.default_rng(count)
     x, mask = rng.normal(size=(count, WIDTH)).astype(np.float32), np.ones(count, np.float32)
@@ -66,6 +72,17 @@ def on_one_device(loss_fn, rows):
         loss, metrics = loss
     loss = loss.mean if isinstance(loss, Weighted) else loss
     return {"loss": float(loss), **{name: float(x) for name, x in metrics.items()}}
+
+
+def test_a_loss_that_reads_the_number_of_samples_is_that_of_one_device():
+    step = build_train_step(
+        lambda: _training(Model()), optax.sgd(0.1), capped, ddp(), World.emulate(3)
+    )
+    state = step.init()
+    for count in (7, 16):
+        rows = rows_of(count)
+        found = float(step.evaluate(state, rows)["loss"])
+        assert found == pytest.approx(on_one_device(capped, rows)["loss"], rel=1e-6), count
 
 
 @pytest.mark.parametrize("loss_fn", [mean, masked, plainly_masked, compared])
