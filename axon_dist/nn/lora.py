@@ -205,7 +205,9 @@ class _Sizes:
         for option in ("rank_pattern", "alpha_pattern"):
             for pattern, value in getattr(self, option).items():
                 if why := pattern_error(pattern):
-                    raise ConfigError(f"lora got {option} with {pattern!r}, which {why}; correct it")
+                    raise ConfigError(
+                        f"lora got {option} with {pattern!r}, which {why}; correct it"
+                    )
                 if not any(re.search(pattern, name) for name in names):
                     raise ConfigError(
                         f"lora got {option} with {pattern!r}, which finds none of the adapted "
