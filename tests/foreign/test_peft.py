@@ -7,7 +7,6 @@ the error names the option and `merge_and_unload`.
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -82,7 +81,12 @@ EQUAL = {
     ),
     "one layer": (LLAMA, {"target_modules": QV, **FIRST}, ("blocks/0/attention/[qv]",), {}),
     "head": (LLAMA, {"target_modules": ["lm_head"]}, ("lm_head",), {}),
-    "embeddings": (LLAMA, {"target_modules": ["embed_tokens", "q_proj"]}, ("embedding", "/q"), OURS),
+    "embeddings": (
+        LLAMA,
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        ("embedding", "/q"),
+        OURS,
+    ),
     "embeddings, tied": (TIED, {"target_modules": ["embed_tokens"]}, ("embedding",), {}),
     "embeddings, scaled": (GEMMA, {"target_modules": ["embed_tokens"]}, ("embedding",), {}),
     "modules": (
@@ -145,7 +149,9 @@ def made(row, options, folder):
 
 def maker(folder, paths, options):
     config = hub_config(folder / "in")
-    return lambda: lora(Transformer(config, rngs=nnx.Rngs(0)), 3, paths, rngs=nnx.Rngs(1), **options)
+    return lambda: lora(
+        Transformer(config, rngs=nnx.Rngs(0)), 3, paths, rngs=nnx.Rngs(1), **options
+    )
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -154,8 +160,11 @@ def test_both_ways_equal_logits(name, tmp_path):
     want = made(row, theirs, tmp_path)
     make = maker(tmp_path, paths, ours)
     model = load_weights(make, [tmp_path / "in", tmp_path / "theirs"], row.format)
-    plain = load_weights(lambda: Transformer(hub_config(tmp_path / "in"), rngs=nnx.Rngs(0)),
-                         tmp_path / "in", row.format)
+    plain = load_weights(
+        lambda: Transformer(hub_config(tmp_path / "in"), rngs=nnx.Rngs(0)),
+        tmp_path / "in",
+        row.format,
+    )
     assert families.differ(model(families.TOKENS), want) < 1e-5
     assert families.differ(plain(families.TOKENS), want) > 1e-3
     # Of what peft trained besides, a plain model does not know that it was.
@@ -195,7 +204,7 @@ def test_what_cannot_be_had_is_refused_by_name(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key, value",
+    ("key", "value"),
     [
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("megatron_config", {"a": 1}),
@@ -229,5 +238,7 @@ def test_a_layer_without_an_adapter_here_is_named(tmp_path):
     made(LLAMA, {"target_modules": ["q_proj", "o_proj"]}, tmp_path)
     with pytest.raises(AxonDistError, match=r"o_proj.*lora\(model, 3.*merge_and_unload"):
         load_weights(
-            maker(tmp_path, ("attention/q",), {}), [tmp_path / "in", tmp_path / "theirs"], "hf-llama"
+            maker(tmp_path, ("attention/q",), {}),
+            [tmp_path / "in", tmp_path / "theirs"],
+            "hf-llama",
         )
