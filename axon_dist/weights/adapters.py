@@ -44,6 +44,7 @@ from ..models.weight_rules import WeightRule, WeightRules, shorten
 ADAPTER_STEM = "adapter_model"
 PREFIX = "base_model.model."
 _PREFIX = re.escape(PREFIX)
+_ROWS = ".token_adapter"
 _FORMS = (("A", "a", "r in -> in r"), ("B", "b", "out r -> r out"))
 _PLAIN = ("out in -> in out", "")
 """Forms of kernels whose outputs have in files the order of the model."""
@@ -187,7 +188,7 @@ def _described(name: str, entry: TensorEntry, config: Mapping[str, Any]) -> Adap
     if not name.startswith(PREFIX):
         raise ValueError(f"it has a tensor {name!r:.80}, which does not begin with {PREFIX!r}")
     if name.endswith(".trainable_tokens_delta"):
-        layer = name.removeprefix(PREFIX).rpartition(".")[0]
+        layer = name.removeprefix(PREFIX).rpartition(".")[0].removesuffix(_ROWS)
         tokens = _tokens_of(layer, config["trainable_token_indices"])
         if len(tokens) != entry.shape[0]:
             raise ValueError(f"{name} has {entry.shape[0]} rows for {len(tokens)} tokens")
@@ -235,11 +236,12 @@ class _Fitting:
             if hit := re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", inner):
                 layers.setdefault(hit[1], {})[hit[2]] = entry
             elif entry.tokens is not None:
-                changed.append(self._replace_rows(inner.rpartition(".")[0] + ".weight", entry))
+                table = inner.rpartition(".")[0].removesuffix(_ROWS)
+                changed.append(self._replace_rows(f"{table}.weight", entry))
             elif ".lora_" in inner:
                 raise _refused(entry.path.parent, f"the tensor {name}")
             else:
-                changed.append(self._replace(inner.replace(".base_layer.", "."), entry))
+                changed += self._replace(inner.replace(".base_layer.", "."), entry)
         self._check_tied(changed, theirs)
         for layer, factors in layers.items():
             self._fit(layer, factors)
@@ -258,13 +260,17 @@ class _Fitting:
         known = (n for n in (name, short) if n in self.entries)
         return next(known, name)
 
-    def _replace(self, name: str, entry: AdapterTensor) -> str:
+    def _replace(self, name: str, entry: AdapterTensor) -> list[str]:
+        """Takes a tensor of the adapters for one of the weights; its name if it is another."""
         own = self._own_name(name)
         is_copy = any(re.fullmatch(pattern, own) for pattern in self.rules.copies)
         if self._rule_of(own) is None and not is_copy:
             raise _refused(entry.path.parent, f"the tensor {PREFIX}{name}")
+        before = self.entries.get(own)
         self.entries[own] = entry.stored
-        return own
+        # Beside an adapter of embeddings peft writes the table, which is as it was.
+        is_same = before is not None and np.array_equal(before.open(), entry.open())
+        return [] if is_same else [own]
 
     def _replace_rows(self, name: str, entry: AdapterTensor) -> str:
         own = self._own_name(name)
@@ -372,7 +378,7 @@ class _Fitting:
 
 def _own_end(name: str, tables: Iterable[str | None]) -> bool:
     """Whether a tensor of adapters is of one of some tables."""
-    layer = name.rpartition(".")[0].removesuffix(".base_layer")
+    layer = name.rpartition(".")[0].removesuffix(".base_layer").removesuffix(_ROWS)
     return any(t is not None and layer.endswith(t.removesuffix(".weight")) for t in tables)
 
 

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 TIED = families.Row("hf-llama", "Llama", {"tie_word_embeddings": True, "num_hidden_layers": 2})
 LLAMA = families.Row("hf-llama", "Llama", {"num_hidden_layers": 2})
-BIASED = dataclasses.replace(LLAMA, changes={"num_hidden_layers": 2, "attention_bias": True})
+BIASED = dataclasses.replace(
+    LLAMA, changes={"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
+)
 PHI = families.Row("hf-phi3", "Phi3", {"num_hidden_layers": 2})
 GEMMA = families.Row("hf-gemma3", "Gemma3Text", {"num_hidden_layers": 2}, "Gemma3ForCausalLM")
 
@@ -168,7 +170,7 @@ def test_both_ways_equal_logits(name, tmp_path):
     assert families.differ(model(families.TOKENS), want) < 1e-5
     assert families.differ(plain(families.TOKENS), want) > 1e-3
     # Of what peft trained besides, a plain model does not know that it was.
-    more = {"modules": ("lm_head", "token_embedding", "final_norm")}.get(name, ())
+    more = {"modules": ("lm_head", "token_embedding", "norm")}.get(name, ())
     if name.startswith(("tokens", "biases", "all biases")):
         if name == "tokens, tied":
             return
