@@ -103,6 +103,7 @@ ROWS: Mapping[str, Row] = {
     "mistral": Row("hf-mistral", "Mistral", WINDOW),
     "mistral whole": Row("hf-mistral", "Mistral", {"sliding_window": None}),
     "qwen2": Row("hf-qwen2", "Qwen2", {"rope_scaling": YARN}),
+    "qwen2 yarn, whole": Row("hf-qwen2", "Qwen2", {"rope_scaling": {**YARN, "truncate": False}}),
     "qwen2 windows": Row("hf-qwen2", "Qwen2", QWEN_WINDOWS),
     "qwen3": Row("hf-qwen3", "Qwen3"),
     "gemma2": Row(

@@ -229,14 +229,17 @@ class Lora:
     """Low-rank adapters, which are then what is trained; see `axon_dist.lora`.
 
     Args:
-        rank: columns of the one matrix of an adapter, and rows of the other. The scale of papers,
-            alpha / rank, is one of the learning rate: there is no key for it.
-        paths: regular expressions, searched for in the paths of linear layers; empty takes all.
+        rank: columns of the one matrix of an adapter, and rows of the other.
+        paths: regular expressions, searched for in the paths of linear layers; empty takes all. One
+            that finds none of them is searched for in the paths of embeddings.
+        alpha: the product is scaled by alpha / rank; None leaves it as it is.
+        rslora: scales by alpha / sqrt(rank) in its place.
+        rank_pattern: other ranks, by regular expressions of paths.
+        alpha_pattern: other alphas, by regular expressions of paths.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "alpha": "papers' scale alpha / rank is one of the learning rate; leave it out",
             "dropout": "there is none on adapters; leave it out",
             "target_modules": "write paths, regular expressions such as attention",
         }
@@ -244,6 +247,10 @@ class Lora:
 
     rank: Count = 8
     paths: tuple[str, ...] = ()
+    alpha: Positive | None = None
+    rslora: bool = False
+    rank_pattern: Mapping[str, Count] = dataclasses.field(default_factory=dict, hash=False)
+    alpha_pattern: Mapping[str, Positive] = dataclasses.field(default_factory=dict, hash=False)
 
     def beside(self, model: nnx.Module, seed: int) -> nnx.Module:
         """The model with adapters.
@@ -252,7 +259,16 @@ class Lora:
             ConfigError: when a path finds no layer.
         """
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"lora"))
-        return lora(model, self.rank, self.paths or "", rngs=nnx.Rngs(key))
+        return lora(
+            model,
+            self.rank,
+            self.paths or "",
+            rngs=nnx.Rngs(key),
+            alpha=self.alpha,
+            rslora=self.rslora,
+            rank_pattern=self.rank_pattern,
+            alpha_pattern=self.alpha_pattern,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -335,7 +335,7 @@ class Family:
             return None
         odd = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)]
         more = "".join(f" with {key}" for key in odd)
-        if kind not in self.scalings or odd or not rope.get("truncate", True):
+        if kind not in self.scalings or odd:
             raise self._beyond(f"rotary positions of the kind {kind!r}{more}")
         low, high = _TURNS.get(kind, ("low_freq_factor", "high_freq_factor"))
         before = rope.get("original_max_position_embeddings", data["max_position_embeddings"])
@@ -348,6 +348,7 @@ class Family:
             float(rope.get(low) or 1.0),
             float(rope.get(high) or 32.0),
             rope.get("attention_factor"),
+            bool(rope.get("truncate", True)) if kind == "yarn" else True,
         )
 
     def _rotation_keys(self, config: TransformerConfig) -> dict[str, Any]:
@@ -368,6 +369,8 @@ class Family:
             scaled["original_max_position_embeddings"] = scaling.original_length
         if scaling.attention_factor is not None:
             scaled["attention_factor"] = scaling.attention_factor
+        if not scaling.truncate:
+            scaled["truncate"] = False
         return {**entries, "rope_scaling": scaled}
 
     def _windows(self, data: Mapping[str, Any]) -> tuple[int, ...]:

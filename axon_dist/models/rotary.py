@@ -39,6 +39,8 @@ class RopeScaling:
         low: up to how many turns within n a pair is slowed by the whole factor.
         high: from how many turns on it is not slowed.
         attention_factor: of queries and keys each, under `yarn`; None for `0.1 ln(factor) + 1`.
+        truncate: under `yarn`, whether the pairs between which the scaling sets in are rounded
+            outwards to whole ones, as most models were trained; False for fractions, as gpt-oss.
 
     Example:
         >>> scaling = RopeScaling("llama3", factor=8.0, original_length=8192)
@@ -52,6 +54,7 @@ class RopeScaling:
     low: float = 1.0
     high: float = 4.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def validate(self) -> None:
         """Checks that the numbers fit each other.
@@ -73,6 +76,12 @@ class RopeScaling:
         if self.attention_factor is not None and self.kind != "yarn":
             raise ConfigError(
                 f"rope_scaling.attention_factor is one of kind 'yarn', not of {self.kind!r}; leave "
+                "it out"
+            )
+
+        if not self.truncate and self.kind != "yarn":
+            raise ConfigError(
+                f"rope_scaling.truncate=False is one of kind 'yarn', not of {self.kind!r}; leave "
                 "it out"
             )
 
@@ -111,8 +120,10 @@ def _yarn(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
         """The pair, counted in fractions, that turns so many times."""
         return half * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
-    first = max(math.floor(pair(scaling.high)), 0)
-    last = min(math.ceil(pair(scaling.low)), 2 * half - 1)
+    first, last = pair(scaling.high), pair(scaling.low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
     # As published: a ramp of no width is one of a thousandth.
     width = last - first if last != first else 1e-3
     slow = jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / width, 0, 1)

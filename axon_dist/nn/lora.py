@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,71 @@ from ..core.tree import wide
 from ..core.typing import Array, Path
 from ..core.words import pattern_error
 from ..ops.fp8 import size_of
+
+
+class ScaledLoRA(nnx.LoRA):
+    """An `nnx.LoRA` whose product is scaled: by `alpha / rank`, or by `alpha / sqrt(rank)`.
+
+    Args:
+        in_features: of the layer.
+        lora_rank: the rank.
+        out_features: of the layer.
+        alpha: the numerator of the scale.
+        rslora: whether the scale is `alpha / sqrt(rank)` (arXiv:2312.03732).
+        **options: of `nnx.LoRA`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        lora_rank: int,
+        out_features: int,
+        *,
+        alpha: float,
+        rslora: bool = False,
+        **options: Any,
+    ):
+        super().__init__(in_features, lora_rank, out_features, **options)
+        self.alpha = alpha
+        self.rslora = rslora
+        self.scale = alpha / (math.sqrt(lora_rank) if rslora else lora_rank)
+
+    def __call__(self, x: Array, **options: Any) -> Array:
+        """The scaled product of an input."""
+        y = super().__call__(x, **options)
+        return y * jnp.asarray(self.scale, y.dtype)
+
+
+def scale_of(adapter: nnx.LoRA) -> float:
+    """What the product of an adapter is multiplied by; 1 for one without a scale."""
+    return adapter.scale if isinstance(adapter, ScaledLoRA) else 1.0
+
+
+class LoRAEmbed(nnx.Embed):
+    """An `nnx.Embed` with an adapter: each row of the table has a row of `lora_a`.
+
+    The adapter changes the vectors that are looked up. `attend`, by which a tied head multiplies
+    by the table, does without, as in peft.
+    """
+
+    lora: nnx.LoRA
+
+    def __call__(
+        self, inputs: Array, out_sharding: NamedSharding | PartitionSpec | None = None
+    ) -> Array:
+        """The vectors of token ids plus those of the adapter.
+
+        Args:
+            inputs: integers.
+            out_sharding: as of `nnx.Embed`.
+        """
+        y = super().__call__(inputs, out_sharding=out_sharding)
+        a, b = self.promote_dtype(
+            (self.lora.lora_a[...], self.lora.lora_b[...]), dtype=self.lora.dtype
+        )
+        product = jnp.take(a, inputs, axis=0) @ b
+        scale = scale_of(self.lora)
+        return y + (product if scale == 1 else product * jnp.asarray(scale, product.dtype))
 
 
 class LoRALinearGeneral(nnx.LinearGeneral):
@@ -46,7 +114,7 @@ class LoRALinearGeneral(nnx.LinearGeneral):
 
 
 ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
-    {nnx.Linear: nnx.LoRALinear, nnx.LinearGeneral: LoRALinearGeneral}
+    {nnx.Linear: nnx.LoRALinear, nnx.LinearGeneral: LoRALinearGeneral, nnx.Embed: LoRAEmbed}
 )
 """The layers that take an adapter, and what they become: the same layer with a `lora`."""
 
@@ -61,68 +129,139 @@ def lora(
     rngs: nnx.Rngs,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
+    alpha: float | None = None,
+    rslora: bool = False,
+    rank_pattern: Mapping[str, int] = MappingProxyType({}),
+    alpha_pattern: Mapping[str, float] = MappingProxyType({}),
 ) -> nnx.Module:
     """Puts low-rank adapters beside linear layers of a model, which computes the same at first.
 
-        y = x @ kernel + bias   ->   y = x @ kernel + bias + (x @ lora_a) @ lora_b
+        y = x @ kernel + bias   ->   y = x @ kernel + bias + scale * (x @ lora_a) @ lora_b
 
     `lora_b` starts at zero. The kernel keeps its path; `lora/lora_a` and `lora/lora_b` beside it
-    are `nnx.LoRAParam`s, which `build_train_step(..., trainable=nnx.LoRAParam)` trains alone. A
-    scale of the product, as papers have it, is one of the learning rate and of `lora_b`.
+    are `nnx.LoRAParam`s, which `build_train_step(..., trainable=nnx.LoRAParam)` trains alone.
 
     Args:
         model: any; it stays as it is.
         rank: columns of `lora_a` and rows of `lora_b`.
         paths: regular expressions, searched for in the paths of `nnx.Linear` and
-            `nnx.LinearGeneral` layers; "" finds them all.
+            `nnx.LinearGeneral` layers; "" finds them all. A path that finds none of them is
+            searched for in the paths of `nnx.Embed` layers.
         rngs: of `lora_a`.
         dtype: what the adapters compute in; None takes that of each layer.
         param_dtype: of the arrays of the adapters.
+        alpha: the product is scaled by `alpha / rank`, as papers and peft have it; None leaves it
+            as it is, which is a scale of 1.
+        rslora: scales by `alpha / sqrt(rank)` (arXiv:2312.03732).
+        rank_pattern: other ranks, by a regular expression that is searched for in the path of a
+            layer; the first that is found counts.
+        alpha_pattern: other alphas, likewise.
 
     Returns:
         A model like the one given.
 
     Raises:
-        ConfigError: for a rank below one, or a path that finds no such layer.
+        ConfigError: for a rank below one, a path that finds no such layer, or a scale that is none.
 
     Example:
         >>> model = lora(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
         >>> {name: leaf.shape for name, leaf in nnx.to_pure_dict(nnx.state(model.lora)).items()}
         {'lora_a': (4, 2), 'lora_b': (2, 3)}
 
-    Source: Hu et al., LoRA, arXiv:2106.09685.
+    Source: Hu et al., LoRA, arXiv:2106.09685; Kalajdzievski, arXiv:2312.03732.
     """
     for name, option in (("dtype", dtype), ("param_dtype", param_dtype)):
         FLOATS.or_none().check("lora", name, option)
     adapted = nnx.clone(model)
-    layers = dict(_layers(adapted))
     paths = (paths,) if isinstance(paths, str) else paths
+    chosen = _chosen(adapted, paths)
+    sizes = _Sizes(rank, alpha, rslora, rank_pattern, alpha_pattern)
+    sizes.validate(chosen)
+    for name in sorted(chosen):
+        layer = chosen[name]
+        _check_alone(name, layer)
+        options = {
+            "dtype": layer.dtype if dtype is None else dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
+        setattr(layer, "lora", sizes.adapter(name, *_features(layer), **options))  # noqa: B010
+        _become(layer, ADAPTED[type(layer)])
+    return adapted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The rank and the scale of each adapter; the arguments are those of `lora`."""
+
+    rank: int
+    alpha: float | None
+    rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def validate(self, names: Iterable[str]) -> None:
+        """Raises `ConfigError` for a number out of range, or a pattern that finds no layer."""
+        for option in ("rank_pattern", "alpha_pattern"):
+            for pattern, value in getattr(self, option).items():
+                if why := pattern_error(pattern):
+                    raise ConfigError(
+                        f"lora got {option} with {pattern!r}, which {why}; correct it"
+                    )
+                if not any(re.search(pattern, name) for name in names):
+                    raise ConfigError(
+                        f"lora got {option} with {pattern!r}, which finds none of the adapted "
+                        f"layers {', '.join(sorted(names))}; correct it, or leave it out"
+                    )
+                if option == "rank_pattern":
+                    COUNT.check("lora", f"rank_pattern[{pattern!r}]", value)
+        alphas = {"alpha": self.alpha, **self.alpha_pattern}
+        for name, value in alphas.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and math.isfinite(value) and value > 0):
+                raise ConfigError(f"lora got {name}={value!r}; give a finite number above 0")
+        if self.alpha is None and (self.rslora or self.alpha_pattern):
+            raise ConfigError(
+                "lora got rslora or alpha_pattern and no alpha, which they are about; give alpha"
+            )
+
+    def adapter(self, name: Path, size_in: int, size_out: int, **options: Any) -> nnx.LoRA:
+        """The adapter of a layer."""
+        rank = _first_found(self.rank_pattern, name, self.rank)
+        if self.alpha is None:
+            return nnx.LoRA(size_in, rank, size_out, **options)
+        alpha = _first_found(self.alpha_pattern, name, self.alpha)
+        return ScaledLoRA(size_in, rank, size_out, alpha=alpha, rslora=self.rslora, **options)
+
+
+def _first_found(patterns: Mapping[str, Any], name: Path, default: Any) -> Any:
+    """The value of the first pattern that is found in a path."""
+    hits = (value for pattern, value in patterns.items() if re.search(pattern, name))
+    return next(hits, default)
+
+
+def _chosen(model: nnx.Module, paths: tuple[str, ...]) -> dict[Path, _Layer]:
+    """The layers that paths find; tables of embeddings by paths that find nothing else."""
+    layers, tables = dict(_layers(model)), dict(_tables(model))
+    if not paths:
+        return layers
+    chosen: dict[Path, _Layer] = {}
     for path in paths:
         if why := pattern_error(path):
             raise ConfigError(
                 f"lora got the path {path!r}, which {why}; give one that is found in the paths of "
                 "layers, such as 'attention'"
             )
-        if not any(re.search(path, name) for name in layers):
+        found = [name for name in layers if re.search(path, name)]
+        found_tables = [name for name in tables if re.search(path, name)]
+        if not found and not found_tables:
             raise ConfigError(
                 f"lora got the path {path!r}, which finds none of the model's nnx.Linear and "
-                f"nnx.LinearGeneral layers: {', '.join(sorted(layers)) or 'it has none'}"
+                f"nnx.LinearGeneral layers: {', '.join(sorted(layers)) or 'it has none'}; nor an "
+                f"nnx.Embed: {', '.join(sorted(tables)) or 'it has none'}. Correct the path"
             )
-    for name in sorted(layers):
-        if not paths or any(re.search(path, name) for path in paths):
-            layer = layers[name]
-            _check_alone(name, layer)
-            adapter = nnx.LoRA(
-                size_of(layer.in_features),
-                rank,
-                size_of(layer.out_features),
-                dtype=layer.dtype if dtype is None else dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
-            setattr(layer, "lora", adapter)  # noqa: B010
-            _become(layer, ADAPTED[type(layer)])
-    return adapted
+        chosen |= {name: layers[name] for name in found} or {n: tables[n] for n in found_tables}
+    return chosen
 
 
 @in_own_context
@@ -130,7 +269,7 @@ def lora(
 def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     """The plain model that a model with adapters computes: their products added to the kernels.
 
-        kernel  <-  kernel + lora_a @ lora_b
+        kernel  <-  kernel + scale * lora_a @ lora_b
 
     Args:
         model: from `lora`, or with `nnx.LoRALinear` layers; such as `step.merge(state)` gives. It
@@ -154,11 +293,16 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     merged: set[int] = set()
     modules = list(nnx.iter_modules(plain))
     for _, layer in modules:
-        if not isinstance(layer, nnx.LoRALinear | LoRALinearGeneral) or type(layer) not in known:
+        if type(layer) not in known:
             continue
-        adapter, kernel = layer.lora, layer.kernel
+        adapter = layer.lora
+        if isinstance(layer, LoRAEmbed):
+            _check_not_tied(plain)
+        kernel = layer.embedding if isinstance(layer, LoRAEmbed) else layer.kernel
         a, b = wide(adapter.lora_a[...]), wide(adapter.lora_b[...])
         product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        if (scale := scale_of(adapter)) != 1:
+            product = product * scale
         merged_kernel = wide(kernel[...]) + product.reshape(kernel.shape)
         kernel.set_value(merged_kernel.astype(dtype or kernel.dtype))
         merged.add(id(adapter))
@@ -181,6 +325,32 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     return plain
 
 
+_Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Embed
+
+
+def _check_not_tied(model: nnx.Module) -> None:
+    """Raises when a table of embeddings is the head, too, which its adapter leaves alone."""
+    if getattr(getattr(model, "config", None), "tied_head", False):
+        raise ConfigError(
+            "merge_lora got a model whose head is tied to its embeddings, and an adapter of the "
+            "embeddings alone: added to the table it would change the head. Write the adapters by "
+            "save_adapters, or train a model with tied_head=False"
+        )
+
+
+def _tables(model: nnx.Module) -> Iterator[tuple[Path, nnx.Embed]]:
+    for keys, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Embed) and type(module) in ADAPTED:
+            yield "/".join(map(str, keys)), module
+
+
+def _features(layer: _Layer) -> tuple[int, int]:
+    """The numbers of inputs and outputs of a layer; the rows of a table are its inputs."""
+    if isinstance(layer, nnx.Embed):
+        return layer.num_embeddings, layer.features
+    return size_of(layer.in_features), size_of(layer.out_features)
+
+
 def _layers(model: nnx.Module) -> Iterator[tuple[Path, nnx.Linear | nnx.LinearGeneral]]:
     for keys, module in nnx.iter_modules(model):
         # Their subclasses, which take other adapters or have one, are none of them.
@@ -190,12 +360,14 @@ def _layers(model: nnx.Module) -> Iterator[tuple[Path, nnx.Linear | nnx.LinearGe
             yield "/".join(map(str, keys)), module
 
 
-def _check_alone(name: Path, layer: nnx.Linear | nnx.LinearGeneral) -> None:
+def _check_alone(name: Path, layer: _Layer) -> None:
     """Raises when the arrays of a layer are those of many, stacked by `nnx.vmap`."""
-    if layer.kernel.size != size_of(layer.in_features) * size_of(layer.out_features):
+    size_in, size_out = _features(layer)
+    array = layer.embedding if isinstance(layer, nnx.Embed) else layer.kernel
+    if array.size != size_in * size_out:
         raise ConfigError(
-            f"lora got {name!r}, a layer of {layer.in_features} to {layer.out_features} features "
-            f"whose kernel has the shape {layer.kernel.shape}: many layers stacked in one. Put the "
+            f"lora got {name!r}, a layer of {size_in} to {size_out} features "
+            f"whose kernel has the shape {array.shape}: many layers stacked in one. Put the "
             "adapters into the function that nnx.vmap stacks, where each layer is one"
         )
 

@@ -22,7 +22,8 @@ from ..models.snapshot import Files, check_snapshot
 from ..models.weight_rules import WeightRules
 from ..step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
 from ..step.init_programs import InParts
-from .files import adapter_rules, find_tensors
+from .adapters import adapter_rules, fitted
+from .files import find_tensors
 from .match import ParameterSource, match_weights
 
 
@@ -220,6 +221,7 @@ class _Wanted:
         check_snapshot(self.files, model, self.rules, self.differ)
         entries, files = find_tensors(self.files), self.files
         source = f"{len(files)} files" if isinstance(files, list | tuple) else repr(str(files))
+        entries = fitted(entries, table, model, targets)
         keep = (*self.keep, *table.own)
         table = dataclasses.replace(table, rules=(*adapter_rules(table).rules, *table.rules))
         return match_weights(entries, targets, table, files=source, cast=self.cast, keep=keep)

@@ -27,7 +27,15 @@ from ..models.formats import FORMATS, config_of, rules_for
 from ..models.snapshot import ADAPTER_CONFIG, CONFIG_FILE, ENDING, INDEX
 from ..models.weight_rules import WeightRule, WeightRules, shorten
 from ..step import TrainState, TrainStep
-from .files import ADAPTER_STEM, adapter_config, adapter_rules, check_named
+from .adapters import (
+    ADAPTER_STEM,
+    PREFIX,
+    adapter_config,
+    adapter_rules,
+    adapter_scales,
+    check_named,
+    is_rslora,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,11 +233,13 @@ def save_adapters(
     step: TrainStep | None = None,
     dtype: str | None = None,
     base: str | None = None,
+    modules: str | tuple[str, ...] = (),
 ) -> None:
     """Writes the adapters of a model as peft does: `adapter_config.json` and safetensors.
 
     `load_weights(model, [snapshot, path], rules)` reads them, as `PeftModel.from_pretrained` does.
-    The kernels beside them are not written. All processes of a run call it, as `save_weights`.
+    The kernels beside them are not written. What the step trains besides, such as a head or norms,
+    is written whole, as `modules_to_save`. All processes of a run call it, as `save_weights`.
 
     Args:
         model: from `axon_dist.lora`; or the state of a step of one, given with it.
@@ -238,6 +248,7 @@ def save_adapters(
         step: the step whose state is given.
         dtype: of floats, such as `"bfloat16"`; None writes those of the adapters.
         base: the path or name of that model, such as `"org/name"`, for peft; None writes null.
+        modules: regular expressions of paths of further parameters; their layers are written whole.
 
     Raises:
         ConfigError: when the model has no adapters, or the format no names for them, or other files
@@ -250,14 +261,171 @@ def save_adapters(
     named = adapter_rules(table)
     inside = {p: x for p, x in weights.items() if p.rpartition("/")[0].endswith("lora")}
     check_named(inside, named)
-    tensors = outgoing(inside, named, _float_dtype(dtype))
-    kernels = {path: x for path, x in weights.items() if path.endswith("/kernel")}
-    names = (tensor.name for tensor in outgoing(kernels, table))
-    layers = [name.removesuffix(".weight") for name in names]
-    config = adapter_config({tensor.name: tensor.shape for tensor in tensors}, layers, base)
+    kind = _float_dtype(dtype)
+    scales = adapter_scales(structure)
+    tensors = outgoing(inside, named, kind)
+    plain = {p: x for p, x in weights.items() if p not in inside}
+    everything = outgoing(plain, table)
+    layers = _scales_of_layers(tensors, scales)
+    tensors, layers = _joined(tensors, everything, layers, plain)
+    trained = [p for p, _ in leaves_with_paths(step.parts.params)] if step is not None else []
+    whole = _whole_modules(trained, modules, plain, everything, table)
+    _check_whole(whole, layers, structure)
+    tensors += [
+        dataclasses.replace(t, name=PREFIX + t.name)
+        for t in outgoing(plain, table, kind)
+        if t.name.rpartition(".")[0] in whole
+    ]
+    config = adapter_config(
+        {tensor.name: tensor.shape for tensor in tensors},
+        layers,
+        [t.name.removesuffix(".weight") for t in everything if t.name.endswith(".weight")],
+        base,
+        rslora=is_rslora(structure),
+        modules=whole,
+    )
     files = _files(tensors, ADAPTER_STEM, MAX_FILE)
     folder = as_path(path, "the adapters")
-    _Export(folder, ADAPTER_STEM, files, config, ADAPTER_CONFIG).write(inside)
+    _Export(folder, ADAPTER_STEM, files, config, ADAPTER_CONFIG).write(weights)
+
+
+_FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.weight)?")
+
+
+def _scales_of_layers(tensors: list[Outgoing], scales: Mapping[Path, float]) -> dict[str, float]:
+    """The scale of the adapter of each layer, by its name in the file."""
+    found: dict[str, float] = {}
+    for tensor in tensors:
+        hit = _FACTOR.fullmatch(tensor.name.removeprefix(PREFIX))
+        if hit is not None:
+            found[hit["layer"]] = scales.get(tensor.paths[0].rpartition("/")[0], 1.0)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedAdapters(Outgoing):
+    """The adapters of the parts of a fused layer, as one: A joined, or B block by block.
+
+    Args:
+        members: the factor of each part, by its number.
+        sizes: the outputs of each part.
+        ranks: of each part; 0 for one without an adapter.
+        factors: what B of each part is multiplied by.
+    """
+
+    members: Mapping[int, Outgoing] = dataclasses.field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    factors: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    def values(self, weights: Mapping[Path, Array]) -> Iterator[np.ndarray]:
+        """Yields the tensor on process 0; as of `Outgoing`."""
+        parts = {n: [*member.values(weights)] for n, member in self.members.items()}
+        if not all(parts.values()):
+            return
+        arrays = {number: part[0] for number, part in parts.items()}
+        if self.name.endswith("lora_A.weight"):
+            yield np.concatenate([arrays[n] for n in sorted(arrays)]).astype(self.dtype)
+            return
+        rows = [*itertools.accumulate(self.sizes, initial=0)]
+        columns = [*itertools.accumulate(self.ranks, initial=0)]
+        block = np.zeros(self.shape, np.float32)
+        for n, array in arrays.items():
+            here = slice(rows[n], rows[n + 1]), slice(columns[n], columns[n + 1])
+            block[here] = array.astype(np.float32) * np.float32(self.factors[n])
+        yield block.astype(self.dtype)
+
+
+def _joined(
+    tensors: list[Outgoing],
+    everything: list[Outgoing],
+    scales: Mapping[str, float],
+    plain: Mapping[Path, Any],
+) -> tuple[list[Outgoing], dict[str, float]]:
+    """Tensors, and scales of layers, those of the parts of a fused layer made one."""
+    fused = {t.name.removesuffix(".weight"): t for t in everything if len(t.paths) > 1}
+    groups: dict[tuple[str, str], dict[int, Outgoing]] = {}
+    single: list[Outgoing] = []
+    for tensor in tensors:
+        hit = _FACTOR.fullmatch(tensor.name.removeprefix(PREFIX))
+        layer, _, number = ("", "", "") if hit is None else hit["layer"].rpartition(".")
+        if hit is not None and layer in fused and number.isdigit():
+            groups.setdefault((layer, hit["factor"]), {})[int(number)] = tensor
+        else:
+            single.append(tensor)
+    found = {layer: s for layer, s in scales.items() if layer.rpartition(".")[0] not in fused}
+    for (layer, factor), members in groups.items():
+        paths = fused[layer].paths
+        of_part = {n: scales[f"{layer}.{n}"] for n in members}
+        found[layer] = of_part[min(of_part)]
+        axis = 0 if factor == "A" else 1
+        ranks = tuple(members[n].shape[axis] if n in members else 0 for n in range(len(paths)))
+        sizes = tuple(plain[path].shape[-1] for path in paths)
+        first = members[min(members)]
+        shape = (sum(ranks), first.shape[1]) if factor == "A" else (sum(sizes), sum(ranks))
+        single.append(
+            JoinedAdapters(
+                f"{PREFIX}{layer}.lora_{factor}.weight",
+                first.rule,
+                tuple(path for member in members.values() for path in member.paths),
+                first.dtype,
+                shape,
+                members=members,
+                sizes=sizes,
+                ranks=ranks,
+                factors={n: s / found[layer] for n, s in of_part.items()},
+            )
+        )
+    return single, found
+
+
+def _whole_modules(
+    trained: list[Path],
+    modules: str | tuple[str, ...],
+    plain: Mapping[Path, Any],
+    everything: list[Outgoing],
+    table: WeightRules,
+) -> list[str]:
+    """The names of layers that are written whole: those trained, and those that are asked for."""
+    patterns = (modules,) if isinstance(modules, str) else modules
+    wanted = {path for path in trained if path in plain}
+    for pattern in patterns:
+        hits = {path for path in plain if re.search(pattern, path)}
+        if not hits:
+            raise ConfigError(
+                f"save_adapters got modules={pattern!r}, which finds no parameter; there are such "
+                f"as {shorten(list(plain))}"
+            )
+        wanted |= hits
+    named = {path: t.name for t in everything for path in t.paths}
+    unnamed = [p for p in wanted if p not in named and not _is_own(p, table)]
+    if unnamed:
+        raise ConfigError(f"peft has no name for {shorten(unnamed)}, which were to be written")
+    names = {t.name.rpartition(".")[0] for t in everything if wanted & {*t.paths}}
+    return sorted(names)
+
+
+def _is_own(path: Path, table: WeightRules) -> bool:
+    return any(re.fullmatch(pattern, path) for pattern in table.own)
+
+
+def _check_whole(whole: list[str], adapted: Mapping[str, float], model: nnx.Module) -> None:
+    """Raises for layers that peft cannot keep whole beside adapters."""
+    advice = "write the whole model: save_weights(merge_lora(model), path, rules)"
+    if both := [layer for layer in whole if layer in adapted]:
+        raise ConfigError(
+            f"save_adapters got layers that are adapted and trained themselves, "
+            f"{shorten(both)}, which peft's modules_to_save cannot hold; {advice}"
+        )
+    is_tied = getattr(getattr(model, "config", None), "tied_head", False)
+    if is_tied and (tables := [x for x in whole if x.rpartition(".")[2] in _TABLES]):
+        raise ConfigError(
+            f"save_adapters got {shorten(tables)}, a trained table that the head is tied to; "
+            f"peft's modules_to_save would untie them; {advice}"
+        )
+
+
+_TABLES = ("embed_tokens", "wte", "lm_head")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,7 +117,7 @@ def test_texts_are_drawn_in_the_precision_of_the_run(tiny):
 
 @pytest.mark.sample(
     "changes0-ConfigError-lora.rnk: there is no such key. Did you mean 'rank'",
-    "changes7-ConfigError-lora.alpha: there is no such key: papers' scale",
+    "changes7-ConfigError-lora.dropout: there is no such key",
     "changes1-ConfigError-the path 'attn', which finds none",
     "changes2-ConfigError-weights.file: there is no such key. .*'files'",
     "changes3-ConfigError-weights.files names no file",
@@ -135,7 +135,7 @@ def test_texts_are_drawn_in_the_precision_of_the_run(tiny):
         ({"weights": {"files": "a", "format": "hf-lama"}}, ConfigError, r"no format 'hf-lama'."),
         ({"trainable": ["nrm"]}, ConfigError, r"trainable='nrm' finds nothing in the model"),
         ({"frozen_dtype": "int7"}, ConfigError, r"frozen dtype is 'int7'; it must be"),
-        ({"lora": {"alpha": 16}}, ConfigError, r"lora.alpha: there is no such key: papers' scale"),
+        ({"lora": {"dropout": 0.1}}, ConfigError, r"lora.dropout: there is no such key"),
         ({"model": {"width": 32, "num_heads": 2}}, CheckpointError, r"do not fit the model"),
     ],
 )
