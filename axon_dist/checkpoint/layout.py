@@ -45,6 +45,10 @@ MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 ZARR = "zarr"
 """The folder of the values in a bucket, in place of `ARRAYS`."""
+SLOTS = ((MANIFEST, ZARR), ("manifest.2.json", "zarr.2"))
+"""The names of the manifest and of the values of a checkpoint in a bucket, where nothing can be
+renamed: one that replaces another is written under the names that the other does not have, and the
+marker says by its checksum which manifest counts."""
 UNFINISHED = ".tmp"
 """The suffix of a folder that is half written, or to be removed."""
 OLD = ".old"
@@ -102,7 +106,8 @@ def replaced_of(folder: Path) -> Path:
 def is_part(name: str) -> bool:
     """Whether a checkpoint has an entry of that name."""
     # While a store writes, the values are under their name with an ending of the store's.
-    return name in (MARKER, MANIFEST, ARRAYS, ZARR) or name.startswith(f"{ARRAYS}.")
+    in_slots = [name for slot in SLOTS for name in slot]
+    return name in (MARKER, ARRAYS, *in_slots) or name.startswith(f"{ARRAYS}.")
 
 
 def marker_of(manifest: bytes) -> bytes:
