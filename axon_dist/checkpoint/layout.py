@@ -323,6 +323,8 @@ def on_main(action: Callable[[], Any]) -> Any:
 
 _FORMAT = 1
 _PACKAGES = ("axon_dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_READERS = ("tokenizers", "jinja2", "pillow", "pyarrow")
+"""Packages that make samples of files."""
 
 
 class StateDictType(NamedChoice):
@@ -441,9 +443,9 @@ def check_meta(meta: Any) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the packages that a checkpoint depends on, if installed."""
+    """The versions of the packages that a checkpoint, or the data, depends on, if installed."""
     versions = {}
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *_READERS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
