@@ -96,6 +96,9 @@ def _chat(first: int) -> str:
     return json.dumps({"messages": chat}) + "\n"
 
 
+OTHER = "other versions"
+"""The name of the change that is none but the Python of the first leg."""
+
 Edit = Callable[[Path], None]
 """Changes something in the folder of `make_ground`, whose run was saved after step `SAVED`."""
 
@@ -227,7 +230,9 @@ CHANGES: dict[str, Change] = {
     "dropout": Change(_config(model__dropout=0.2), ("model.dropout: 0.1 ->",)),
     "batch": Change(_config(train__global_batch=8), ("train.global_batch: 4 ->",)),
     "seed": Change(_config(seed=1), ("seed=0",)),
-    "length of a sample": Change(_config(data__sequence_length=8), ("length=16", "data.sequence_length")),
+    "length of a sample": Change(
+        _config(data__sequence_length=8), ("length=16", "data.sequence_length")
+    ),
     "devices": Change(
         _config(devices={"emulate": 4}, mesh={"dp": 4}), ("mesh dp=2 -> dp=4", "mesh")
     ),
@@ -238,6 +243,7 @@ CHANGES: dict[str, Change] = {
         _nothing, ("jax_softmax_custom_jvp", "jax_default_matmul_precision"),
         "jax_default_matmul_precision",
     ),
+    OTHER: Change(_nothing, ("changed since it was saved: jax ",)),
     "version of jax": Change(_versions(jax="0.0.1"), ("jax 0.0.1 ->",)),
     "version of a reader": Change(_versions(tokenizers="0.0.1"), ("tokenizers 0.0.1 ->",)),
 }  # fmt: skip
@@ -380,9 +386,10 @@ def main() -> int:
     asked = parser.parse_args()
     if unknown := set(asked.changes) - CHANGES.keys():
         parser.error(f"there is no change {', '.join(sorted(unknown))}: {', '.join(CHANGES)}")
-    cells: list[tuple[str, ...]] = [(name,) for name in asked.changes or CHANGES]
+    single = [name for name in CHANGES if (name == OTHER) == (asked.other is not None)]
+    cells: list[tuple[str, ...]] = [(name,) for name in asked.changes or single]
     if asked.pairs:
-        cells += itertools.combinations([name for name in CHANGES if name != "nothing"], 2)
+        cells += itertools.combinations([name for name in single if name != "nothing"], 2)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure_changes(Path(os.path.realpath(folder)), cells, asked.other)
     for name, count, good in rows:
