@@ -6,17 +6,19 @@
 The file operations of a save are watched. Before each of them the folder is copied as a kill would
 leave it, and as power cuts would: what was not synced is lost, or only the contents of files, or
 neither. Of every state the newest that had ended, or a newer one, has to be read, with the very
-numbers that were saved; and another save has to succeed there. Exits with 1 if any state is bad.
+numbers that were saved; and another save has to succeed there. In a bucket the objects are copied
+before each of them is written or removed. Exits with 1 if any state is bad.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,12 @@ from axon_dist.checkpoint import (
     open_tensors,
     save_checkpoint,
 )
+from axon_dist.core.files import Place, as_place
 from axon_dist.data.files import TextFile
 from axon_dist.data.store import Folder, Indexed
 
 from . import power
+from .object_server import ObjectServer, serving
 from .watched_disk import READS, Tree, make, tree_of, watched
 
 State = dict[str, Any]
@@ -60,19 +64,21 @@ class Kind:
         read: the number of the state that is found there; raises where there is none.
         last: states are saved from 1 to this.
         is_on_disk: whether a power cut leaves anything of it.
+        bucket: the name of the address in a bucket, in place of a folder; None for a folder.
     """
 
-    save: Callable[[Path, int], object]
-    read: Callable[[Path], int]
+    save: Callable[[Any, int], object]
+    read: Callable[[Any], int]
     last: int = 3
     is_on_disk: bool = True
+    bucket: str | None = None
 
 
 def _overwritten(type: str) -> Kind:
-    def save(folder: Path, number: int) -> None:
+    def save(folder: Place, number: int) -> None:
         save_checkpoint(folder / "model", state_of(number), type=type)
 
-    def read(folder: Path) -> int:
+    def read(folder: Place) -> int:
         state = load_checkpoint(folder / "model", state_of(0))
         return next(n for n in range(1, 9) if is_state(state, n))
 
@@ -82,20 +88,25 @@ def _overwritten(type: str) -> Kind:
 def _managed(type: str, steps: Callable[[int], int]) -> Kind:
     """The checkpoints of a run, of which the last two stay."""
 
-    def manager(folder: Path) -> CheckpointManager:
+    def manager(folder: Place) -> CheckpointManager:
         return CheckpointManager(folder / "saved", Retention(last=2), type=type, background=False)
 
-    def save(folder: Path, number: int) -> None:
+    def save(folder: Place, number: int) -> None:
         with manager(folder) as saved:
             saved.save(steps(number), state_of(number))
         assert saved.failure is None, saved.failure
 
-    def read(folder: Path) -> int:
+    def read(folder: Place) -> int:
         found = manager(folder).restore_newest(state_of(0))
         assert found is not None
         return next(n for n in range(1, 9) if is_state(found.state, n))
 
     return Kind(save, read, last=4)
+
+
+def _in_bucket(kind: Kind, scheme: str) -> Kind:
+    """The same in a bucket."""
+    return dataclasses.replace(kind, bucket=f"{scheme}://bucket/saved", is_on_disk=False)
 
 
 def _exported() -> Kind:
@@ -158,6 +169,10 @@ KINDS: dict[str, Kind] = {
     "export": _exported(),
     "token cache": _cached(),
     "memory copies": _copied(),
+    "bucket": _in_bucket(_overwritten("sharded"), "gs"),
+    "bucket manager": _in_bucket(_managed("sharded", lambda number: number), "gs"),
+    "bucket same step": _in_bucket(_managed("sharded", lambda number: 1), "gs"),
+    "bucket same step s3": _in_bucket(_managed("sharded", lambda number: 1), "s3"),
 }
 
 
@@ -234,12 +249,54 @@ def _remove(folder: Path) -> None:
     folder.rmdir()
 
 
+@contextlib.contextmanager
+def serving_buckets() -> Iterator[ObjectServer]:
+    """Serves buckets to this process, whose environment says where."""
+    with serving() as server:
+        before = dict(os.environ)
+        os.environ.update(server.env())
+        try:
+            yield server
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+Objects = dict[str, tuple[int, bytes]]
+
+
+def bucket_moments_of(kind: Kind, server: ObjectServer) -> list[tuple[str, int, Objects]]:
+    """Every different state of a bucket: before which object, what had ended, and the objects."""
+    moments: list[tuple[str, int, Objects]] = []
+    ended = 0
+    address = as_place(kind.bucket, "the bucket")
+
+    def look(name: str) -> None:
+        moments.append((name, ended, dict(server.objects)))
+
+    server.objects.clear()
+    server.before_change = look
+    try:
+        for number in range(1, kind.last + 1):
+            kind.save(address, number)
+            ended = number
+            look("the end")
+    finally:
+        server.before_change = lambda name: None
+    return moments
+
+
 def problem_with(kind: Kind, moment: Moment, folder: Path) -> str | None:
     """What is wrong in a state: older than what had ended, not readable, or not to be saved in."""
     make(moment.tree, folder)
+    return problem_at(kind, moment.ended, folder)
+
+
+def problem_at(kind: Kind, ended: int, folder: Place) -> str | None:
+    """As `problem_with`, of the state that a folder or a bucket is in."""
     try:
-        if moment.ended and (found := kind.read(folder)) < moment.ended:
-            return f"{found} was found, and {moment.ended} had ended"
+        if ended and (found := kind.read(folder)) < ended:
+            return f"{found} was found, and {ended} had ended"
         kind.save(folder, kind.last + 1)
         if (found := kind.read(folder)) <= kind.last:
             return f"after another save {found} was found"
@@ -248,23 +305,54 @@ def problem_with(kind: Kind, moment: Moment, folder: Path) -> str | None:
     return None
 
 
-def measure_states(folder: Path, names: list[str]) -> list[tuple[str, int, int]]:
-    """Rows of a kind of save and of loss, how many states, and how many did no harm."""
+def measure_states(
+    folder: Path, names: list[str], server: ObjectServer | None = None
+) -> list[tuple[str, int, int]]:
+    """Rows of a kind of save and of loss, how many states, and how many did no harm.
+
+    Args:
+        folder: an empty one.
+        names: keys of `KINDS`.
+        server: of the buckets; None starts one. A process can have one alone, since the address
+            of GCS is read once.
+    """
     rows = []
-    for name in names:
-        work = folder / name.replace(" ", "-")
-        work.mkdir()
-        moments = moments_of(KINDS[name], work)
-        counts = {"kill": [0, 0], "power cut": [0, 0]}
-        for number, moment in enumerate(moments):
-            problem = problem_with(KINDS[name], moment, work / str(number))
-            count = counts["kill" if moment.cut == "kill" else "power cut"]
-            count[0] += 1
-            count[1] += problem is None
-            if problem is not None:
-                print(f"{name}: {moment.cut} before {moment.before}: {problem}", flush=True)
-        rows += [(f"{name}: {cut}", *both) for cut, both in counts.items() if both[0]]
-    return [(name, count, good) for name, count, good in rows]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if KINDS[name].bucket is None:
+                rows += _measure_folder(name, folder)
+            else:
+                server = server or stack.enter_context(serving_buckets())
+                rows.append(_measure_bucket(name, server))
+    return rows
+
+
+def _measure_folder(name: str, folder: Path) -> list[tuple[str, int, int]]:
+    work = folder / name.replace(" ", "-")
+    work.mkdir()
+    counts, good = {"kill": 0, "power cut": 0}, {"kill": 0, "power cut": 0}
+    for number, moment in enumerate(moments_of(KINDS[name], work)):
+        problem = problem_with(KINDS[name], moment, work / str(number))
+        loss = "kill" if moment.cut == "kill" else "power cut"
+        counts[loss] += 1
+        good[loss] += problem is None
+        if problem is not None:
+            print(f"{name}: {moment.cut} before {moment.before}: {problem}", flush=True)
+    return [(f"{name}: {loss}", counts[loss], good[loss]) for loss in counts if counts[loss]]
+
+
+def _measure_bucket(name: str, server: ObjectServer) -> tuple[str, int, int]:
+    kind, good = KINDS[name], 0
+    address = as_place(kind.bucket, "the bucket")
+    moments = bucket_moments_of(kind, server)
+    for before, ended, objects in moments:
+        server.objects.clear()
+        server.objects.update(objects)
+        problem = problem_at(kind, ended, address)
+        good += problem is None
+        if problem is not None:
+            print(f"{name}: kill before {before}: {problem}", flush=True)
+    return f"{name}: kill", len(moments), good
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.disk_errors                # eight errors at every operation
     python -m benchmarks.disk_errors --every 8      # at each operation one of them
+    python -m benchmarks.disk_errors --slow 10      # one operation at a time takes 10 seconds
 
 What a run does with files is done without its steps: the folder with its lock, its config and its
 metrics, checkpoints, and a summary; then once more, resumed. The operations are counted, and then
@@ -17,6 +18,7 @@ import errno
 import os
 import sys
 import tempfile
+import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -81,16 +83,19 @@ def little_run(root: Path, resume: str | None, saved: list[int]) -> None:
 
 
 class _Fault:
-    """Counts operations, and fails one of them."""
+    """Counts operations, and fails one of them, or makes it last some seconds."""
 
-    def __init__(self, number: int | None, code: int):
-        self.number, self.code, self.seen = number, code, 0
+    def __init__(self, number: int | None, code: int, seconds: float | None = None):
+        self.number, self.code, self.seconds, self.seen = number, code, seconds, 0
         self.where = ""
 
     def __call__(self, name: str, path: Path) -> None:
         if self.seen == self.number:
             self.where = f"{name} {path.name}"
             self.seen += 1
+            if self.seconds is not None:
+                time.sleep(self.seconds)
+                return
             raise OSError(self.code, os.strerror(self.code), str(path))
         self.seen += 1
 
@@ -151,11 +156,39 @@ def measure_errors(folder: Path, every: int, most: int | None = None) -> list[tu
     return [(f"{code} at a file operation", counts[code], good[code]) for code in counts]
 
 
+def measure_slowness(folder: Path, seconds: float, every: int) -> list[tuple[str, int, int]]:
+    """A row of operations that took so long, how many, and how many did no harm.
+
+    Args:
+        folder: an empty one.
+        seconds: that one operation of a run takes.
+        every: tries one operation of so many.
+    """
+    count = good = 0
+    for leg in (0, 1):
+        counted = _Fault(None, 0)
+        assert problem_of(folder / f"counted-{leg}", leg, counted) is None
+        for operation in range(0, counted.seen, every):
+            fault = _Fault(operation, 0, seconds)
+            problem = problem_of(folder / f"{leg}-{operation}", leg, fault)
+            count += 1
+            good += problem is None
+            if problem is not None:
+                print(f"leg {leg}, {seconds:g} s at {fault.where}: {problem}", flush=True)
+    return [(f"{seconds:g} s at a file operation", count, good)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--every", type=int, default=1, help="tries one of so many")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure_errors(Path(os.path.realpath(folder)), parser.parse_args().every)
+    parser.add_argument("--slow", type=float, help="seconds, in place of errors")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(os.path.realpath(name))
+        if asked.slow is None:
+            rows = measure_errors(folder, asked.every)
+        else:
+            rows = measure_slowness(folder, asked.slow, asked.every)
     for name, count, good in rows:
         print(f"{name}: {good}/{count}")
     return 0 if all(count == good for _, count, good in rows) else 1

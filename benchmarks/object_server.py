@@ -15,7 +15,7 @@ import random
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from xml.sax.saxutils import escape
@@ -27,7 +27,8 @@ PAGE = 3
 class ObjectServer(ThreadingHTTPServer):
     """Buckets in the memory of this process.
 
-    `objects` has (generation, contents) by "bucket/key"; `requests` what was asked, a line each.
+    `objects` has (generation, contents) by "bucket/key"; `requests` what was asked, a line each;
+    `before_change` is called with the name of an object before it is written or removed.
     """
 
     daemon_threads = True
@@ -40,6 +41,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.random = random.Random(seed)
         self.lock = threading.Lock()
         self.generation = 1000
+        self.before_change: Callable[[str], None] = lambda name: None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of a client that was killed."""
@@ -69,6 +71,7 @@ class ObjectServer(ThreadingHTTPServer):
             there = self.objects.get(name, (0, b""))[0]
             if wanted is not None and wanted != there:
                 return None
+            self.before_change(name)
             self.generation += 1
             self.objects[name] = self.generation, body
             return self.generation
@@ -151,6 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return 404
             if wanted is not None and wanted != there[0]:
                 return 412
+            self.server.before_change(name)
             del self.server.objects[name]
             return 204
 

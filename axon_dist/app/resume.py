@@ -27,6 +27,7 @@ from axon_dist.checkpoint import (
     step_name,
     step_of,
 )
+from axon_dist.checkpoint.layout import installed_versions, mesh_shape
 from axon_dist.core.compat import keep_executables
 from axon_dist.core.errors import (
     AxonDistError,
@@ -46,6 +47,7 @@ from axon_dist.core.files import (
 )
 from axon_dist.core.typing import PyTree
 from axon_dist.launch import MEMORY
+from axon_dist.launch.settings import compare_settings, read_settings
 from axon_dist.step import PortableForm, TrainState
 
 from ..config import RunConfig
@@ -89,6 +91,7 @@ class SavedStates:
         if isinstance(self.checkpoints.folder, Address) or self.directory.address is not None:
             on_main(self._copy_records)
         meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
+        meta["settings"] = read_settings(os.environ, jax.config.values)
         self.checkpoints.save(number, self.form.of(state), meta=meta, score=loss)
 
     def _copy_records(self) -> None:
@@ -162,6 +165,8 @@ class SavedStates:
         tell(f"going on after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")
+        for line in changes_around(restored):
+            tell(f"changed since it was saved: {line}")
         return state
 
     def _newest_copy(self, tell: Callable[[str], None]) -> HostCopy | None:
@@ -236,6 +241,40 @@ def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[s
             if at >= len(old) or not math.isclose(old[at], new[at], rel_tol=1e-6):
                 lines.append(f"{rate}; before the change that was to be {planned}")
     return lines
+
+
+def changes_around(restored: Restored) -> list[str]:
+    """What is another one than when a checkpoint was saved, besides its config and its data.
+
+    None of it keeps a run from going on; it may change the bits of what follows.
+
+    Args:
+        restored: the checkpoint, and its state where this run has it.
+
+    Returns:
+        A line for each library of another version, for another mesh, and for each setting of JAX
+        or XLA. A checkpoint of an older version of this library does not say all of them.
+    """
+    here, manifest = installed_versions(), restored.manifest
+    lines = [
+        f"{name} {version} -> {here.get(name, 'not installed')}"
+        for name, version in manifest.versions.items()
+        if here.get(name) != version
+    ]
+    mesh = mesh_shape(jax.tree.leaves(restored.state))
+    if dict(manifest.mesh) != mesh:
+        lines.append(f"mesh {_shown(manifest.mesh)} -> {_shown(mesh)}")
+    before, now = manifest.meta.get("settings"), read_settings(os.environ, jax.config.values)
+    if isinstance(before, dict):
+        lines += [
+            f"{name} {before.get(name, 'not set')} -> {now.get(name, 'not set')}"
+            for name in compare_settings(before, now)
+        ]
+    return lines
+
+
+def _shown(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items()) or "of one device"
 
 
 def _restore_path(path: Place, target: PyTree, tell: Callable[[str], None]) -> Restored:

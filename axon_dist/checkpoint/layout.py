@@ -45,6 +45,10 @@ MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 ZARR = "zarr"
 """The folder of the values in a bucket, in place of `ARRAYS`."""
+SLOTS = ((MANIFEST, ZARR), ("manifest.2.json", "zarr.2"))
+"""The names of the manifest and of the values of a checkpoint in a bucket, where nothing can be
+renamed: one that replaces another is written under the names that the other does not have, and the
+marker says by its checksum which manifest counts."""
 UNFINISHED = ".tmp"
 """The suffix of a folder that is half written, or to be removed."""
 OLD = ".old"
@@ -102,7 +106,8 @@ def replaced_of(folder: Path) -> Path:
 def is_part(name: str) -> bool:
     """Whether a checkpoint has an entry of that name."""
     # While a store writes, the values are under their name with an ending of the store's.
-    return name in (MARKER, MANIFEST, ARRAYS, ZARR) or name.startswith(f"{ARRAYS}.")
+    in_slots = [name for slot in SLOTS for name in slot]
+    return name in (MARKER, ARRAYS, *in_slots) or name.startswith(f"{ARRAYS}.")
 
 
 def marker_of(manifest: bytes) -> bytes:
@@ -318,6 +323,8 @@ def on_main(action: Callable[[], Any]) -> Any:
 
 _FORMAT = 1
 _PACKAGES = ("axon_dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_READERS = ("tokenizers", "jinja2", "pillow", "pyarrow")
+"""Packages that make samples of files."""
 
 
 class StateDictType(NamedChoice):
@@ -436,9 +443,9 @@ def check_meta(meta: Any) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the packages that a checkpoint depends on, if installed."""
+    """The versions of the packages that a checkpoint, or the data, depends on, if installed."""
     versions = {}
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *_READERS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

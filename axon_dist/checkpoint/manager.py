@@ -21,9 +21,11 @@ from ..core.errors import (
 from ..core.files import Address, Place, as_place, kind_at, sync_path
 from ..core.own_context import in_own_context
 from ..core.typing import PyTree
+from . import bucket
 from .layout import (
     MARKER,
     OLD,
+    SLOTS,
     UNFINISHED,
     Manifest,
     StateDictType,
@@ -280,11 +282,7 @@ class CheckpointManager:
     def _prepare(self) -> int:
         """Removes unfinished checkpoints of killed runs; returns the next serial number."""
         if isinstance(self.folder, Address):
-            names = {name.split("/")[0] for name in self.folder.names()}
-            for path in (self.folder / name for name in names if step_of(name) is not None):
-                if not is_checkpoint(path):
-                    check_replaceable(path)
-                    remove(path)
+            self._tidy_bucket(self.folder)
         else:
             for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
                 with contextlib.suppress(OSError):
@@ -294,6 +292,20 @@ class CheckpointManager:
                     if foreign_in(leftover, may_be_partial=True) is None:
                         shutil.rmtree(leftover)
         return 1 + max((entry.serial for entry in self.entries()), default=-1)
+
+    def _tidy_bucket(self, folder: Address) -> None:
+        """Removes what killed saves left in a bucket, also beside a finished checkpoint."""
+        parts: dict[str, set[str]] = {}
+        for name in folder.names():
+            step, _, inside = name.partition("/")
+            if step_of(step) is not None:
+                parts.setdefault(step, set()).add(inside.split("/")[0])
+        for step, found in parts.items():
+            if MARKER not in found:
+                check_replaceable(folder / step)
+                remove(folder / step)
+            elif all(not found.isdisjoint(slot) for slot in SLOTS):
+                bucket.tidy(folder / step)
 
     def _remove_outdated(self) -> None:
         try:

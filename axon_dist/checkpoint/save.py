@@ -31,7 +31,6 @@ from ..core.words import byte_size, first_few
 from ..sharding.padding import EvenShards, paddings_in
 from . import bucket
 from .layout import (
-    ZARR,
     Manifest,
     StateDictType,
     as_array,
@@ -81,7 +80,7 @@ def save_checkpoint(
     because devices do not divide a dim, are written without their padding.
 
     In a bucket, where nothing can be renamed, a checkpoint counts when its marker is there, which
-    is written last; one that is replaced is removed first.
+    is written last. One that is replaced can be read until then, and is removed after.
 
     Args:
         path: the folder of the checkpoint, also at `gs://` or `s3://`. An empty folder or an
@@ -168,7 +167,7 @@ class PendingSave:
         checksums = leaf_checksums(stored)
         write = self._run(
             lambda: (
-                bucket.begin(folder, stored)
+                bucket.begin(folder, int(name), stored)
                 if isinstance(folder, Address)
                 else STORES[type].begin(staging_of(folder), stored, name)
             )
@@ -180,7 +179,7 @@ class PendingSave:
                 sums = {path: int(x) for path, x in jax.device_get(checksums).items()}
                 whole = dataclasses.replace(manifest, checksums=sums)
                 if isinstance(folder, Address):
-                    bucket.commit(folder, whole, bucket.writers(checksums))
+                    bucket.commit(folder, int(name), whole, bucket.writers(checksums))
                 else:
                     seal(staging_of(folder), whole)
                     publish(folder)
@@ -209,14 +208,13 @@ class PendingSave:
             self._written.set_exception(error)
 
     def _claim_name(self, meta: Any, size: int) -> str:
-        """Makes room for a save, and a name for it that no other one has."""
+        """Prepares a place for a save; returns a name for it, or the number of its slot."""
         check_meta(meta)
         self._run(lambda: check_replaceable(self.folder))
 
-        def clear() -> None:
+        def clear() -> str:
             if isinstance(self.folder, Address):
-                bucket.clear(self.folder)
-                return
+                return str(bucket.prepare(self.folder))
             staging = staging_of(self.folder)
             shutil.rmtree(staging, ignore_errors=True)
             make_folder(staging.parent)
@@ -224,9 +222,9 @@ class PendingSave:
             # Refused before the first byte: the stores would fail in every thread that writes.
             if (free := shutil.disk_usage(staging).free) < size:
                 raise OSError(f"the disk has {byte_size(free)} left for its {byte_size(size)}")
+            return secrets.token_hex(8)
 
-        self._run(clear)
-        return secrets.token_hex(8)
+        return self._run(clear)
 
     def _run(self, action: Callable[[], _T]) -> _T:
         """Does a part of saving; whatever the disk or the store raise becomes one kind of error."""
@@ -374,8 +372,8 @@ def _read(
 ) -> dict[LeafPath, Array]:
     stored = {path: stored_target(target) for path, target in targets.items()}
     try:
-        if any(name.startswith(f"{ZARR}/") for name in manifest.files):
-            return bucket.restore(folder, stored)
+        if bucket.is_from_bucket(manifest):
+            return bucket.restore(folder, manifest, stored)
         there = folder
         if isinstance(there, Address):
             # It was written on a disk and copied to the bucket; so it is copied back.

@@ -40,6 +40,7 @@ from . import bucket
 from .layout import (
     MANIFEST,
     MARKER,
+    SLOTS,
     UNFINISHED,
     FileRecord,
     Manifest,
@@ -295,15 +296,33 @@ def _files_of(folder: Path) -> tuple[bytes, bytes]:
             "checkpoint; use another one"
         )
     try:
+        marker = read_bytes(folder / MARKER, MARKER, CheckpointError, links=False)
+        for name, _ in SLOTS[1:]:
+            # A copy of a checkpoint in a bucket that had replaced another.
+            if os.path.lexists(folder / name):
+                text = read_bytes(folder / name, name, CheckpointError, _MOST_BYTES, links=False)
+                if marker_of(text) == marker:
+                    return text, marker
         text = read_bytes(folder / MANIFEST, MANIFEST, CheckpointError, _MOST_BYTES, links=False)
-        return text, read_bytes(folder / MARKER, MARKER, CheckpointError, links=False)
+        return text, marker
     except CheckpointError as error:
         raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
 
 
 def _objects_of(folder: Address) -> tuple[bytes, bytes]:
     """The manifest and the marker of a checkpoint in a bucket."""
-    text, marker = (folder / MANIFEST).read(), (folder / MARKER).read()
+    marker, text = None, None
+    for _ in range(_MOST_REPLACED):
+        marker = (folder / MARKER).read()
+        if marker is None:
+            break
+        if (found := bucket.slot_of(folder, marker)) is not None:
+            return found[1], marker
+        if (folder / MARKER).read() == marker:
+            # It fits to no manifest, which `read_manifest` says.
+            texts = [(folder / name).read() for name, _ in SLOTS]
+            text = next((one for one in texts if one is not None), None)
+            break
     if text is not None and marker is not None:
         return text, marker
     if not folder.names():
@@ -340,11 +359,17 @@ def stray_in(folder: Place, manifest: Manifest) -> str | None:
     """A file of a checkpoint that was not there when it was sealed, if there is one."""
     known = {*manifest.files, MANIFEST, MARKER}
     if isinstance(folder, Address):
-        return next((name for name in folder.names() if name not in known), None)
+        # What a save that was killed left in the other slot is no part of the checkpoint.
+        slots = {name for slot in SLOTS for name in slot}
+        others = (name for name in folder.names() if name.split("/")[0] not in slots)
+        return next((name for name in others if name not in known), None)
     folder = found_at(folder)
     there = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     return next((name for name in there if name not in known), None)
 
+
+_MOST_REPLACED = 3
+"""How often a checkpoint may be replaced while its manifest is being read."""
 
 _MOST_BYTES = 2**30
 """Bytes of a manifest, which has some hundreds for every leaf."""

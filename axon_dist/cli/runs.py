@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,10 @@ def _write_json(arguments: argparse.Namespace, plain: object) -> None:
 
 def train_config(arguments: argparse.Namespace) -> int:
     """Trains, and reports on the standard output."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        # It asks for a trace of the next steps, and there are none yet.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config = _config(arguments)
     if not arguments.dry_run:
         done = train(config, LastingConsole(), arguments.resume, began=arguments.began)

@@ -21,7 +21,7 @@ from ..core.errors import MALFORMED, ConfigError, did_you_mean, require, reworde
 from .chat import OPTIONAL_FIELDS, ChatTemplate, Pieces, find_template, parse_conversation
 from .files import TextFile, check_disjoint, drawn, find_files, held_out_fraction, says_little
 from .packing import PackedRows, TooLong
-from .samples import checksum
+from .samples import checksum, text_checksum
 from .store import Document, Folder, Span, TokenStore, digest_of
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, utf8
 
@@ -165,6 +165,9 @@ class DocumentSource:
         how = [self.suffix, tokenizer.digest, self.prompt or "", self.learned, self.columns]
         how += self.optional_columns
         how += [] if template is None else [template.identity]
+        made_by = {"tokenizer": text_checksum(tokenizer.digest)}
+        if template is not None:
+            made_by["template"] = text_checksum(template.identity)
         document = functools.partial(self._document, tokenizer, template)
         files = self.find(self.files)
         folder = Folder(files, self.cache)
@@ -192,6 +195,7 @@ class DocumentSource:
             + says_little(len(train), len(validation), "records")
             + folder.note,
             show=tokenizer.decode,
+            made_by=made_by,
         )
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:

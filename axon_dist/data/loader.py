@@ -307,29 +307,44 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         raise ConfigError(
             f"the data state {state!r:.80} is no dict of whole numbers: give what state() returned."
         )
-    # States of before version 0.2 do not say what the samples contain.
-    here = {name: value for name, value in here.items() if name in state or name != "contents"}
+    # Those of an older version do not say what the samples contain, or what made them.
+    here = {name: value for name, value in here.items() if name in state or name not in _CONTENTS}
     missing = [name for name in here if name not in state]
     if missing:
         raise ConfigError(
             f"the data state {dict(state)} has no {missing[0]!r}: give what state() returned."
         )
     sizes = [
-        name for name in here if name not in ("samples_seen", "seed", "num_samples", "contents")
+        name
+        for name in here
+        if name not in ("samples_seen", "seed", "num_samples") and name not in _CONTENTS
     ]
-    for name in here:
-        if name != "samples_seen" and state[name] != here[name]:
-            raise ConfigError(
-                f"the data state was taken with {name}={state[name]}, this loader has "
-                f"{name}={here[name]}: the samples left would be others. Use the same "
-                f"{', '.join(['data', *sizes])} and seed, or start the data anew."
-            )
+    changed = [name for name in here if name != "samples_seen" and state[name] != here[name]]
+    # Another tokenizer changes the contents too, and the number of samples.
+    changed.sort(key=lambda name: (name not in _MADE_BY, name == "contents"))
+    if changed:
+        name = changed[0]
+        of_old, of_new = f"{name}={state[name]}", f"{name}={here[name]}"
+        reason = _CONTENTS.get(name, "")
+        raise ConfigError(
+            f"the data state was taken with {of_old}, this loader has {of_new}{reason}: the "
+            f"samples left would be others. Use the same {', '.join(['data', *sizes])} and seed, "
+            "or start the data anew."
+        )
     if not 0 <= state["samples_seen"] < _MOST_SEEN:
         raise ConfigError(
             f"the data state has samples_seen={state['samples_seen']}, which must be 0 or "
             f"more, and less than {_MOST_SEEN}: give what state() returned."
         )
 
+
+_MADE_BY = ("tokenizer", "template")
+_CONTENTS = {
+    "contents": " (a checksum: the files hold something else, or are read in another way)",
+    "tokenizer": " (a checksum: data.tokenizer or data.end_token is another one)",
+    "template": " (a checksum: data.template, or that of the tokenizer, is another one)",
+}
+"""What it means when a checksum of the samples is another one."""
 
 _MOST_SEEN = 2**62
 

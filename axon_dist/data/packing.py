@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -187,6 +187,7 @@ class PackedRows(TwoSides):
         vocab_size: token ids are below it.
         description: one sentence for people.
         show: tokens as people read them.
+        made_by: checksums of what made the tokens, such as `tokenizer`, by name.
 
     Raises:
         ConfigError: when a document is too long and that is refused, or a side has none.
@@ -204,7 +205,9 @@ class PackedRows(TwoSides):
         vocab_size: int,
         description: str,
         show: Callable[[np.ndarray], str],
+        made_by: Mapping[str, int] | None = None,
     ):
+        self._made_by: dict[str, int] = dict(made_by or {})
         rows = [lay_out(side, length, packed, too_long) for side in (train, validation)]
         self.sides = rows[0], rows[1]
         self.length: int = length
@@ -231,6 +234,7 @@ class PackedRows(TwoSides):
             "length": self.length,
             "num_samples": len(self.sides[0]),
             "contents": self._contents,
+            **self._made_by,
         }
 
     @functools.cached_property

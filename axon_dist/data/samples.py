@@ -159,6 +159,11 @@ def checksum(*arrays: np.ndarray) -> int:
     return int.from_bytes(digest.digest()) >> 11
 
 
+def text_checksum(text: str) -> int:
+    """As `checksum`, of a text."""
+    return checksum(np.frombuffer(text.encode(errors="surrogateescape"), np.uint8))
+
+
 LocalBatch = dict[str, np.ndarray]
 """Arrays of `B / P` rows, those of one process: `{"tokens": int32 [B / P, T + 1]}` of text,
 `{"x": uint8 [B / P, H, W, C], "y": int32 [B / P]}` of images."""
@@ -181,7 +186,8 @@ class Samples(Protocol):
     def identity(self) -> dict[str, int]:
         """What the order of samples depends on; `num_samples` of training is part of it.
 
-        `contents` is a checksum of the samples: other files of the same size are other data.
+        `contents` is a checksum of the samples: other files of the same size are other data. Where
+        there are `tokenizer` and `template`, they are checksums of what made tokens of the files.
         """
         ...
 
@@ -396,10 +402,15 @@ class Mixture:
         """What all parts are, and their shares."""
         parts = [part.identity for part in self._parts]
         sums = np.array([part["contents"] for part in parts])
+        sizes = ("length", "num_samples", "contents")
+        makers = [name for name in parts[0] if name not in sizes]
+        common = [name for name in makers if all(name in part for part in parts)]
+        made_by = {name: checksum(np.array([part[name] for part in parts])) for name in common}
         return {
             "length": parts[0]["length"],
             "num_samples": int(self._starts[-1]),
             "contents": checksum(sums, self._shares),
+            **made_by,
         }
 
     def order(self, seed: int) -> grain.MapDataset[int]:

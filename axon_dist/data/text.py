@@ -25,7 +25,7 @@ from .files import (
     split_files,
     standard_library_files,
 )
-from .samples import checksum
+from .samples import checksum, text_checksum
 from .store import Document, Folder, Span
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from .tokens import Joined, Text, Windows
@@ -130,6 +130,7 @@ def load_text(source: TextSource) -> Text:
         )
         more["validation_bytes"], note = _size(validation), folder.note
         more["contents"] = checksum(np.frombuffer(repr(digests).encode(), np.uint8))
+        more["made_by"] = {"tokenizer": text_checksum(tokenizer.digest)}
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = ", ".join(source.files) or f"the source of Python {version}'s standard library"
     return Text(

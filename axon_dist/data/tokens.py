@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ class Text:
         validation_bytes: of the validation files; a byte that ends a document counts.
         show: tokens as people read them.
         contents: a checksum of the text; None computes one of the tokens.
+        made_by: checksums of what made the tokens, such as `tokenizer`, by name.
     """
 
     train: np.ndarray
@@ -45,6 +46,7 @@ class Text:
     validation_bytes: int | None = None
     show: Callable[[np.ndarray], str] = _numbers
     contents: int | None = None
+    made_by: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Windows:
@@ -89,6 +91,7 @@ class Windows:
             "length": self.length,
             "num_samples": num_windows(len(self.text.train), self.length),
             "contents": self._contents,
+            **self.text.made_by,
         }
 
     @functools.cached_property

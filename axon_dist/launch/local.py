@@ -307,6 +307,10 @@ def noticing() -> Iterator[Notice]:
     if threading.current_thread() is not threading.main_thread():
         handled = []
     before = {number: signal.signal(number, notice.take) for number in handled}
+    if handled and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        # It asks a rank for a trace; sent to all of a job, it must not end the launcher, nor a rank
+        # that has no handler for it yet, which starts with what is ignored here.
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield notice
     finally:

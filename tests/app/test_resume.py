@@ -13,6 +13,7 @@ from rich.console import Console
 from axon_dist.app import RunDirectory, train
 from axon_dist.app.lock import locked
 from axon_dist.checkpoint import read_manifest
+from axon_dist.checkpoint.layout import MANIFEST, MARKER, marker_of
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.data import TextLoader
@@ -336,12 +337,24 @@ def test_a_folder_that_vanishes_ends_with_an_error_after_everything_is_kept(conf
     assert train(run, resume="auto").result.num_steps == 6
 
 
+def saved_by_others(folder):
+    """As if another version of JAX had saved a checkpoint, on other devices, with other flags."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["versions"]["jax"] = "0.0.1"
+    manifest["mesh"] = {"dp": 7}
+    manifest["meta"]["settings"]["jax_enable_x64"] = "True"
+    text = json.dumps(manifest, indent=1).encode()
+    (folder / MANIFEST).write_bytes(text)
+    (folder / MARKER).write_bytes(marker_of(text))
+
+
 def test_a_resumed_run_says_what_it_changes(config, tiny):
     cosine = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "cosine"}}}
     first = train(config("first", train__steps=4, checkpoint__every=2, **cosine))
     folder = first.directory.path / "checkpoints"
     console = Console(file=io.StringIO(), width=400)
     changed = config("second", train__steps=6, train__log_every=1, **cosine)
+    saved_by_others(folder / "step_00000002")
     train(changed, console, resume=str(folder / "2"))
     text = console.file.getvalue()
     assert "going on after step 2 from" in text
@@ -350,5 +363,9 @@ def test_a_resumed_run_says_what_it_changes(config, tiny):
         r"config: learning rate: \S+ in step 2, (\S+) in step 3; before .* be (?!\1)", text
     )
     assert "log_every" not in text
+    assert f"changed since it was saved: jax 0.0.1 -> {jax.__version__}" in text
+    assert "changed since it was saved: mesh dp=7 -> dp=2" in text
+    assert "changed since it was saved: jax_enable_x64 True -> False" in text
+    assert text.count("changed since it was saved") == 3
     with pytest.raises(CheckpointError, match=r"no checkpoint '3' in .* of the steps 2, 4; name"):
         train(changed, resume=str(folder / "3"))

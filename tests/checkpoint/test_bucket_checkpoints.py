@@ -116,20 +116,29 @@ def test_what_a_killed_save_left_counts_for_nothing_and_goes(server, folder):
     assert not [name for name in server.names() if name.endswith("/zarr/.0.json")]
 
 
-def test_the_marker_comes_last_and_goes_first(server, folder):
+def test_a_checkpoint_that_is_replaced_stays_until_the_marker_is_that_of_the_new_one(
+    server, folder, tmp_path
+):
     server.requests.clear()
-    for _ in range(2):
-        save_checkpoint(f"{folder}/step", {"w": jnp.ones(2)})
+    for number in range(2):
+        save_checkpoint(f"{folder}/step", {"w": jnp.full(2, number)})
     writes = ("PUT ", "POST ", "DELETE ")
     asked = [one for one in server.requests if one.startswith(writes)]
     changes = [one.split("/one/")[1].split("&")[0] for one in asked]
     marker = changes.index("step/COMMITTED")
-    assert set(changes[:marker]) == {
-        "step/zarr/w/.zarray", "step/zarr/w/0", "step/zarr/.0.json", "step/manifest.json",
-    }  # fmt: skip
-    assert changes[marker + 1] == "step/COMMITTED"
-    assert "step/COMMITTED" not in changes[marker + 2 : -1]
-    assert changes[-1] == "step/COMMITTED"
+    first = {"step/zarr/w/.zarray", "step/zarr/w/0", "step/zarr/.0.json", "step/manifest.json"}
+    second = {name.replace("zarr", "zarr.2").replace("t.j", "t.2.j") for name in first}
+    second = {name.replace(".zarr.2ay", ".zarray") for name in second}
+    assert set(changes[:marker]) == first
+    again = changes.index("step/COMMITTED", marker + 1)
+    assert set(changes[marker + 1 : again]) == second
+    assert set(changes[again + 1 :]) == first - {"step/zarr/.0.json"}
+    # A copy on a disk is a checkpoint, whichever names it has.
+    for name in server.names():
+        path = tmp_path / name.removeprefix("bucket/runs/one/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(server.objects[name][1])
+    assert load_checkpoint(tmp_path / "step", {"w": jnp.zeros(2, int)})["w"].tolist() == [1, 1]
 
 
 def test_where_nobody_answers_no_older_checkpoint_is_taken(server, folder, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from axon_dist.checkpoint import seal
 from benchmarks.crash_states import KINDS, measure_states, moments_of, problem_with
 
-FAST = ("export", "token cache", "memory copies")
+FAST = ("export", "token cache", "memory copies", "bucket")
 
 
 def bad_states(kind, folder):
@@ -19,8 +19,8 @@ def bad_states(kind, folder):
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.full) for n in KINDS]
 )
-def test_no_state_loses_what_was_saved(tmp_path, name):
-    for row, count, good in measure_states(tmp_path, [name]):
+def test_no_state_loses_what_was_saved(tmp_path, store, name):
+    for row, count, good in measure_states(tmp_path, [name], store):
         assert (row, good) == (row, count)
 
 

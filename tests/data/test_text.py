@@ -3,7 +3,7 @@ import pytest
 import tokenizers
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.data import TextSource, byte_tokenizer, load_text, load_tokenizer
+from axon_dist.data import TextLoader, TextSource, byte_tokenizer, load_text, load_tokenizer
 
 
 @pytest.fixture
@@ -160,3 +160,25 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install -e '.*\[tokenizers\]'"):
         load_tokenizer("words.json")
+
+
+def test_a_state_names_the_tokenizer_that_changed(folder, tokenizer_file):
+    """Also where the files differ, as tokens do that another tokenizer makes."""
+
+    def loader():
+        text = load_text(source(folder, tokenizer=tokenizer_file))
+        return TextLoader(text, length=2, global_batch=2)
+
+    state = loader().state()
+    loader().restore(state)
+    (folder / "a.txt").write_text("this is a is this" * 2)
+    with pytest.raises(ConfigError, match=r"taken with contents=.* the files hold something else"):
+        loader().restore(state)
+    path = folder / "words.json"
+    path.write_text(path.read_text().replace('"far"', '"fair"'))
+    with pytest.raises(ConfigError, match=r"taken with tokenizer=.* data.tokenizer or data.end_to"):
+        loader().restore(state)
+    # A state of an older version does not say which tokenizer there was.
+    old = {name: value for name, value in state.items() if name != "tokenizer"}
+    with pytest.raises(ConfigError, match="taken with contents="):
+        loader().restore(old)

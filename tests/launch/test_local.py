@@ -131,6 +131,24 @@ def test_a_signal_while_ranks_are_started_ends_them(tmp_path, monkeypatch, count
     assert started[0].code is not None
 
 
+def test_asking_for_a_trace_ends_neither_the_launcher_nor_a_rank_that_starts(tmp_path):
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    told = []
+
+    def tell(line):
+        told.append(line)
+        # The launcher takes signals already, and no rank has started.
+        signal.raise_signal(signal.SIGUSR1)
+
+    program = "os.kill(os.getpid(), signal.SIGUSR1)"
+    try:
+        assert launch(plan(tmp_path, program, count=2), tell) == 0
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert told
+
+
 def test_a_signal_that_ends_commands_that_save_nothing(tmp_path):
     """They may start again as well as those that have saved."""
     program = "time.sleep(.3); rank or os.kill(os.getppid(), 15); time.sleep(100)"
