@@ -80,7 +80,7 @@ def difference(
     numbering = _Numbering()
     numbered = [numbering.of(program) for program in programs]
     mine, theirs = (list(x.results) for x in numbered)
-    shapes_of = [[tuple(v.aval.shape) for v in x.jaxpr.outvars] for x in programs]
+    shapes_of = [[tuple(aval.shape) for aval in x.out_avals] for x in programs]
     if shapes_of[0] != shapes_of[1]:
         return f"gives arrays of shapes {shapes_of[0]}, and not {shapes_of[1]}"
     if mine == theirs:
@@ -93,7 +93,7 @@ def difference(
     except Exception:
         return None
     is_low = any(x.is_low for x in numbered)
-    return _compared(*results, CLOSE_LOW if is_low else CLOSE)
+    return _compared(results[0], results[1], CLOSE_LOW if is_low else CLOSE)
 
 
 def _compared(mine: list[np.ndarray], theirs: list[np.ndarray], close: float) -> str | None:

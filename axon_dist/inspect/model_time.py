@@ -116,7 +116,7 @@ def model_time(
     if machine is None:
         return None
     counted = _Kernels(module, machine).computation(module.entry)
-    seconds = {kind: counted.seconds[kind] for kind in KINDS}
+    seconds: dict[str, float] = {kind: counted.seconds[kind] for kind in KINDS}
     seconds["wire"] += WireModel(module, machine).waited(module.entry)
     kernels = {kind: counted.kernels[kind] for kind in KINDS}
     return ModelTime(seconds, kernels, machine)

@@ -478,7 +478,7 @@ def differs_from_tokens(
     tokens: Array,
     gates: Array,
     expert_ids: Array,
-    kernels: dict[str, Array],
+    kernels: PyTree,
 ) -> str | None:
     """How a module's `mix_experts` differs from a sum over the experts of each token by itself.
 
