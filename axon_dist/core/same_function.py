@@ -80,7 +80,7 @@ def difference(
     numbering = _Numbering()
     numbered = [numbering.of(program) for program in programs]
     mine, theirs = (list(x.results) for x in numbered)
-    shapes_of = [[tuple(aval.shape) for aval in x.out_avals] for x in programs]
+    shapes_of = [[np.shape(v.aval) for v in x.jaxpr.outvars] for x in programs]
     if shapes_of[0] != shapes_of[1]:
         return f"gives arrays of shapes {shapes_of[0]}, and not {shapes_of[1]}"
     if mine == theirs:

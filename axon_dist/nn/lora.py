@@ -242,7 +242,8 @@ def _first_found(patterns: Mapping[str, Any], name: Path, default: Any) -> Any:
 
 def _chosen(model: nnx.Module, paths: tuple[str, ...]) -> dict[Path, _Layer]:
     """The layers that paths find; tables of embeddings by paths that find nothing else."""
-    layers, tables = dict(_layers(model)), dict(_tables(model))
+    layers: dict[Path, _Layer] = dict(_layers(model))
+    tables: dict[Path, _Layer] = dict(_tables(model))
     if not paths:
         return layers
     chosen: dict[Path, _Layer] = {}
@@ -291,7 +292,7 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     plain = nnx.clone(model)
     known = {after: before for before, after in ADAPTED.items()}
     merged: set[int] = set()
-    modules = list(nnx.iter_modules(plain))
+    modules: list[tuple[Path, Any]] = list(nnx.iter_modules(plain))
     for _, layer in modules:
         if type(layer) not in known:
             continue
