@@ -292,7 +292,7 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     plain = nnx.clone(model)
     known = {after: before for before, after in ADAPTED.items()}
     merged: set[int] = set()
-    modules: list[tuple[Path, Any]] = list(nnx.iter_modules(plain))
+    modules: list[tuple[Any, Any]] = list(nnx.iter_modules(plain))
     for _, layer in modules:
         if type(layer) not in known:
             continue
