@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .app import load_model as load_model
     from .checkpoint import CheckpointManager as CheckpointManager
     from .checkpoint import StateDictType as StateDictType
     from .checkpoint import load_checkpoint as load_checkpoint
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from .core.weighted import Shared as Shared
     from .core.weighted import Weighted as Weighted
     from .core.weighted import per_sample as per_sample
-    from .loop import LoopOptions as LoopOptions
-    from .loop import Trainer as Trainer
     from .mesh import Backend as Backend
     from .mesh import MeshSpec as MeshSpec
     from .mesh import ProcessGroup as ProcessGroup
@@ -100,6 +97,9 @@ if TYPE_CHECKING:
     from .step import TrainState as TrainState
     from .step import TrainStep as TrainStep
     from .step import build_train_step as build_train_step
+    from .train.app import load_model as load_model
+    from .train.loop import LoopOptions as LoopOptions
+    from .train.loop import Trainer as Trainer
     from .weights import hub_config as hub_config
     from .weights import load_weights as load_weights
     from .weights import save_weights as save_weights

@@ -28,9 +28,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from axon_dist.app.lock import Lease
 from axon_dist.checkpoint import CheckpointManager, Retention
 from axon_dist.core.files import Address
+from axon_dist.train.app.lock import Lease
 
 from .object_server import ObjectServer, serving
 
@@ -75,7 +75,7 @@ def start(address: str, log: Path, config: Path | None) -> int:
         The number of its process.
     """
     if config is not None:
-        command = [sys.executable, "-m", "axon_dist.cli", "train", str(config)]
+        command = [sys.executable, "-m", "axon_dist.train.cli", "train", str(config)]
         env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(config.parent / "cache")}
         with open(log, "a") as file:
             words = [*command, f"run_dir={address}", "--resume", "auto"]

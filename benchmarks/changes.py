@@ -32,12 +32,12 @@ import jax
 import tokenizers
 from rich.console import Console
 
-from axon_dist.app import train
 from axon_dist.checkpoint import read_manifest
 from axon_dist.checkpoint.layout import MANIFEST, MARKER, marker_of
-from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import AxonDistError
 from axon_dist.mesh import World
+from axon_dist.train.app import train
+from axon_dist.train.config import RunConfig, load_config
 
 STEPS, SAVED = 4, 2
 JINJA = (
@@ -311,7 +311,7 @@ def make_saved(folder: Path, python: str | None = None) -> Leg:
     if python is None:
         whole = run_leg(folder, None)
     else:
-        command = [python, "-m", "axon_dist.cli", "train", str(config)]
+        command = [python, "-m", "axon_dist.train.cli", "train", str(config)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         whole = leg_at(folder, done.stdout + done.stderr, done.returncode == 0)
     assert whole.has_ended, whole.said

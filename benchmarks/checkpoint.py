@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from axon_dist.app.runs import build_run
 from axon_dist.checkpoint import CheckpointManager, Retention, StateDictType
-from axon_dist.config import load_config
+from axon_dist.train.app.runs import build_run
+from axon_dist.train.config import load_config
 
 from .timing import alternate
 

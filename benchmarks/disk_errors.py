@@ -26,12 +26,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from axon_dist.app.directory import RunDirectory, create_directory, take_folders
-from axon_dist.app.training import _go_on, _record
 from axon_dist.checkpoint import CheckpointManager, Retention
-from axon_dist.config import RunConfig
 from axon_dist.core.errors import AxonDistError
-from axon_dist.loop import JsonlWriter
+from axon_dist.train.app.directory import RunDirectory, create_directory, take_folders
+from axon_dist.train.app.training import _go_on, _record
+from axon_dist.train.config import RunConfig
+from axon_dist.train.loop import JsonlWriter
 
 from .watched_disk import watched
 

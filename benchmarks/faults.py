@@ -72,7 +72,14 @@ def start(config: Path, folder: Path, *overrides: str) -> subprocess.Popen:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    command = [sys.executable, "-m", "axon_dist.cli", "train", str(config), f"run_dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "axon_dist.train.cli",
+        "train",
+        str(config),
+        f"run_dir={folder}",
+    ]
     log = open(folder.with_suffix(".log"), "a")  # noqa: SIM115 (the process keeps it open)
     return subprocess.Popen(
         [*command, *overrides, "--resume", "auto"],

@@ -90,7 +90,7 @@ class Launched:
         self.launcher = self.start()
 
     def start(self) -> subprocess.Popen:
-        axon = [sys.executable, "-m", "axon_dist.cli"]
+        axon = [sys.executable, "-m", "axon_dist.train.cli"]
         launch = [*axon, "launch", "-n", str(PROCESSES), "--max-restarts", "9"]
         launch += ["--log-dir", str(self.disk.with_suffix(".logs"))]
         train = [*axon, "train", str(self.config), f"run_dir={self.folder}", "--resume", "auto"]

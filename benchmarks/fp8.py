@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from axon_dist.app.runs import build_loader
-from axon_dist.app.steps import build_step, build_world
-from axon_dist.config import RunConfig, load_config
+from axon_dist.train.app.runs import build_loader
+from axon_dist.train.app.steps import build_step, build_world
+from axon_dist.train.config import RunConfig, load_config
 
 QUICKSTART = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 ONE_DEVICE = ("devices.emulate=1", "mesh.dp=1")

@@ -33,12 +33,12 @@ import optax
 from flax import nnx
 
 from axon_dist import World, build_train_step, fsdp
-from axon_dist.app import check_numerics, tiny, tune, verify
-from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
 from axon_dist.inspect import memory
 from axon_dist.mesh.chips import machine_of
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
+from axon_dist.train.app import check_numerics, tiny, tune, verify
+from axon_dist.train.config import RunConfig
 
 from .timing import alternate
 

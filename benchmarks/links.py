@@ -12,10 +12,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from axon_dist.app import report_page
-from axon_dist.app.run_model import run_config
-from axon_dist.cli.values import check_output, write_output
 from axon_dist.core.errors import AxonDistError
+from axon_dist.train.app import report_page
+from axon_dist.train.app.run_model import run_config
+from axon_dist.train.cli.values import check_output, write_output
 
 from .disk_errors import little_run
 

@@ -156,9 +156,9 @@ MUTATIONS = (
         "nn/test_linear_loss.py::test_value_and_gradients_equal_those_of_all_logits",
     ),
     row(
-        "jaxpr/sample_rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
+        "proof/rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
         "result = losses",
-        "jaxpr/test_samples.py::test_the_weights_of_a_loss_without_logits_are_seen",
+        "ir/test_samples.py::test_the_weights_of_a_loss_without_logits_are_seen",
     ),
     # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
     row(
@@ -211,9 +211,9 @@ MUTATIONS = (
     ),
     # Random draws and the order of the data.
     row(
-        "jaxpr/randomness.py", "jnp.int32) * shape[sampled.dim]\n        if",
+        "ir/randomness.py", "jnp.int32) * shape[sampled.dim]\n        if",
         "jnp.int32)\n        if",
-        "jaxpr/test_randomness.py::test_rows_of_the_global_draw",
+        "ir/test_randomness.py::test_rows_of_the_global_draw",
     ),
     row(
         "data/samples.py", ".seed(seed)", ".seed(0)",
@@ -281,17 +281,17 @@ MUTATIONS = (
     ),
     # Blocks of bridged models: one program for equal ones, their own weights, their names.
     row(
-        "jaxpr/units.py", "if same_program(program, other):",
+        "ir/units.py", "if same_program(program, other):",
         "if not same_program(program, other):",
-        "jaxpr/test_linen.py",
+        "ir/test_linen.py",
     ),
     row(
-        "jaxpr/linen.py", "remaining.append(equation)", "remaining.append(equation), known.clear()",
-        "jaxpr/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
+        "ir/linen.py", "remaining.append(equation)", "remaining.append(equation), known.clear()",
+        "ir/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
     ),
     row(
-        "jaxpr/linen.py", 'self.gathers.get("/".join(filter(None, (path, *names))))', "None",
-        "jaxpr/test_linen.py::test_a_unit_gathers_its_own_parameters_and_no_other",
+        "ir/linen.py", 'self.gathers.get("/".join(filter(None, (path, *names))))', "None",
+        "ir/test_linen.py::test_a_unit_gathers_its_own_parameters_and_no_other",
     ),
     row(
         "step/storage.py", 're.sub("(?i)decoder", "encoder~", str(key))', "str(key)",

@@ -24,7 +24,7 @@ class Peers:
     def __init__(self, config: Path, folder: Path):
         self.folder = folder
         folder.mkdir()
-        command = [sys.executable, "-m", "axon_dist.cli", "train", str(config)]
+        command = [sys.executable, "-m", "axon_dist.train.cli", "train", str(config)]
         command += [f"run_dir={folder / 'run'}", "train.steps=1000000", "train.eval_every=0"]
         plan = LaunchPlan(command=tuple(command), num_processes=PROCESSES)
         base = os.environ | {

@@ -26,11 +26,11 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from axon_dist.config import RunConfig, load_config
-from axon_dist.config.models import make_model
 from axon_dist.core.tree import num_params
 from axon_dist.mesh import MeshSpec
 from axon_dist.mesh.targets import parse_target
+from axon_dist.train.config import RunConfig, load_config
+from axon_dist.train.config.models import make_model
 
 FOLDER = pathlib.Path(__file__).parents[1] / "configs" / "recipes"
 ROWS = (
@@ -63,7 +63,7 @@ def measure(recipe: str, target: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "report.json")
         start = time.perf_counter()
-        command = [sys.executable, "-m", "axon_dist.cli", "inspect", str(path)]
+        command = [sys.executable, "-m", "axon_dist.train.cli", "inspect", str(path)]
         subprocess.run(
             [*command, "--target", target, "--json", str(file)], check=True, capture_output=True
         )

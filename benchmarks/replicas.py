@@ -105,7 +105,7 @@ class Runs:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             **self.silence,
         }
-        axon = [sys.executable, "-m", "axon_dist.cli"]
+        axon = [sys.executable, "-m", "axon_dist.train.cli"]
         logs = self.folder / f"{name}-logs"
         launch = [*axon, "launch", "-n", str(count), "--devices-per-process", "1"]
         launch += ["--max-restarts", "3", "--log-dir", str(logs)]

@@ -77,7 +77,7 @@ class Runs:
         verb += ["--resume", "auto"]
         begin = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, "-m", "axon_dist.cli", *verb],
+            [sys.executable, "-m", "axon_dist.train.cli", *verb],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.env,
         )  # fmt: skip
         assert process.stdout is not None

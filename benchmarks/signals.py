@@ -114,7 +114,7 @@ class Run:
         if where == "train":
             config["devices"] = {"emulate": 2}
         (folder / "config.yaml").write_text(json.dumps(config))
-        axon = [sys.executable, "-m", "axon_dist.cli"]
+        axon = [sys.executable, "-m", "axon_dist.train.cli"]
         command = [*axon, "train", str(folder / "config.yaml"), "--resume", "auto"]
         if where == "launch":
             logs = ["--log-dir", str(folder / "logs")]

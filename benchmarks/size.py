@@ -34,7 +34,7 @@ from rich.table import Table
 
 from axon_dist import World
 from axon_dist.inspect import report, target_devices
-from axon_dist.jaxpr.walk import equations
+from axon_dist.ir.walk import equations
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.models import num_params
 

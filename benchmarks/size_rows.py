@@ -15,9 +15,6 @@ import optax
 from flax import nnx
 
 from axon_dist import ActivationCheckpointing, World, build_train_step, compose
-from axon_dist.app import abstract_batch
-from axon_dist.app.steps import build_step
-from axon_dist.config import load_config
 from axon_dist.models import (
     ExpertConfig,
     Transformer,
@@ -26,6 +23,9 @@ from axon_dist.models import (
     num_params,
 )
 from axon_dist.parallel import STRATEGIES, expert_parallel
+from axon_dist.train.app import abstract_batch
+from axon_dist.train.app.steps import build_step
+from axon_dist.train.config import load_config
 
 PARTS = ("layers", "devices", "experts", "models")
 RECIPE = pathlib.Path(__file__).parents[1] / "configs/recipes/gpt3_175b_pp8_tp4_fsdp32.yaml"

@@ -2,10 +2,10 @@
 
 import sys
 
-from axon_dist.app.examine import read_program
-from axon_dist.app.runs import build_run
-from axon_dist.config import RunConfig
 from axon_dist.core.words import byte_size
+from axon_dist.train.app.examine import read_program
+from axon_dist.train.app.runs import build_run
+from axon_dist.train.config import RunConfig
 
 MESHES = {"tensor": "dp=4,tp=2", "context": "dp=4,cp=2", "pipeline": "pp=4,dp=2"}
 PARALLEL = {

@@ -12,7 +12,7 @@ import tempfile
 import textwrap
 from unittest import mock
 
-from axon_dist.cli.main import main
+from axon_dist.train.cli.main import main
 
 ROOT = pathlib.Path(__file__).parents[1]
 WIDTH = 80

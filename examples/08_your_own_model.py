@@ -12,8 +12,8 @@ import optax
 from flax import nnx
 
 from axon_dist import FSDP, Trainer, World, build_train_step, load_checkpoint, save_checkpoint
-from axon_dist.loop import LoopOptions
 from axon_dist.models import generate, next_token_loss
+from axon_dist.train.loop import LoopOptions
 
 WEEK = "monday tuesday wednesday thursday friday saturday sunday "
 LENGTH = 64

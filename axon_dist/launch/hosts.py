@@ -244,7 +244,7 @@ def remote_command(attempt: _Attempt, rank: int) -> str:
     path = os.environ.get("PYTHONPATH")
     command = [
         *(["env", f"PYTHONPATH={path}"] if path else []),
-        *(sys.executable, "-m", "axon_dist.cli", "launch", "--attached"),
+        *(sys.executable, "-m", "axon_dist.train.cli", "launch", "--attached"),
         *("-n", str(plan.num_processes), "--nnodes", str(len(attempt.hosts))),
         *("--node-rank", str(rank), "--master-addr", host, "--master-port", str(port)),
         *("--grace", f"{plan.grace:g}", "--log-dir", str(plan.log_dir)),

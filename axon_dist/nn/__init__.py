@@ -5,17 +5,17 @@ Start reading in `linear.py` and `layout.py`. The layers of the models of this p
 """
 
 from ..core.modules import wrap_calls as wrap_calls
-from ..jaxpr.layer_scan import find_chains as find_chains
-from ..jaxpr.layer_scan import scan_over_layers as scan_over_layers
-from ..jaxpr.units import GATHER as GATHER
-from ..jaxpr.units import IsUnit as IsUnit
-from ..jaxpr.units import RematPolicy as RematPolicy
-from ..jaxpr.units import block_classes as block_classes
-from ..jaxpr.units import block_paths as block_paths
-from ..jaxpr.units import check_some as check_some
-from ..jaxpr.units import is_inside as is_inside
-from ..jaxpr.units import mark_units as mark_units
-from ..jaxpr.units import units_of as units_of
+from ..ir.layer_scan import find_chains as find_chains
+from ..ir.layer_scan import scan_over_layers as scan_over_layers
+from ..ir.units import GATHER as GATHER
+from ..ir.units import IsUnit as IsUnit
+from ..ir.units import RematPolicy as RematPolicy
+from ..ir.units import block_classes as block_classes
+from ..ir.units import block_paths as block_paths
+from ..ir.units import check_some as check_some
+from ..ir.units import is_inside as is_inside
+from ..ir.units import mark_units as mark_units
+from ..ir.units import units_of as units_of
 from ..ops.linear_loss import linear_cross_entropy as linear_cross_entropy
 from ..ops.linear_loss import linear_scores as linear_scores
 from ..ops.ring import Ring as Ring

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ..core.checks import COUNT, check_fields
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
-from ..jaxpr.units import IsUnit, RematPolicy
+from ..ir.units import IsUnit, RematPolicy
 from ..ops.ring import AROUND
 
 SUMS = "sums"

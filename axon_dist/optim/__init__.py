@@ -1,7 +1,7 @@
 """Optimizers of whole matrices, and optimizers that wrap others.
 
 Start reading in `muon.py`; how its matrices are distributed over devices is in `step/optimizer.py`.
-The optimizers that a config names are in `config/optimizers.py`.
+The optimizers that a config names are in `train/config/optimizers.py`.
 """
 
 from .muon import NewtonSchulz as NewtonSchulz

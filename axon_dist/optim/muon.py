@@ -22,7 +22,7 @@ from ..core.modules import stacks_of
 from ..core.own_context import in_own_context
 from ..core.tree import map_with_path
 from ..core.typing import Array, Leaf, Path, PyTree
-from ..jaxpr.rows import matrixwise
+from ..ir.rows import matrixwise
 
 Coefficients: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
 """Of one quintic for all iterations, or of one for each."""

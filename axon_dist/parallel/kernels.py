@@ -24,7 +24,7 @@ from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum
 from ..core.typing import Array, Function, PyTree
-from ..jaxpr.rewrite import Rewriting
+from ..ir.rewrite import Rewriting
 from ..mesh.chips import machine_of
 from ..nn.attention import attended
 from ..nn.layout import Axes, Layout, manual_axes

@@ -13,8 +13,8 @@ from ..collectives import Compression
 from ..core.checks import is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.typing import Path
-from ..jaxpr.linen import linen_modules
-from ..jaxpr.units import block_paths
+from ..ir.linen import linen_modules
+from ..ir.units import block_paths
 from ..mesh import World
 from ..schedule import Schedule
 

@@ -15,7 +15,7 @@ from ..core.checks import TEXTS, check_fields
 from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
 from ..core.tree import floating_dtype
 from ..core.typing import Path
-from ..jaxpr.units import block_paths, check_some
+from ..ir.units import block_paths, check_some
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule

@@ -20,8 +20,8 @@ from ..core.modules import wrap_calls
 from ..core.own_context import in_own_context
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Leaf, Path, PyTree
-from ..jaxpr.dataflow import Cut, Flow, FlowValue, Product, follow
 from ..nn import ParallelMode, mixes, softmax_attention
+from .dataflow import Cut, Flow, FlowValue, Product, follow
 from .expert import MIX, HasExperts, has_experts
 from .plan import BIAS, TABLES, Plan, Rule
 

@@ -18,7 +18,7 @@ from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
 from ..core.modules import Around, wrap_calls
 from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array, Function, Path, PyTree, Shape
-from ..jaxpr.linen import linen_modules
+from ..ir.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
 from .kernels import COLUMNS, ROWS, RingProducts, into
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of

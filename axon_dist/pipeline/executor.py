@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.typing import Array, PyTree
-from ..jaxpr.pieces import unconstrained
+from ..ir.pieces import unconstrained
 from ..schedule import Phase, Schedule, Slots, assign_slots
 from .stage import (
     Data,

@@ -18,7 +18,7 @@ from jax.tree_util import KeyPath
 
 from ..core.errors import StrategyConflictError
 from ..core.typing import Keys, Path, PyTree, Shape
-from ..jaxpr.rows import Stacked, whole
+from ..ir.rows import Stacked, whole
 from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, Wrapped, axes_of
 
 

@@ -20,9 +20,9 @@ from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Keys, Path, PyTree
-from ..jaxpr.pieces import Piece, cut
-from ..jaxpr.units import is_unit
-from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for, struct_of
+from ..ir.pieces import Piece, cut
+from ..ir.units import is_unit
+from ..ir.walk import called, depends_on, interpret, made_by, needed_for, struct_of
 from ..schedule import Phase, Schedule
 from .layout import flatten
 from .stage import Data, Rest

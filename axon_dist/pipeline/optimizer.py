@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Function, Keys, Path, PyTree
-from ..jaxpr.owners import Atom, OwnedOperation, OwnedProgram, as_array, owned
-from ..jaxpr.rows import Stacked, by_rows, whole
+from ..ir.rows import Stacked, by_rows, whole
 from .layout import ParamLike, Stacks, Stages
+from .owners import Atom, OwnedOperation, OwnedProgram, as_array, owned
 from .rows import RowProgram
 from .storage import ModelStorage
 from .stored_form import Ends, LeafPlace, Run, Slot, StoredForm, VectorLayout, on_whole_vectors

@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.compat import eval_equation
 from ..core.typing import Array
-from ..jaxpr.owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
-from ..jaxpr.walk import same
+from ..ir.walk import same
+from .owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
 from .storage import Cell
 from .stored_form import LeafPlace, Slot
 

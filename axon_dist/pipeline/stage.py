@@ -16,8 +16,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
-from ..jaxpr.pieces import Piece, cut, unconstrained
-from ..jaxpr.walk import depends_on, interpret, needed_for, opened, struct_of
+from ..ir.pieces import Piece, cut, unconstrained
+from ..ir.walk import depends_on, interpret, needed_for, opened, struct_of
 
 
 class Wire(NamedTuple):

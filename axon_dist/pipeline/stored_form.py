@@ -20,9 +20,9 @@ from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Keys, Path, PyTree
-from ..jaxpr.factors import EACH
-from ..jaxpr.owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
+from ..ir.factors import EACH
 from .layout import ParamLike, flatten, nest
+from .owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
 from .storage import Cell, ModelStorage
 
 Slot: TypeAlias = tuple[int, int, Keys | None]

@@ -18,8 +18,8 @@ from jax.extend.core import Jaxpr, Var
 
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Keys
-from ..jaxpr.pieces import Piece
-from ..jaxpr.walk import depends_on, struct_of, variables
+from ..ir.pieces import Piece
+from ..ir.walk import depends_on, struct_of, variables
 from ..schedule import Schedule
 from .layout import Stages
 from .loss_trace import LossTrace

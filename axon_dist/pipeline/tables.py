@@ -16,7 +16,7 @@ import numpy as np
 from ..core.reduction import all_sum
 from ..core.tree import is_key, shapes_of
 from ..core.typing import Array, PyTree
-from ..jaxpr.pieces import replicated
+from ..ir.pieces import replicated
 from ..schedule import Cell, Phase, Schedule, SlotPlan, Slots, receiver
 from .stage import Rest, StageLoss, Wire
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from ..core.compat import eval_equation
 from ..core.typing import Array
-from ..jaxpr.layer_scan import SHARED, Chain, find_chains
-from ..jaxpr.pieces import Piece, unconstrained
-from ..jaxpr.walk import made_by, variables
+from ..ir.layer_scan import SHARED, Chain, find_chains
+from ..ir.pieces import Piece, unconstrained
+from ..ir.walk import made_by, variables
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Wire
 from .storage import ModelStorage

@@ -14,9 +14,9 @@ from jax.extend.core import Literal
 from ..core.errors import DivisibilityError, UnsupportedError
 from ..core.reduction import all_sum
 from ..core.typing import Array, Keys
-from ..jaxpr.pieces import BOUNDS, Piece, Readers, TableRows, readers_of
-from ..jaxpr.rewrite import Rewriting
-from ..jaxpr.walk import depends_on, made_by, struct_of, variables
+from ..ir.pieces import BOUNDS, Piece, Readers, TableRows, readers_of
+from ..ir.rewrite import Rewriting
+from ..ir.walk import depends_on, made_by, struct_of, variables
 from ..nn import own_rows
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, evaluate
 from .loss_trace import LossTrace

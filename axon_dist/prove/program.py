@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from ..core.compat import called, eval_equation, map_axes, scan_counts
 from ..core.reduction import varying
 from ..core.typing import Array, Shape
-from ..jaxpr.walk import OPENED, dtype_of
+from ..ir.walk import OPENED, dtype_of
 
 DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Primitives that draw random bits."""

@@ -29,9 +29,9 @@ from ..core.tree import (
 )
 from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
-from ..jaxpr.alike import UNKNOWN, ZERO, Alike, alike
-from ..jaxpr.sample_values import OutputUse, Use
+from ..ir.alike import UNKNOWN, ZERO, Alike, alike
 from ..mesh import World
+from ..proof.lattice import OutputUse, Use
 from .loss_traces import Traces, scalars
 from .model_changes import batch_spec
 from .objective import evaluate

@@ -31,8 +31,8 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, PyTree
-from ..jaxpr.randomness import changed_results, without_rank
-from ..jaxpr.rows import mixing_in
+from ..ir.randomness import changed_results, without_rank
+from ..ir.rows import mixing_in
 from ..sharding import axes_of, optimizer_shardings
 from ..sharding.padding import for_region, like
 from .gather import even_rows

@@ -1,8 +1,8 @@
 """Gathering a sharded weight for use, and what that does to its gradient on the way back.
 
-`model_changes.py` attaches a gather to each weight of a unit; `gathered` of `jaxpr/units.py` calls
+`model_changes.py` attaches a gather to each weight of a unit; `gathered` of `ir/units.py` calls
 it inside the unit. The backward pass gathers again because `LayerScan.protect` of
-`jaxpr/layer_scan.py` puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as
+`ir/layer_scan.py` puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as
 its policy. A weight of no unit is gathered once, before the model runs.
 """
 
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from ..collectives import plan_buckets, reduce_buckets
 from ..core.reduction import all_sum, on_wire, sum_scatter
 from ..core.typing import Array, Path, PyTree, Shape
-from ..jaxpr.factors import COMPARES, EACH, MOVES
+from ..ir.factors import COMPARES, EACH, MOVES
 from ..ops.fp8 import WEIGHT, Fp8Layers
 from ..ops.int8 import WIDEN, Int8, Int8Form
 from ..parallel import Reduction

@@ -20,7 +20,7 @@ from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.pieces import read_in_loops
+from ..ir.pieces import read_in_loops
 from ..ops.linear_loss import BEFORE_HEAD
 from .gather import global_gather
 from .microbatches import accumulate, draws_of

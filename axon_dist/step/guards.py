@@ -12,7 +12,7 @@ from ..core.typing import Function, PyTree
 from ..inspect.computations import below_branches
 from ..inspect.parse import ProgramLike, as_module, origin
 from ..inspect.transfers import collective_kind
-from ..jaxpr.walk import in_branches
+from ..ir.walk import in_branches
 
 
 class DeadlockGuard:

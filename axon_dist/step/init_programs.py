@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ..core.typing import Array, PyTree
-from ..jaxpr.host_keys import Key
-from ..jaxpr.shared_programs import Constant, Part, Parts, run_part
+from ..ir.host_keys import Key
+from ..ir.shared_programs import Constant, Part, Parts, run_part
 
 IN_FLIGHT = 16
 """The most programs that emulated devices have not yet run."""

@@ -24,9 +24,9 @@ from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
-from ..jaxpr.pieces import read_once, read_outside_units
-from ..jaxpr.randomness import without_rank
-from ..jaxpr.units import is_inside
+from ..ir.pieces import read_once, read_outside_units
+from ..ir.randomness import without_rank
+from ..ir.units import is_inside
 from ..sharding import spec_axes, specs
 from ..sharding.padding import for_region, like, stored_shape
 from .gather import (

@@ -27,10 +27,10 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, shape_key
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.pieces import Ending
-from ..jaxpr.sample_values import OutputUse, SampleUse, Use, Why, use_of
-from ..jaxpr.samples import RANKS, follow_samples
-from ..jaxpr.walk import moves_with, sources_of
+from ..ir.pieces import Ending
+from ..ir.walk import moves_with, sources_of
+from ..proof.interpret import RANKS, follow_samples
+from ..proof.lattice import OutputUse, SampleUse, Use, Why, use_of
 from .model_changes import has_statistics, synchronise_statistics
 from .objective import (
     Forward,

@@ -19,7 +19,7 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import AxonDistError, UnsupportedError, warn
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
-from ..jaxpr.randomness import (
+from ..ir.randomness import (
     Drawn,
     SampleRows,
     find_rows,

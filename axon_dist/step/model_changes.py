@@ -14,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from ..core.errors import warn
 from ..core.tree import is_key, wide
 from ..core.typing import Function, Path, PyTree
-from ..jaxpr.layer_scan import scan_over_layers
-from ..jaxpr.loop_rule import LoopRule
-from ..jaxpr.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
-from ..jaxpr.units import GATHER, RematPolicy, is_in_any, is_inside, mark_units
+from ..ir.layer_scan import scan_over_layers
+from ..ir.loop_rule import LoopRule
+from ..ir.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
+from ..ir.units import GATHER, RematPolicy, is_in_any, is_inside, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
 from ..ops.precision import autocast, cast_floating

@@ -31,8 +31,8 @@ from jax.sharding import Mesh, PartitionSpec
 from ..core.errors import AxonDistError, ConfigError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree, Shape
-from ..jaxpr.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
-from ..jaxpr.walk import equations
+from ..ir.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
+from ..ir.walk import equations
 from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes

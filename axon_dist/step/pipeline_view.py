@@ -16,7 +16,7 @@ from ..core.reduction import all_sum, on_wire
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.randomness import at_part, without_rank
+from ..ir.randomness import at_part, without_rank
 from ..parallel import PipelinePlan
 from ..pipeline import (
     Data,

@@ -13,7 +13,7 @@ from flax import nnx
 from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, check_all
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
-from ..jaxpr.linen import linen_modules
+from ..ir.linen import linen_modules
 from ..ops.fp8 import Fp8Layers
 from ..parallel import STRATEGY_RULES, check_sums, has_experts
 from ..sharding import Policy, spec_axes

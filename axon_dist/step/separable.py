@@ -24,11 +24,11 @@ from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import is_key, leaves_with_paths, shape_key
 from ..core.typing import Batch, LossFn, Path
-from ..jaxpr.randomness import is_added_to
-from ..jaxpr.sample_pairs import RESIZED
-from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
-from ..jaxpr.walk import moves_with, sources_of
+from ..ir.randomness import is_added_to
+from ..ir.walk import moves_with, sources_of
 from ..parallel import SUM_SAMPLES, keep_samples_apart
+from ..proof.lattice import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
+from ..proof.operation import RESIZED
 from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
 from .model_changes import warn_of_parts
 

@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.tree import joined, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, Path, PyTree
-from ..jaxpr.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
-from ..jaxpr.walk import equations
+from ..ir.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
+from ..ir.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
 from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings

@@ -21,7 +21,7 @@ from ..core.tree import joined, leaves_with_paths, parted, shape_key, shapes_of
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import FilledBatch, Weighted
 from ..core.words import byte_size
-from ..jaxpr.loop_rule import LoopChoice
+from ..ir.loop_rule import LoopChoice
 from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, LeafDecision, shardings
 from ..sharding.padding import model_tree, padding_of, stored_shapes, stored_tree

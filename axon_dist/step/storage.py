@@ -21,9 +21,9 @@ from ..core.modules import bridges_of, stacks_of
 from ..core.tree import joined, leaves_with_paths, map_with_path, parted
 from ..core.typing import Array, Batch, Function, Keys, LossFn, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.linen import linen_blocks, linen_modules, looped_inputs
-from ..jaxpr.rows import Stacked, by_rows, whole
-from ..jaxpr.units import mark_units, names_of
+from ..ir.linen import linen_blocks, linen_modules, looped_inputs
+from ..ir.rows import Stacked, by_rows, whole
+from ..ir.units import mark_units, names_of
 from ..ops.int8 import Int8Form, narrowed, widened
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (

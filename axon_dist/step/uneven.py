@@ -19,7 +19,7 @@ from ..core.errors import AxonDistError
 from ..core.tree import shapes_of
 from ..core.typing import Batch, PyTree
 from ..core.weighted import Shared, Weighted
-from ..jaxpr.sample_values import same_scale
+from ..proof.lattice import same_scale
 from .batch import samples_of
 from .global_view import in_eval_mode, summed
 from .loss_traces import Traces

@@ -14,7 +14,7 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.tree import shapes_of
 from ..core.typing import Array, Metrics, PyTree
-from ..jaxpr.walk import needed_for
+from ..ir.walk import needed_for
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
 from ..optim.wrappers import Watched
 from .batch import Placed

@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, zero
-from axon_dist.config.optimizers import AdamW, Group
-from axon_dist.config.rates import WarmupStableDecay
 from axon_dist.optim import Spikes, watched
 from axon_dist.parallel import fsdp, pipelined
+from axon_dist.train.config.optimizers import AdamW, Group
+from axon_dist.train.config.rates import WarmupStableDecay
 
 from .models import Case, mean_square, regression_batch
 from .reference import assert_close, norm_of, train

@@ -19,10 +19,10 @@ from flax import nnx
 import axon_dist
 from axon_dist import World
 from axon_dist.core.errors import AxonDistError
-from axon_dist.loop import LoopOptions, Trainer
 from axon_dist.schedule import Costs, build_schedule
 from axon_dist.sharding import Replicate
 from axon_dist.step import TrainState
+from axon_dist.train.loop import LoopOptions, Trainer
 
 
 class Net(nnx.Module):

@@ -20,7 +20,7 @@ import zlib
 import numpy as np
 import pytest
 
-from axon_dist.cli.main import main
+from axon_dist.train.cli.main import main
 
 SECONDS = 5
 DEEP = "[" * 5000
@@ -862,7 +862,7 @@ def test_tables_that_are_none(capsys, tmp_path, text):
 def run(*arguments, **options):
     """A real command."""
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    command = [sys.executable, "-m", "axon_dist.cli", *arguments]
+    command = [sys.executable, "-m", "axon_dist.train.cli", *arguments]
     env |= options.pop("env", {})
     return subprocess.run(command, env=env, capture_output=True, timeout=120, **options)
 
@@ -888,7 +888,7 @@ def test_real_commands(arguments, words, tmp_path):
 @pytest.mark.full
 def test_a_full_standard_output_is_one_line_too(tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    command = [sys.executable, "-m", "axon_dist.cli", "schedule", "1f1b", "--stages", "2",
+    command = [sys.executable, "-m", "axon_dist.train.cli", "schedule", "1f1b", "--stages", "2",
                "--microbatches", "2"]  # fmt: skip
     env["TMPDIR"] = str(tmp_path)
     with open("/dev/full", "w") as full:

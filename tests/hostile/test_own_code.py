@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from axon_dist.cli.main import main
+from axon_dist.train.cli.main import main
 
 OWN = """
 import sys

@@ -16,11 +16,12 @@ import pytest
 from flax import nnx
 
 import axon_dist
-from axon_dist import MeshSpec, World, app
+from axon_dist import MeshSpec, World
 from axon_dist.core.errors import AxonDistError
-from axon_dist.loop import LoopOptions, Trainer
 from axon_dist.planner import parse_count
 from axon_dist.schedule import Costs, build_schedule, draw, simulate, to_svg
+from axon_dist.train import app
+from axon_dist.train.loop import LoopOptions, Trainer
 
 SECONDS = 5
 

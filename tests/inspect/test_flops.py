@@ -7,8 +7,8 @@ from axon_dist.core.compat import RARE
 from axon_dist.inspect import flops
 from axon_dist.inspect.flops import CostModel
 from axon_dist.inspect.parse import as_module
-from axon_dist.jaxpr.device import liveness_program
-from axon_dist.jaxpr.placement import unsplit
+from axon_dist.planner.device import liveness_program
+from axon_dist.planner.placement import unsplit
 
 
 def compiled_flops(function, *args):

@@ -9,7 +9,6 @@ import sys
 import pytest
 import yaml
 
-from axon_dist.cli.verbs import VERBS
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import (
     INTERRUPTED,
@@ -23,6 +22,7 @@ from axon_dist.launch import (
     read_hosts,
     submit_job,
 )
+from axon_dist.train.cli.verbs import VERBS
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -183,7 +183,7 @@ def over_ssh(tmp_path):
         given = [word for name, value in options.items() for word in (f"--{name}", value)]
         arguments = ["--hosts", hosts, "--log-dir", str(tmp_path), "--grace", "2", *given]
         return subprocess.run(
-            [sys.executable, "-m", "axon_dist.cli", "launch", *arguments, "--", *command],
+            [sys.executable, "-m", "axon_dist.train.cli", "launch", *arguments, "--", *command],
             env=env, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
 

@@ -9,8 +9,8 @@ import optax
 from flax import nnx
 
 from axon_dist import DDP, Trainer, World, build_train_step, ddp
-from axon_dist.config import load_config, train
 from axon_dist.train import LoopOptions
+from axon_dist.train.config import load_config, train
 
 
 def linear(seed):

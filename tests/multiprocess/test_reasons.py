@@ -16,7 +16,7 @@ import itertools, sys, time
 import jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 from axon_dist import World, build_train_step, ddp
-from axon_dist.loop import LoopOptions, Trainer
+from axon_dist.train.loop import LoopOptions, Trainer
 
 kind, world = sys.argv[1], World.init("dp=-1")
 me = world.process_index
@@ -79,7 +79,15 @@ def test_the_launcher_names_rank_and_reason_in_one_line(tmp_path, kind):
     env = {k: v for k, v in os.environ.items() if k != "NPROC"}
     env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     env |= {"AXON_SILENCE_TIMEOUT": "20"}
-    command = [sys.executable, "-m", "axon_dist.cli", "launch", "-n", "2", "--devices-per-process"]
+    command = [
+        sys.executable,
+        "-m",
+        "axon_dist.train.cli",
+        "launch",
+        "-n",
+        "2",
+        "--devices-per-process",
+    ]
     command += ["1", "--log-dir", str(tmp_path), "--", sys.executable, str(program), kind]
     with subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -35,7 +35,7 @@ def start(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * 99)
     config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG.format(folder=tmp_path))
-    axon = [sys.executable, "-m", "axon_dist.cli"]
+    axon = [sys.executable, "-m", "axon_dist.train.cli"]
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
     started = []
 

@@ -6,9 +6,9 @@ import sys
 import jax
 import pytest
 
-from axon_dist.app import train
-from axon_dist.config import load_config
 from axon_dist.launch import LaunchPlan, launch
+from axon_dist.train.app import train
+from axon_dist.train.config import load_config
 
 pytestmark = pytest.mark.multiprocess
 
@@ -73,7 +73,7 @@ def of_many(path, overrides, count, monkeypatch):
     cache = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
     arguments = ["train", str(path), *overrides, f"run_dir={folder}"]
-    command = (sys.executable, "-m", "axon_dist.cli", *arguments)
+    command = (sys.executable, "-m", "axon_dist.train.cli", *arguments)
     plan = LaunchPlan(command=command, num_processes=count, log_dir=logs)
     told = []
     assert launch(plan, told.append) == 0, told

@@ -7,7 +7,7 @@ import pytest
 
 from axon_dist.core.errors import ConfigError, DTypeError
 from axon_dist.inspect import flops
-from axon_dist.jaxpr.walk import equations
+from axon_dist.ir.walk import equations
 from axon_dist.models import cross_entropy
 from axon_dist.nn import linear_cross_entropy, linear_scores
 from axon_dist.ops.linear_loss import HeadLoss, Operands, _in_turn, _online, evaluate

@@ -23,7 +23,7 @@ from axon_dist import (
 )
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
-from axon_dist.jaxpr.walk import equations
+from axon_dist.ir.walk import equations
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.nn import ColumnParallelLinear
 from axon_dist.ops.fp8 import BACKWARD, FORWARD, Fp8Dot, fp8_layers, fp8_reasons, rounded

@@ -11,7 +11,7 @@ from flax import nnx
 
 from axon_dist import DDP, World, build_train_step, compose, ddp
 from axon_dist.inspect import collectives, flops
-from axon_dist.jaxpr.rewrite import Rewriting
+from axon_dist.ir.rewrite import Rewriting
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.nn import Layout, linear_cross_entropy
 from axon_dist.parallel import LossOverMesh, fsdp, pipelined, tensor_parallel

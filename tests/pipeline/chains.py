@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axon_dist.jaxpr.units import UNIT_NAME
+from axon_dist.ir.units import UNIT_NAME
 from axon_dist.pipeline import Data, ModelStorage, Stages, trace_loss
 
 WIDTH, SAMPLES = 4, 3

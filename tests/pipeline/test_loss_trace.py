@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.jaxpr.pieces import variables
+from axon_dist.ir.pieces import variables
 from axon_dist.pipeline import buffers_over_time
 
 from .chains import BLOCKS, buffers_of, chain_loss, microbatch, params_of, traced, unit

@@ -1,8 +1,8 @@
 import pytest
 
-from axon_dist.config import RunConfig, build_strategy
 from axon_dist.core.errors import ConfigError
 from axon_dist.planner import Candidate, SlowReplicas, candidate_for
+from axon_dist.train.config import RunConfig, build_strategy
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ import pytest
 from flax import nnx
 
 from axon_dist import ActivationCheckpointing, build_train_step
-from axon_dist.app import steps, summary
-from axon_dist.app.steps import build_step
-from axon_dist.app.summary import remat_line
-from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import World, abstract_world
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import fsdp
 from axon_dist.planner import read_step, recompute_least
 from axon_dist.planner.reading import LADDER, SURE
+from axon_dist.train.app import steps, summary
+from axon_dist.train.app.steps import build_step
+from axon_dist.train.app.summary import remat_line
+from axon_dist.train.config import RunConfig
 
 build_module = importlib.import_module("axon_dist.step.build")
 CONFIG = TransformerConfig(

@@ -13,7 +13,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.cli.main import main
 from axon_dist.core.errors import ConfigError, MeshError
 from axon_dist.parallel import compose, ddp, fsdp, suggest_plan, tensor_parallel, zero
 from axon_dist.prove import (
@@ -24,6 +23,7 @@ from axon_dist.prove import (
     prove,
     prove_strategy,
 )
+from axon_dist.train.cli.main import main
 
 from . import planted
 from .historic import HISTORIC

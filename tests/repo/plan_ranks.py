@@ -10,10 +10,10 @@ import pathlib
 import sys
 from collections.abc import Mapping
 
-from axon_dist.app import plan_config
-from axon_dist.app.config_plans import ReadPlan
-from axon_dist.config import load_config
 from axon_dist.planner import parse_cluster
+from axon_dist.train.app import plan_config
+from axon_dist.train.app.config_plans import ReadPlan
+from axon_dist.train.config import load_config
 from tests.repo.digests import run
 
 ROOT = pathlib.Path(__file__).parents[2]

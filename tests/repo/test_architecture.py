@@ -32,7 +32,7 @@ ONLY = {
     "checkpoint": {"core", "mesh", "sharding"},
 }
 # Old names that a subpackage above defines now, found there when they are asked for.
-OLD_NAMES = {("config/__init__.py", "app"), ("parallel/__init__.py", "step")}
+OLD_NAMES = {("train/config/__init__.py", "app"), ("parallel/__init__.py", "step")}
 MAX_FUNCTION = 60
 
 
@@ -92,7 +92,7 @@ def test_no_globals_and_no_stubs():
 
 def test_importing_starts_no_backend_and_sets_no_variable():
     program = (
-        "import os; before = dict(os.environ); import axon_dist, axon_dist.cli.main; "
+        "import os; before = dict(os.environ); import axon_dist, axon_dist.train.cli.main; "
         "from axon_dist.core.compat import backend_started; "
         "assert not backend_started(); assert dict(os.environ) == before"
     )

@@ -5,11 +5,11 @@ import pathlib
 import jax
 import pytest
 
-from axon_dist.app import verify
-from axon_dist.app.verify import EXACT
-from axon_dist.config import load_config
 from axon_dist.core.plain_yaml import read_yaml
 from axon_dist.step import global_view
+from axon_dist.train.app import verify
+from axon_dist.train.app.verify import EXACT
+from axon_dist.train.config import load_config
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))

@@ -17,7 +17,7 @@ PUBLIC = ROOT / "tests" / "repo" / "public_names.txt"
 ROOMS = [
     module.name
     for module in pkgutil.iter_modules(axon_dist.__path__, "axon_dist.")
-    if module.ispkg and module.name != "axon_dist.cli"
+    if module.ispkg and module.name != "axon_dist.train.cli"
 ]
 
 

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from axon_dist.cli.main import VERBS, _parse
+from axon_dist.train.cli.main import VERBS, _parse
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"

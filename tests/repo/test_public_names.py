@@ -24,11 +24,11 @@ def test_every_public_name_is_found(place):
 
 def test_a_name_that_never_was_is_not_found():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        getattr(importlib.import_module("axon_dist.config"), "tri" + "an")
+        getattr(importlib.import_module("axon_dist.train.config"), "tri" + "an")
 
 
 def test_a_name_that_has_another_now_warns():
-    config = importlib.import_module("axon_dist.config")
+    config = importlib.import_module("axon_dist.train.config")
     with pytest.warns(DeprecationWarning, match="SCHEDULES is called config.RATES"):
         assert getattr(config, "SCHED" + "ULES") is config.RATES
 

@@ -16,9 +16,9 @@ from flax import nnx
 
 import axon_dist
 from axon_dist import World, build_train_step, parallel
-from axon_dist.cli.main import VERBS, _parse
-from axon_dist.config import RunConfig
 from axon_dist.core.tree import leaves_with_paths
+from axon_dist.train.cli.main import VERBS, _parse
+from axon_dist.train.config import RunConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -41,7 +41,7 @@ def test_commands_name_files_and_verbs_that_exist():
         assert (ROOT / config).exists(), config
     verbs = set(re.findall(r"(?<![\w/])axon (\w+)", commands)) | {"train"}
     shown = subprocess.run(
-        [sys.executable, "-m", "axon_dist.cli", "--help"], capture_output=True, text=True
+        [sys.executable, "-m", "axon_dist.train.cli", "--help"], capture_output=True, text=True
     ).stdout
     for verb in verbs:
         assert verb in shown, f"axon {verb} is not a command"
@@ -84,9 +84,7 @@ PROMISES = {
     "Your modules are not edited": ["contracts/test_strategies.py::test_equals_one_device"],
     "Linen modules go through": ["contracts/test_foreign.py::test_equals_one_device"],
     "tries models of other packages": ["foreign/test_matrix.py::test_equals_one_device"],
-    "that feed each other run as one scan": [
-        "jaxpr/test_layer_scan.py::test_groups_compute_the_same"
-    ],
+    "that feed each other run as one scan": ["ir/test_layer_scan.py::test_groups_compute_the_same"],
     "reads a compiled step back": [
         "inspect/test_report.py::test_the_three_witnesses_agree_with_arithmetic",
         "inspect/test_aot.py::test_every_chip_that_can_be_planned_can_be_compiled_for",
@@ -100,7 +98,7 @@ PROMISES = {
         "multiprocess/test_stuck.py::test_a_process_that_hangs_is_named_by_all",
         "multiprocess/test_stuck.py::test_sigterm_in_the_middle_saves_at_the_same_step_everywhere",
         "step/test_nonfinite.py::test_stopping_keeps_the_state_before_and_gives_the_batches_back",
-        "app/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit",
+        "train/app/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit",
     ],
     "on any power of two of ranks": [
         "step/test_elastic.py::test_bits_are_those_of_one_rank",

@@ -22,8 +22,8 @@ from axon_dist import (
     zero,
 )
 from axon_dist.inspect import collectives
-from axon_dist.jaxpr.pieces import read_once
-from axon_dist.jaxpr.units import mark_units
+from axon_dist.ir.pieces import read_once
+from axon_dist.ir.units import mark_units
 from axon_dist.step.local_view import stacking_of
 
 WIDTH, ROWS, PARTS, STEPS = 16, 32, 4, 3

@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, fsdp
-from axon_dist.app.steps import build_step
-from axon_dist.config import RunConfig, abstract_batch
 from axon_dist.inspect import report, target_devices
 from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.planner import read_step
+from axon_dist.train.app.steps import build_step
+from axon_dist.train.config import RunConfig, abstract_batch
 
 pytestmark = [
     pytest.mark.aot,

@@ -14,7 +14,7 @@ from flax import nnx
 
 from axon_dist import build_train_step, compose, ddp
 from axon_dist.core.compat import inner_programs
-from axon_dist.jaxpr.walk import Literal, inners
+from axon_dist.ir.walk import Literal, inners
 from axon_dist.mesh import abstract_world
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import context_parallel, pipelined

@@ -11,8 +11,8 @@ from flax import nnx
 
 from axon_dist import GradScaler, World, build_train_step, compose, ddp, fsdp, pipelined, zero
 from axon_dist.core.errors import ConfigError, NonfiniteError
-from axon_dist.loop import LoopOptions, SilentProgress, Trainer
 from axon_dist.step import Nonfinite
+from axon_dist.train.loop import LoopOptions, SilentProgress, Trainer
 
 WIDTH, SAMPLES = 8, 16
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from axon_dist import ActivationCheckpointing, build_train_step, ddp, fsdp
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.jaxpr.walk import same_program
+from axon_dist.ir.walk import same_program
 from axon_dist.parallel import pipelined
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}

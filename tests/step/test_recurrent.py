@@ -9,8 +9,8 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, ddp
 from axon_dist.inspect import collectives, target_devices
-from axon_dist.jaxpr.pieces import read_in_loops
-from axon_dist.jaxpr.units import mark_units
+from axon_dist.ir.pieces import read_in_loops
+from axon_dist.ir.units import mark_units
 from axon_dist.mesh import abstract_world
 from axon_dist.mesh.targets import missing_compiler
 from axon_dist.parallel import STRATEGIES

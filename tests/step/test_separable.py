@@ -12,7 +12,6 @@ from flax import nnx
 
 from axon_dist import Weighted, World, build_train_step, ddp, per_sample
 from axon_dist.core.errors import ConfigError, UnsupportedError
-from axon_dist.jaxpr.sample_values import Use
 from axon_dist.models import (
     ExpertConfig,
     ResNet,
@@ -25,6 +24,7 @@ from axon_dist.models import (
     next_token_loss,
 )
 from axon_dist.parallel import keep_samples_apart
+from axon_dist.proof.lattice import Use
 from axon_dist.step.loss_traces import Traces
 from axon_dist.step.parts import take_apart
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import ActivationCheckpointing, World, build_train_step, compose
-from axon_dist.jaxpr.walk import equations
+from axon_dist.ir.walk import equations
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import STRATEGIES
 

@@ -1,0 +1,400 @@
+"""Which dims of a traced model have to be split alike: how its kernels feed each other.
+
+Every dim of every array of a jaxpr belongs to a *segment*: the dims that must be split alike for a
+program to need no communication. Elementwise operations join the dims of their operands, products
+join the dims they contract, and so on. A reshape that cuts a dim into factors links its segment to
+those of the factors. An operation that cannot work on a part of a dim spoils the segment, which
+then cannot be split, and the reason is noted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from ..core.typing import Path
+from ..ir.factors import RESHAPES, SCATTERS, Factors, Role, factors, guessed
+from ..ir.walk import Inner, inners, interpret, shape_of
+
+Dims: TypeAlias = list[int]
+"""The nodes of an array's dims."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A dim made of parts: `size = parts * inner`, or the factors of a reshape.
+
+    Args:
+        dim: node of the dim.
+        piece: node of the part or factor.
+        parts: how many equal blocks are side by side before the piece's own order; 1 for the
+            major factor.
+        by_reshape: whether a reshape separates the blocks, rather than slices.
+        repeats: whether the dim is its piece with every element repeated, such as key heads that
+            several query heads share.
+    """
+
+    dim: int
+    piece: int
+    parts: int
+    by_reshape: bool
+    repeats: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A kernel multiplied with activations.
+
+    Args:
+        path: of the parameter in the model.
+        contracted: nodes of the kernel's contracted dims.
+        free: nodes of the kernel's other dims.
+        order: position in the program.
+        batched: nodes of the kernel's batch dims: a matrix for each, such as those of experts.
+    """
+
+    path: Path
+    contracted: tuple[int, ...]
+    free: tuple[int, ...]
+    order: int
+    batched: tuple[int, ...] = ()
+
+
+class Flow:
+    """The segments of a program, filled by `follow`.
+
+    Attributes:
+        products: the kernels and what they are multiplied with, in order.
+        lookups: parameters that are indexed by inputs, with the node of the rows.
+        outputs: nodes of the features that the model returns.
+        repeated: nodes of dims that a broadcast made.
+        cuts: dims made of parts.
+        spoiled: by node, why a segment cannot be split.
+    """
+
+    def __init__(self):
+        self.sizes: list[int] = []
+        self._parent: list[int] = []
+        self.products: list[Product] = []
+        self.lookups: dict[Path, int] = {}
+        self.outputs: set[int] = set()
+        self.repeated: set[int] = set()
+        self.cuts: list[Cut] = []
+        self.spoiled: dict[int, str] = {}
+        self.order = 0
+
+    def new(self, shape: Sequence[int]) -> Dims:
+        """Fresh nodes for the dims of an array."""
+        start = len(self.sizes)
+        self.sizes += list(shape)
+        self._parent += range(start, start + len(shape))
+        return list(range(start, start + len(shape)))
+
+    def find(self, node: int) -> int:
+        """The segment of a node."""
+        while self._parent[node] != node:
+            # Path halving keeps later walks short.
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def join(self, one: int, other: int) -> None:
+        """Joins the segments of two dims; dims of size 1, and of two sizes, stay apart."""
+        # A broadcast dim goes with any size, and would join all of those into one segment.
+        if self.sizes[one] == self.sizes[other] != 1:
+            self._parent[self.find(other)] = self.find(one)
+
+    def spoil(self, node: int, why: str) -> None:
+        """Notes why a dim cannot be split; the first reason stays."""
+        if self.sizes[node] > 1:
+            self.spoiled.setdefault(node, why)
+
+    def reasons(self) -> dict[int, str]:
+        """Why each spoiled segment cannot be split."""
+        reasons: dict[int, str] = {}
+        for node, why in self.spoiled.items():
+            reasons.setdefault(self.find(node), why)
+        return reasons
+
+
+@dataclasses.dataclass
+class FlowValue:
+    """What is known about an array.
+
+    Args:
+        dims: the nodes of its dims.
+        origin: the parameter that it is, cast or transposed, or None.
+        from_input: whether it depends on an input of the model.
+    """
+
+    dims: Dims
+    origin: Path | None = None
+    from_input: bool = False
+
+
+def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[FlowValue]) -> list[FlowValue]:
+    """Follows a jaxpr equation by equation.
+
+    Args:
+        flow: collects the segments.
+        jaxpr: an open jaxpr.
+        values: what is known about its inputs.
+
+    Returns:
+        What is known about its outputs.
+    """
+
+    def unknown(atom):
+        return FlowValue(flow.new(shape_of(atom)))
+
+    def run(equation: JaxprEqn, operands: Sequence[FlowValue]) -> list[FlowValue]:
+        flow.order += 1
+        programs = [] if equation.primitive.name == "while" else inners(equation)
+        if programs:
+            return _follow_inner(flow, equation, programs[-1], operands)
+        return _follow_equation(flow, equation, operands)
+
+    consts = [unknown(variable) for variable in jaxpr.constvars]
+    return interpret(jaxpr, consts, values, run, literal=unknown)
+
+
+def _results(flow: Flow, equation: JaxprEqn, operands: Sequence[FlowValue]) -> list[FlowValue]:
+    is_fed = any(operand.from_input for operand in operands)
+    return [FlowValue(flow.new(shape_of(v)), from_input=is_fed) for v in equation.outvars]
+
+
+def _follow_inner(
+    flow: Flow, equation: JaxprEqn, inner: Inner, operands: Sequence[FlowValue]
+) -> list[FlowValue]:
+    """Follows a call, a loop, or of a conditional the last branch: the one for any platform."""
+    shared, carry, stacked = inner.parts(operands)
+    rows = [dataclasses.replace(value, dims=value.dims[1:]) for value in stacked]
+    outputs = follow(flow, inner.program.jaxpr, [*shared, *carry, *rows])
+    if equation.primitive.name not in ("scan", "cond"):
+        return outputs[: len(equation.outvars)]
+    results = _results(flow, equation, operands)
+    is_loop = equation.primitive.name == "scan"
+    for number, (value, result) in enumerate(zip(outputs, results, strict=True)):
+        is_row = is_loop and number >= inner.num_carried
+        _join_all(flow, value.dims, result.dims[1:] if is_row else result.dims)
+    for value, start in zip(outputs, carry, strict=False):
+        _join_all(flow, value.dims, start.dims)
+    return results
+
+
+def _join_all(flow: Flow, mine: Dims, theirs: Dims) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        flow.join(one, other)
+
+
+def _is_elementwise(equation: JaxprEqn) -> bool:
+    """Whether all arrays have the shape of the results, or size 1 where they are repeated."""
+    results = {shape_of(variable) for variable in equation.outvars}
+    if len(results) != 1:
+        return False
+    (shape,) = results
+
+    def repeats(sizes):
+        return len(sizes) == len(shape) and all(
+            size in (full, 1) for size, full in zip(sizes, shape, strict=True)
+        )
+
+    return all(not shape_of(v) or repeats(shape_of(v)) for v in equation.invars)
+
+
+def _follow_equation(
+    flow: Flow, equation: JaxprEqn, operands: Sequence[FlowValue]
+) -> list[FlowValue]:
+    name, results = equation.primitive.name, _results(flow, equation, operands)
+    known = factors(equation)
+    if known is None and _is_elementwise(equation):
+        known = guessed(equation)
+    if known is None or name in SCATTERS or Role.WINDOW in known.roles:
+        for value in (*operands, *results):
+            for node in value.dims:
+                flow.spoil(node, f"goes through {name}")
+        return results
+    # The indices of a gather share no batch dim with its result.
+    sources = operands[:1] if name == "gather" else operands
+    step = _Step(flow, equation, known, list(sources), results)
+    step.repeat()
+    for factor, role in enumerate(known.roles):
+        step.follow_factor(factor, role)
+    if name == "dot_general":
+        step.multiply()
+    is_lookup = name == "gather" and step.look_up(operands[1])
+    for result in results:
+        result.origin = None if is_lookup else step.origin_of(result)
+    return results
+
+
+@dataclasses.dataclass
+class _Step:
+    """One equation that runs no inner program."""
+
+    flow: Flow
+    equation: JaxprEqn
+    factors: Factors
+    operands: list[FlowValue]
+    results: list[FlowValue]
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+    def follow_factor(self, factor: int, role: Role) -> None:
+        """Joins dims that are split alike, notes cuts, and spoils dims that cannot be split."""
+        ins = self._nodes(factor, self.factors.operands, self.operands)
+        outs = self._nodes(factor, self.factors.results, self.results)
+        if role is Role.PASSES and not self._cut(factor, ins, outs):
+            self._join(ins + outs)
+        elif role is Role.SUMMED and self.name == "dot_general":
+            self._join(ins)
+            # A product of two activations is no row-parallel layer: attention scores, for one, need
+            # the whole sum.
+            if all(operand.origin is None for operand in self.operands):
+                self.flow.spoil(ins[0], "is summed over between activations")
+        elif role in (Role.SUMMED, Role.REDUCED):
+            self._spoil(ins, f"is normalised or reduced by {self.name}")
+        elif role is Role.ALONG:
+            is_reshape = self.name == "reshape"
+            why = "is reshaped across its neighbours" if is_reshape else f"goes through {self.name}"
+            self._spoil(ins + outs, why)
+        elif role is Role.PART:
+            self._take_part(ins[0], outs)
+        elif role is Role.JOINED:
+            self._align(ins, outs[0])
+
+    def repeat(self) -> None:
+        """Notes the dims that a broadcast makes."""
+        dims = self.equation.params.get("broadcast_dimensions", ())
+        if self.name == "broadcast_in_dim":
+            new = [node for dim, node in enumerate(self.results[0].dims) if dim not in dims]
+            self.flow.repeated.update(new)
+
+    def multiply(self) -> None:
+        """Notes the product of a parameter."""
+        for number, operand in enumerate(self.operands):
+            if operand.origin is None:
+                continue
+            kinds: tuple[Dims, Dims, Dims] = [], [], []
+            for factor, role in enumerate(self.factors.roles):
+                places = self.factors.dims(factor, self.factors.operands)
+                nodes = [operand.dims[dim] for which, dim in places if which == number]
+                kinds[0 if role is Role.SUMMED else 1 + (len(places) > 1)].extend(nodes)
+            summed, free, shared = map(tuple, kinds)
+            product = Product(operand.origin, summed, free, self.flow.order, shared)
+            self.flow.products.append(product)
+
+    def look_up(self, indices: FlowValue) -> bool:
+        """Notes a parameter whose rows are looked up by the model's input."""
+        table, rows = self.operands[0], self.equation.params["dimension_numbers"].start_index_map
+        is_lookup = table.origin is not None and indices.from_input and len(rows) == 1
+        for dim in rows:
+            if is_lookup:
+                self.flow.lookups[table.origin or ""] = table.dims[dim]
+            else:
+                self.flow.spoil(table.dims[dim], "is indexed")
+        return is_lookup
+
+    def origin_of(self, result: FlowValue) -> Path | None:
+        """The parameter that a result is, reshaped, cast or a row of it; None for others."""
+        first = self.operands[0] if self.operands else result
+        if self.name in RESHAPES or self.name in ("transpose", "unstack"):
+            return first.origin
+        if self.name in ("slice", "split", "dynamic_slice"):
+            return first.origin if _is_row(self.flow, first, result) else None
+        if self.name == "gather":
+            return first.origin if self._takes_rows() else None
+        arrays = [operand for operand in self.operands if operand.dims]
+
+        # A kernel times a scalar, cast or negated is that kernel; a sum of two is neither.
+        def shape(value):
+            return [self.flow.sizes[node] for node in value.dims]
+
+        is_same = len(arrays) == 1 and shape(arrays[0]) == shape(result)
+        return arrays[0].origin if is_same else None
+
+    def _takes_rows(self) -> bool:
+        numbers, sizes = (
+            self.equation.params["dimension_numbers"],
+            self.equation.params["slice_sizes"],
+        )
+        rows, table = numbers.collapsed_slice_dims, self.operands[0].dims
+        fits = [sizes[d] == self.flow.sizes[node] for d, node in enumerate(table) if d not in rows]
+        return all(fits) and rows == numbers.start_index_map
+
+    def _nodes(
+        self, factor: int, side: Sequence[Sequence[tuple[int, ...]]], values: Sequence[FlowValue]
+    ) -> Dims:
+        places = self.factors.dims(factor, side)
+        return [values[number].dims[dim] for number, dim in places if number < len(values)]
+
+    def _join(self, nodes: Dims) -> None:
+        for node in nodes[1:]:
+            self.flow.join(nodes[0], node)
+
+    def _spoil(self, nodes: Dims, why: str) -> None:
+        for node in nodes:
+            self.flow.spoil(node, why)
+
+    def _cut(self, factor: int, ins: Dims, outs: Dims) -> bool:
+        """Notes that a dim is one of the factors of another; False where it is the same dim."""
+        for side, wholes, pieces in (
+            (self.factors.operands, ins, outs),
+            (self.factors.results, outs, ins),
+        ):
+            numbers = next((n for array in side for n in array if factor in n and len(n) > 1), ())
+            if not numbers:
+                continue
+            at = numbers.index(factor)
+            # Of three or more factors the last ones cannot be split, and need no `Cut`.
+            if at < _CUT:
+                parts = 1 if at == 0 else self.flow.sizes[self._piece(numbers[0])]
+                repeats = at == 0 and self._piece(numbers[1]) in self.flow.repeated
+                self.flow.cuts.append(Cut(wholes[0], pieces[0], parts, True, repeats))
+            return True
+        return False
+
+    def _piece(self, factor: int) -> int:
+        """The dim that is one factor of another."""
+        sides = (self.factors.operands, self.operands), (self.factors.results, self.results)
+        return next(
+            values[number].dims[dim]
+            for side, values in sides
+            for number, array in enumerate(side)
+            for dim, numbers in enumerate(array)
+            if numbers == (factor,)
+        )
+
+    def _take_part(self, source: int, outs: Dims) -> None:
+        sizes = self.flow.sizes
+        for node in outs:
+            if self.name == "pad":
+                self._spoil([source, node], "goes through pad")
+            elif sizes[node] > 1 and sizes[source] % sizes[node] == 0:
+                parts = sizes[source] // sizes[node]
+                self.flow.cuts.append(Cut(source, node, parts, False))
+            else:
+                self.flow.spoil(source, f"is indexed by {self.name}")
+        if not outs:
+            self.flow.spoil(source, f"is indexed by {self.name}")
+
+    def _align(self, ins: Dims, out: int) -> None:
+        for node in ins:
+            if self.flow.sizes[node] == self.flow.sizes[out]:
+                self.flow.join(out, node)
+            else:
+                self._spoil([out, node], f"goes through {self.name}")
+
+
+_CUT = 2
+
+
+def _is_row(flow: Flow, source: FlowValue, result: FlowValue) -> bool:
+    """Whether an array is one of the matrices that another stacks, such as those of experts."""
+    pairs = zip(result.dims, source.dims, strict=True)
+    return all(flow.sizes[mine] in (1, flow.sizes[theirs]) for mine, theirs in pairs)

@@ -1,0 +1,487 @@
+"""Layouts of arrays over mesh axes, partial sums, and the `LivenessProgram` of one device.
+
+A liveness program is a list of operations with their bytes, FLOPs and collectives; `device.py`
+writes it. The layout of an array is the mesh axes that split each of its dims.
+
+The compiler derives the layouts of intermediate values from those of their operands: products keep
+the split dims that they do not sum over, elementwise operations take those of any operand, reshapes
+keep the major factor. What is summed over a split dim is a *partial* sum on every rank, until a
+collective adds it up. This follows from the `factors` of operations; where an operation has none,
+dims of equal size keep their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from ..core.compat import RARE, splash_flops
+from ..ir.factors import ELEMENTWISE, Factors, Role, factors, guessed
+
+Axes: TypeAlias = frozenset[str]
+Splits: TypeAlias = tuple[Axes, ...]
+"""For each dim of an array, the mesh axes that split it."""
+
+NONE: Axes = frozenset()
+
+ResultLayout: TypeAlias = tuple[Splits, Axes]
+"""The layout of a result, and the axes over which every rank holds a partial sum."""
+
+
+def unsplit(ndim: int) -> Splits:
+    """The layout of an array that is not split."""
+    return (NONE,) * ndim
+
+
+def of_spec(spec: PartitionSpec | Sequence[object], ndim: int) -> Splits:
+    """The splits of a `PartitionSpec`.
+
+    Example:
+        >>> [sorted(axes) for axes in of_spec((None, ("dp", "tp")), 3)]
+        [[], ['dp', 'tp'], []]
+    """
+
+    def named(entry):
+        return isinstance(entry, (str, tuple))
+
+    def one(entry):
+        return frozenset([entry] if isinstance(entry, str) else entry)
+
+    splits = [one(entry) if named(entry) else NONE for entry in tuple(spec)]
+    return (*splits, *unsplit(ndim - len(splits)))
+
+
+def once(splits: Sequence[Axes]) -> Splits:
+    """Removes axes that split an earlier dim already."""
+    used: set[str] = set()
+    remaining = []
+    for axes in splits:
+        remaining.append(axes - used)
+        used |= axes
+    return tuple(remaining)
+
+
+def either(one: Splits, other: Splits) -> Splits:
+    """The axes that split the dims of one of two arrays, or else of the other."""
+    return once([a or b for a, b in zip(one, other, strict=True)])
+
+
+def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]:
+    """The layouts of the results of an equation that runs no inner program.
+
+    Args:
+        equation: of a jaxpr.
+        operands: the layouts of its operands.
+
+    Returns:
+        One for each result.
+    """
+    if equation.primitive.name == "sharding_constraint":
+        return [(_constrained(equation, operands[0]), NONE)]
+    known = factors(equation)
+    rule, name = known or guessed(equation), equation.primitive.name
+    # Of operands that disagree, an elementwise operation follows the first.
+    is_first = known is None or name in ELEMENTWISE
+    axes_of = _axes(rule, operands, is_first)
+    results = [once([_split(rule, numbers, axes_of) for numbers in dims]) for dims in rule.results]
+    summed = union(axes_of[n] for n, role in enumerate(rule.roles) if role in ADDED_UP)
+    return [(splits, summed - union(splits)) for splits in results]
+
+
+SPLIT_ALIKE = frozenset({Role.PASSES, Role.ALONG, Role.JOINED, Role.INDEXED})
+"""Along these factors a result is split as the operands are."""
+
+ADDED_UP = frozenset({Role.SUMMED, Role.INDEXED})
+"""Along these factors every rank has a partial sum, where the result has no such dim: of rows that
+are looked up a rank returns those that it has, and zeros for the others."""
+
+
+def union(axes: Iterable[Axes]) -> Axes:
+    """All axes of some dims."""
+    return NONE.union(*axes)
+
+
+def _axes(rule: Factors, operands: Sequence[Splits], is_first: bool) -> list[Axes]:
+    """The axes that split each factor: those of the dims of which it is the major one."""
+    axes_of = [NONE] * len(rule.roles)
+    for array, splits in zip(rule.operands, operands, strict=True):
+        for numbers, axes in zip(array, splits, strict=True):
+            if numbers and not (is_first and axes_of[numbers[0]]):
+                axes_of[numbers[0]] |= axes
+    return axes_of
+
+
+def _split(rule: Factors, numbers: Sequence[int], axes_of: Sequence[Axes]) -> Axes:
+    return union(axes_of[number] for number in numbers if rule.roles[number] in SPLIT_ALIKE)
+
+
+def _constrained(equation: JaxprEqn, operand: Splits) -> Splits:
+    sharding = equation.params["sharding"]
+    free = equation.params.get("unconstrained_dims") or ()
+    said = of_spec(getattr(sharding, "spec", ()), len(operand))
+    return once([operand[d] if d in free else axes for d, axes in enumerate(said)])
+
+
+VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "stop_gradient", "pvary", "name", "reshard", "copy_p"}
+    | {"bitcast_convert_type", "optimization_barrier", "sharding_constraint"}
+)
+"""Operations that copy no data; the transpose of a matrix is one for the product that reads it."""
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot_general"})
+"""Operations whose operands and results are in memory."""
+
+ATTENTION = "dot_product_attention"
+"""How the names of the primitives of fused attention begin."""
+
+OTHERS = frozenset(
+    {"gather", "scatter-add", "scatter_add", "scatter", "sort", "top_k", "fft", "cholesky"}
+    | {"reduce_window", "reduce_window_max", "reduce_window_sum", "select_and_scatter_add"}
+    | {"select_and_gather_add", "dynamic_update_slice", "cumsum", "cumlogsumexp", "cumprod"}
+)
+"""Operations whose results are in memory."""
+
+LINEAR = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "neg", "copy", "reduce_sum"}
+    | {"slice", "pad", "name", "reduce_precision"}
+)
+"""Linear operations on one operand, which may also be done before its sum over ranks."""
+
+COLLECTIVES: Mapping[str, tuple[str, str]] = {
+    "psum": ("all-reduce", "axes"),
+    "psum_invariant": ("all-reduce", "axes"),
+    "all_gather": ("all-gather", "axis_name"),
+    "all_gather_invariant": ("all-gather", "axis_name"),
+    "reduce_scatter": ("reduce-scatter", "axis_name"),
+    "ppermute": ("collective-permute", "axis_name"),
+    "all_to_all": ("all-to-all", "axis_name"),
+}
+"""The collectives of programs in `shard_map`, and which parameter names the axes."""
+
+SUMS = frozenset({"psum", "psum_invariant"})
+"""Those of `COLLECTIVES` that give every rank the whole sum."""
+
+SPREAD = frozenset({"broadcast_in_dim", "iota"})
+"""Operations whose results are larger than all that they read."""
+
+IN_PLACE = frozenset({"scatter-add", "scatter_add", "scatter", "dynamic_update_slice"})
+"""Operations that overwrite their first operand where nothing else reads it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """One collective.
+
+    Args:
+        kind: the compiler's name of it.
+        axes: the mesh axes.
+        num_bytes: of the full array: the result of an all-gather, the operand of the others.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductDims:
+    """The sizes of the products of one kernel on a device.
+
+    Args:
+        kind: `"product"`, `"forward"` or `"backward"`; the latter two are fused attention.
+        rows: of the result; of attention the positions that a query may look at.
+        columns: of the result; of attention the width of a head.
+        summed: the dim that is contracted; of attention 0.
+        batch: independent products.
+        written: bytes of an element of the result.
+        read: bytes of an element of the operands.
+        flops: of all.
+        is_causal: whether later positions are masked.
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    summed: int
+    batch: int
+    written: int
+    read: int
+    flops: float
+    is_causal: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One operation on one device.
+
+    Args:
+        name: of the primitive.
+        kind: `"fused"`, `"reduction"`, `"product"`, `"other"`, `"barrier"` or `"loop"`.
+        reads: buffers.
+        writes: buffers.
+        flops: of its products.
+        sent: collectives.
+        bodies: what a loop runs in every iteration; of a conditional all branches.
+        trips: iterations.
+        num_consts: of the buffers that it reads, the first so many are the same in every iteration.
+        num_carry: the next so many are carried from one iteration to the next.
+        ahead: bytes that every iteration gathers for the next one.
+        dims: the sizes of its product; None of what is none, or where they are not known.
+    """
+
+    name: str
+    kind: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    flops: float = 0.0
+    sent: tuple[Sent, ...] = ()
+    bodies: tuple[LivenessProgram, ...] = ()
+    trips: int = 1
+    num_consts: int = 0
+    num_carry: int = 0
+    ahead: int = 0
+    dims: ProductDims | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class LivenessProgram:
+    """A program of one device.
+
+    Args:
+        nodes: in the order of the program.
+        sizes: bytes of each buffer.
+        inputs: buffers that exist before.
+        outputs: buffers that exist after.
+        is_rare: whether it is a branch that hardly ever runs.
+    """
+
+    nodes: list[Node]
+    sizes: list[int]
+    inputs: list[int]
+    outputs: list[int]
+    is_rare: bool = False
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all products; of a conditional, of the costliest branch that is not rare."""
+        return sum(
+            node.flops
+            + node.trips * max((b.flops for b in node.bodies if not b.is_rare), default=0.0)
+            for node in self.nodes
+        )
+
+    def sends(self, times: int = 1) -> list[tuple[Sent, int]]:
+        """Every collective, and how often it runs; those of all branches are listed."""
+        collectives = [(sent, times) for node in self.nodes for sent in node.sent]
+        for node in self.nodes:
+            for body in node.bodies:
+                collectives += body.sends(times * node.trips)
+        return collectives
+
+
+def is_rare(branch: ClosedJaxpr) -> bool:
+    """Whether a branch of a conditional was traced in the scope of those that hardly ever run."""
+    return any(RARE in str(equation.source_info.name_stack) for equation in branch.jaxpr.eqns)
+
+
+def kind_of(name: str) -> str:
+    """The kind of the node of a primitive that runs no inner program."""
+    if name in PRODUCTS or name.startswith(ATTENTION):
+        return "product"
+    if name in OTHERS or name in COLLECTIVES:
+        return "other"
+    return (
+        "reduction"
+        if name.startswith(("reduce_", "arg")) and name != "reduce_precision"
+        else "fused"
+    )
+
+
+ADDS = frozenset({"add", "add_any"})
+
+SCATTERS = frozenset({"scatter-add", "scatter_add"})
+
+
+@dataclasses.dataclass(eq=False)
+class Sharded:
+    """A variable with its layout.
+
+    Args:
+        buffer: that holds it.
+        splits: by its dims.
+        partial: the sums that it is a partial sum of, until a collective adds them up.
+        known: its value, where it selects a branch by platform.
+    """
+
+    buffer: int
+    splits: Splits
+    partial: tuple[Sum, ...] = ()
+    known: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Sum:
+    """A sum of which every rank has a part.
+
+    Args:
+        node: what made it.
+        axes: of the ranks.
+        num_bytes: that a rank has of it.
+        trips: iterations of the loop that adds to it. Where it is scattered, every iteration
+            scatters its part, for the compiler gives a loop's carry the layout of its readers.
+        is_replicated: whether every rank has to have all of it before it is scattered.
+        is_done: whether it was added up already, for another reader.
+        is_base: whether a scatter of parts is added to it. XLA scatters onto it then, and of what
+            it has added up and split, it gathers the whole for that.
+    """
+
+    node: Node
+    axes: Axes
+    num_bytes: int
+    trips: int = 1
+    is_replicated: bool = False
+    is_done: bool = False
+    is_base: bool = False
+
+
+def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
+    """Whether a loop does nothing with a value that it carries but add to it.
+
+    Args:
+        before: its buffer when an iteration begins; -1 for what is not carried.
+        after: its buffer when the iteration ends.
+        nodes: of an iteration.
+    """
+    if before < 0:
+        return False
+    if before == after:
+        return not any(before in node.reads for node in nodes)
+    readers = [node for node in nodes if before in node.reads]
+    linear = all(node.name in LINEAR or node.name in ADDS for node in readers)
+    return linear and all(is_added_to(w, after, nodes) for n in readers for w in n.writes)
+
+
+def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
+    """The sums that the result of a linear operation is a part of, because its operands are."""
+    # A sum that was completed for another reader is not partial any more.
+    partial = [tuple(part for part in one.partial if not part.is_done) for one in operands]
+    is_part = [bool(sums) for sums in partial]
+    if name in SCATTERS and len(partial) > 2 and is_part[2]:
+        # Added to a replicated array; the sum over ranks may as well follow the scatter.
+        return () if is_part[0] or is_part[1] else partial[2]
+    if name in ADDS:
+        # What a loop adds to its carry is summed over ranks after the loop; other addends may be
+        # so before or after they are added.
+        return joined(tuple(sum(partial, ()))) if any(is_part) else ()
+    if name == "mul" and sum(is_part) == 1:
+        return partial[0] or partial[1]
+    if name == "div":
+        return () if is_part[1] else partial[0]
+    return partial[0] if name in LINEAR else ()
+
+
+def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
+    """Partial sums that are added: one collective for all of products, one for each other."""
+    if any(one.node.name in SCATTERS for one in sums):
+        for one in sums:
+            one.is_base = one.node.kind == "product"
+    alike = {(one.node.kind, one.axes, one.num_bytes) for one in sums}
+    if len(alike) > 1 or sums[0].node.kind != "product":
+        return sums
+    for one in sums[1:]:
+        one.is_done = True
+    return sums[:1]
+
+
+def flops_of(
+    equation: Any, splits: Sequence[Splits], result: Splits, axes: Mapping[str, int], platform: str
+) -> float:
+    """Multiplications and additions of one device; none where nothing is multiplied.
+
+    Args:
+        equation: of a traced program over global arrays.
+        splits: the layout of each operand.
+        result: the layout of the result.
+        axes: the sizes of the mesh axes.
+        platform: only TPUs multiply a row with the matrix of its group alone.
+    """
+    name = equation.primitive.name
+    shapes: list[tuple[int, ...]] = [getattr(a.aval, "shape", ()) for a in equation.invars]
+
+    def ways(names):
+        return math.prod(axes[axis] for axis in names)
+
+    def local(shape, layout):
+        return math.prod(-(-n // ways(a)) for n, a in zip(shape, layout, strict=True))
+
+    out = equation.outvars[0].aval.shape
+    known = factors(equation) if name in ("dot_general", "conv_general_dilated") else None
+    if known is not None:
+        roles = enumerate(known.roles)
+        of_kernel = [n for n, role in roles if role in (Role.SUMMED, Role.REDUCED)]
+        places = [at for n in of_kernel for at in known.dims(n, known.operands)]
+        summed = math.prod(shapes[1][dim] for operand, dim in places if operand == 1)
+        shared = ways(union(splits[operand][dim] for operand, dim in places) - union(result))
+        return 2.0 * local(out, result) * summed / shared
+    if name == "ragged_dot_general":
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        summed = numbers.dot_dimension_numbers[0][0]
+        (ragged,) = numbers.lhs_ragged_dimensions
+        products = 2.0 * local(out, result) * math.prod(shapes[0][dim] for dim in summed)
+        dense = products * (1 if ragged in summed else shapes[2][0])
+        return dense / shapes[2][0] if platform == "tpu" else dense
+    if name == "pallas_call":
+        queries = max(range(len(shapes)), key=lambda at: math.prod(shapes[at]))
+        results = [each.aval.shape for each in equation.outvars]
+        count = splash_flops(equation.params["name"] or "", shapes, results)
+        return count / ways(union(splits[queries]))
+    if name.startswith(ATTENTION):
+        return (4.0 if "fwd" in name else 10.0) * local(shapes[0], splits[0]) * shapes[1][1]
+    return 0.0
+
+
+def product_dims(
+    equation: Any, result: Splits, axes: Mapping[str, int], flops: float
+) -> ProductDims | None:
+    """The sizes of a product or of fused attention on one device; None of anything else.
+
+    Args:
+        equation: of a traced program over global arrays.
+        result: the layout of the result.
+        axes: the sizes of the mesh axes.
+        flops: of a device, by `flops_of`.
+    """
+    name, operands = equation.primitive.name, [atom.aval for atom in equation.invars]
+    if not flops or not (name == "dot_general" or name.startswith(ATTENTION)):
+        return None
+    out = equation.outvars[0].aval
+    if name != "dot_general":
+        kind = "forward" if "fwd" in name else "backward"
+        length, width = operands[1].shape[1], operands[0].shape[-1]
+        is_causal = "CAUSAL" in str(equation.params.get("mask_type"))
+        size = out.dtype.itemsize
+        return ProductDims(kind, length, width, 0, 1, size, size, flops, is_causal)
+    (left, _), (batch_dims, _) = equation.params["dimension_numbers"]
+    sizes = [
+        -(-size // math.prod(axes[axis] for axis in names))
+        for size, names in zip(out.shape, result, strict=True)
+    ]
+    first = len(batch_dims)
+    after = first + len(operands[0].shape) - first - len(left)
+    rows, columns = math.prod(sizes[first:after]), math.prod(sizes[after:])
+    batch = math.prod(sizes[:first])
+    return ProductDims(
+        kind="product",
+        rows=rows,
+        columns=columns,
+        summed=max(1, round(flops / (2 * max(1, math.prod(sizes))))),
+        batch=batch,
+        written=out.dtype.itemsize,
+        read=max(one.dtype.itemsize for one in operands[:2]),
+        flops=flops,
+    )

@@ -1,0 +1,252 @@
+"""The sample proof's rules for operations that gather, scatter, slice, split and concatenate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from ..ir.factors import SCATTERS, Role
+from .lattice import Coupling, Kind, Value, Why, aligned, either, nonlinear, plus
+from .operation import Operation, Rule, Shapes, all_constant, as_rows, grown, is_turn, not_numbered
+
+
+def _take(op: Operation, values: list[Value]) -> Value:
+    table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
+    if table.kind is Kind.CARRY:
+        # What a loop adds to has to stay at its places.
+        raise Coupling(Why.LOOPED)
+    if not table.is_rows:
+        if indices.dim is not None:
+            _check_index(indices)
+            if not table.is_constant:
+                raise Coupling("looks up a total over the samples for each of them")
+            moved = op.moved(indices, _INDICES)
+            return Value(Kind.ROWS, table.scale, moved.dim, moved.outer)
+        if not indices.is_constant and not indices.is_rows:
+            raise Coupling("is an index that depends on several samples")
+        return aligned([indices], table.scale) if indices.is_rows else table
+    if table.numbers:
+        raise Coupling(Why.NUMBERS)
+    if table.dim is None:
+        return aligned([table, indices], table.scale)
+    if is_turn(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
+        numbers = op.params["dimension_numbers"]
+        is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
+        return table.at(None) if is_row else _stray()
+    return _take_rows(op, table, indices)
+
+
+_TABLE, _INDICES, _UPDATES = range(3)
+"""The operands of a gather or scatter."""
+
+
+def _check_index(indices: Value) -> None:
+    if indices.numbers:
+        raise Coupling(Why.NUMBERS)
+
+
+def _factor(op: Operation, value: Value, operand: int) -> int | None:
+    return None if value.dim is None else op.factors.factor(operand, value.dim)
+
+
+def _is_alike(op: Operation, table: Value, indices: Value) -> bool | None:
+    """Whether each sample has its own index; None where the samples are not counted in both."""
+    factor = _factor(op, table, _TABLE)
+    places = op.factors.dims(factor, op.factors.operands) if factor is not None else []
+    if not any(operand == _INDICES for operand, _ in places):
+        return None
+    _check_index(indices)
+    return _factor(op, indices, _INDICES) == factor and indices.outer == table.outer
+
+
+def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
+    numbers, dim = op.params["dimension_numbers"], table.dim
+    is_alike = _is_alike(op, table, indices)
+    if is_alike is not None:
+        if is_alike:
+            return op.moved(table)
+    elif dim in numbers.start_index_map and dim in numbers.collapsed_slice_dims:
+        # x[arange(B), labels]: every sample takes its own row.
+        column = tuple(numbers.start_index_map).index(dim)
+        repeated = indices.numbers * len(numbers.start_index_map)
+        flags = repeated if len(indices.numbers) == 1 else indices.numbers
+        others = [flag for number, flag in enumerate(flags) if number != column]
+        if flags and flags[column] and not any(others) and table.outer == indices.outer == 1:
+            return table.at(op.moved(indices.at(indices.dim or 0), _INDICES).dim, 1)
+    elif dim not in numbers.start_index_map:
+        is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
+        if is_fixed and op.factors.role(_TABLE, dim or 0) is Role.PASSES:
+            return op.moved(table)
+    raise Coupling(Why.PICKED)
+
+
+def _scatter(op: Operation, values: list[Value]) -> Value:
+    table, indices, updates = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
+    if all_constant((table, indices, updates)):
+        return nonlinear(op.name, [table, indices, updates])
+    if table.dim is None:
+        return _scatter_total(op, table, indices, updates)
+    factor = _written(op, table, indices)
+    if factor is None:
+        raise Coupling("writes to samples by an index")
+    if op.name.endswith("mul") and (table.is_scaled or updates.is_scaled):
+        raise Coupling(Why.SIZES)
+    if updates.is_rows:
+        is_own = _factor(op, updates, _UPDATES) == factor
+        return either(table, updates.at(table.dim, updates.outer)) if is_own else _stray()
+    return either(table, updates)
+
+
+def _written(op: Operation, table: Value, indices: Value) -> int | None:
+    """The factor of the updates that counts the samples that they are written to."""
+    numbers, dim = op.params["dimension_numbers"], table.dim or 0
+    is_alike = _is_alike(op, table, indices)
+    if is_alike is not None:
+        return _factor(op, table, _TABLE) if is_alike else None
+    targets = tuple(numbers.scatter_dims_to_operand_dims)
+    if dim in targets and dim in numbers.inserted_window_dims:
+        column, flags = targets.index(dim), indices.numbers
+        if len(flags) > column and flags[column] and sum(flags) == 1 and table.outer == 1:
+            return op.factors.factor(_INDICES, indices.dim or 0)
+    elif dim not in targets:
+        is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
+        if is_fixed and op.factors.role(_TABLE, dim) is Role.PASSES:
+            return _factor(op, table, _TABLE)
+    return None
+
+
+def _stray() -> Value:
+    raise Coupling("puts samples together with other samples")
+
+
+def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) -> Value:
+    """Counts and sums by segment: every sample adds to places of its own choice."""
+    _check_index(indices)
+    ok = op.name in ("scatter-add", "scatter_add")
+    pairs = (indices, _INDICES), (updates, _UPDATES)
+    at = {_factor(op, value, operand) for value, operand in pairs if value.is_rows}
+    known = {indices.kind, updates.kind} <= {Kind.CONSTANT, Kind.ROWS}
+    if ok and known and len(at) == 1 and None not in at:
+        operand, value = next((o, v) for v, o in pairs if v.is_rows)
+        small, large = (shape[value.dim or 0] for shape in op.inputs[operand])
+        return plus(table, Value(Kind.TOTAL, updates.scale * large / small))
+    if ok and indices.is_constant and updates.kind in (Kind.TOTAL, Kind.CONSTANT):
+        return plus(table, updates)
+    raise Coupling(Why.WRITTEN)
+
+
+def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
+    if not all_constant(values[1:]):
+        return _own_row(op, values) or _moving(op, values)
+    if Role.PART in op.roles:
+        raise Coupling(Why.SOME)
+    return not_numbered(values[0])
+
+
+def _own_row(op: Operation, values: list[Value]) -> Value | None:
+    """The row of the sample that a loop over all samples is at."""
+    table, places, dim = values[0], values[1:], values[0].dim
+    if not table.is_rows or dim is None or table.outer != 1 or table.numbers:
+        return None
+    rest = [*places[:dim], *places[dim + 1 :]]
+    is_one = op.params["slice_sizes"][dim] == 1 == op.others["slice_sizes"][dim]
+    is_own = is_one and is_turn(places[dim], op.inputs[0][0][dim])
+    return table.at(None) if is_own and all_constant(rest) else None
+
+
+def _moving(op: Operation, values: list[Value]) -> Value:
+    """Slices at places that depend on the one sample of a loop."""
+    if any(v.dim is not None for v in values):
+        raise Coupling(Why.MOVING)
+    return nonlinear(op.name, values)
+
+
+def _dynamic_update(op: Operation, values: list[Value]) -> Value:
+    if not all_constant(values[2:]):
+        return _moving(op, values)
+    table, new = (as_rows(v, s) for v, s in zip(values[:2], op.inputs[:2], strict=True))
+    if Role.JOINED in op.roles:
+        raise Coupling("writes over some of the samples")
+    return either(table, new)
+
+
+def _slice(op: Operation, values: list[Value]) -> Value:
+    cuts = []
+    for params in (op.params, op.others):
+        starts, ends = params["start_indices"], params["limit_indices"]
+        strides = params["strides"] or (1,) * len(starts)
+        cuts.append([*zip(starts, ends, strides, strict=True)])
+    return _sliced(values[0], op.inputs[0], op.outputs[0], cuts)
+
+
+def _sliced(
+    value: Value, shapes: Shapes, new: Shapes, cuts: Sequence[Sequence[tuple[int, ...]]]
+) -> Value:
+    dim = value.dim
+    if dim is None:
+        return not_numbered(value)
+    spans = [cut[dim] for cut in cuts]
+    sizes = [shape[dim] for shape in shapes]
+    if all(span == (0, size, 1) for span, size in zip(spans, sizes, strict=True)):
+        return value
+    not_numbered(value)
+    blocks = [size // value.outer for size in sizes]
+    at = [(a / n, b / n) for (a, b, _), n in zip(spans, blocks, strict=True)]
+    if at[0] == at[1] and all(x.is_integer() for x in at[0]) and spans[0][2] == 1:
+        return value.at(dim, int(at[0][1] - at[0][0]))
+    start, _, stride = spans[0]
+    even = [shape[dim] * stride == size for shape, size in zip(new, sizes, strict=True)]
+    if value.outer == 1 and all(even) and start < stride and spans[1][::2] == (start, stride):
+        return value
+    ends = [[cut[0] for cut in spans], [cut[1] for cut in spans]]
+    # So many from either end are the same for all sizes; a share of the samples is not.
+    is_fixed = all(a == b or sizes[0] - a == sizes[1] - b for a, b in ends)
+    is_fixed = is_fixed and all(new[0]) and {cut[2] for cut in spans} == {1}
+    raise Coupling(Why.SOME if is_fixed else Why.UNEVEN)
+
+
+def _split(op: Operation, values: list[Value]) -> list[Value]:
+    value, axis = values[0], op.params["axis"]
+    if value.dim != axis or not value.is_rows:
+        return [not_numbered(value)] * len(op.outputs)
+    pieces, starts = [], [0, 0]
+    for one, two, new in zip(op.params["sizes"], op.others["sizes"], op.outputs, strict=True):
+        spans = [
+            [(a, a + n, 1) if d == axis else () for d in range(axis + 1)]
+            for a, n in zip(starts, (one, two), strict=True)
+        ]
+        pieces.append(_sliced(value, op.inputs[0], new, spans))
+        starts = [starts[0] + one, starts[1] + two]
+    return pieces
+
+
+def _pad(op: Operation, values: list[Value]) -> Value:
+    value, filling = values
+    if Role.PART in op.roles:
+        raise Coupling("is padded along the samples")
+    if filling.is_zero:
+        known = value.known if value.is_zero else None
+        return dataclasses.replace(not_numbered(value), known=known)
+    return either(value, filling) if value.is_rows else nonlinear(op.name, values)
+
+
+def _reverse(op: Operation, values: list[Value]) -> Value:
+    if Role.ALONG in op.roles:
+        raise Coupling(Why.TURNED)
+    return not_numbered(values[0])
+
+
+INDEXING: MappingProxyType[str, Rule] = MappingProxyType(
+    {
+        "gather": _take,
+        **dict.fromkeys(SCATTERS, _scatter),
+        "dynamic_slice": _dynamic_slice,
+        "dynamic_update_slice": _dynamic_update,
+        "slice": _slice,
+        "split": _split,
+        "pad": _pad,
+        "rev": _reverse,
+    }
+)
+"""By the name of the primitive."""

@@ -1,0 +1,483 @@
+"""Proves how the outputs of a program depend on the samples of its batch.
+
+This is an abstract interpretation of two traces: one of the program on the whole batch, and one on
+one of the equal parts that the batch is split into. Both traces must have the same operations on
+the same values; the dims and constants that differ between them are those that depend on the
+number of samples. Dim 0 of the batch counts samples. The rules of `sample_rules` derive the
+abstract value (`sample_values.Value`) of each result from those of the operands, so that each
+output is shown to be a mean over the samples, a sum, one row per sample, independent of the
+samples, or a value that cannot be combined from those of the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from ..core.compat import source_line
+from ..core.tree import is_key
+from ..core.weighted import PER_SAMPLE
+from ..ir.factors import RESHAPES
+from ..ir.walk import Inner, called, inners
+from .lattice import (
+    CONSTANT,
+    Coupling,
+    Kind,
+    Mixing,
+    Value,
+    Why,
+    coupled,
+    either,
+    plus,
+    same_scale,
+    with_line,
+)
+from .one_sample import Aligned, aligned_equations, is_loose, loosely, relay, relayed
+from .operation import (
+    CALLS,
+    RESIZED,
+    WITHIN,
+    Constant,
+    Operation,
+    Pair,
+    PairValues,
+    Shapes,
+    all_constant,
+    are_alike,
+    are_equal_keys,
+    constant,
+    counts,
+    differing,
+    draws,
+    folded,
+    grown,
+    grown_scalar,
+    have_one_form,
+    is_float,
+    is_of_jax,
+    operation,
+    promised,
+    pullback,
+)
+from .rules import SAMPLE_RULES, unknown, unread
+
+RANKS = "samples_of_all_ranks"
+"""The mesh axis over which an analysed program may sum values of all ranks."""
+
+
+def follow_samples(
+    trace: Callable[[int], ClosedJaxpr],
+    sizes: tuple[int, int],
+    num_batch: int,
+    zeros: Container[int] = (),
+) -> list[Value]:
+    """Derives how each output of a program depends on the samples of its batch.
+
+    Args:
+        trace: `trace(samples)` gives the closed jaxpr for a batch of so many samples.
+        sizes: the numbers of samples of a part and of the whole, the latter a multiple.
+        num_batch: how many of its last inputs are leaves of the batch, with samples in dim 0.
+        zeros: the numbers of the inputs that are 0.
+
+    Returns:
+        How each output depends on the samples.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> shape = lambda count: jax.ShapeDtypeStruct((count, 3), jnp.float32)
+        >>> loss = lambda x: (jnp.mean(x**2), jnp.max(x))
+        >>> mean, largest = follow_samples(
+        ...     lambda count: jax.make_jaxpr(loss)(shape(count)), (2, 4), num_batch=1
+        ... )
+        >>> mean.kind.value, mean.scale, largest.why
+        ('total', 1.0, 'takes `reduce_max` over the samples')
+    """
+    first, second = (trace(size) for size in sizes)
+    others = range(len(first.jaxpr.invars) - num_batch)
+    values = [Value(known=(0, 0)) if n in zeros else CONSTANT for n in others]
+    values += [Value(Kind.ROWS, dim=0)] * num_batch
+    walk = Walk(sizes[1] / sizes[0], is_single=sizes[0] == 1)
+    return walk.program((first, second), values, "")
+
+
+class Walk:
+    """The abstract interpreter of a pair of programs.
+
+    Args:
+        ratio: the number of samples of the whole batch, divided by that of a part.
+        is_single: whether a part has exactly one sample.
+    """
+
+    def __init__(self, ratio: float, is_single: bool = False):
+        self._ratio, self._is_single = ratio, is_single
+        self._numbers: dict[Hashable, int] = {}
+        self._in_backward = False
+
+    def program(
+        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], line: str
+    ) -> list[Value]:
+        """Derives the values of the outputs of a pair of programs.
+
+        Args:
+            programs: that of a part and that of the whole batch.
+            values: of their inputs.
+            line: the user's line that calls them; "" to take the lines of their equations.
+
+        Returns:
+            The values of their outputs.
+        """
+        part, whole = programs[0].jaxpr, programs[1].jaxpr
+        is_same = have_one_form(part, whole, "constvars", "invars", "outvars")
+        pairs: Iterable[Aligned] | None = None
+        if self._is_single:
+            pairs = aligned_equations(part, whole)
+        elif have_one_form(part, whole, "eqns"):
+            pairs = zip(part.eqns, whole.eqns, strict=True)
+        if pairs is None or not is_same:
+            return differing(part, whole, line)
+        known = PairValues(self._constant)
+        consts = map(self._constant, programs[0].consts, programs[1].consts)
+        for one, two, value in zip(part.constvars, whole.constvars, consts, strict=True):
+            known.write(one, two, value)
+        for one, two, value in zip(part.invars, whole.invars, values, strict=True):
+            known.write(one, two, value if value.number else self._named(value, object()))
+        for one, two in pairs:
+            if one is None or two is None:
+                if not relay(known, (one, two), self._ratio):
+                    return differing(part, whole, line)
+                continue
+            if not have_one_form(one, two, "invars", "outvars"):
+                return differing(part, whole, line)
+            operands = [known.read(*atoms) for atoms in zip(one.invars, two.invars, strict=True)]
+            results = self._equation((one, two), operands, line)
+            for mine, theirs, value in zip(one.outvars, two.outvars, results, strict=True):
+                known.write(mine, theirs, value if value.number else self._named(value, object()))
+        return [known.read(*atoms) for atoms in zip(part.outvars, whole.outvars, strict=True)]
+
+    def _constant(self, first: Constant, second: Constant) -> Value:
+        """A constant of the program, which may depend on the number of samples."""
+        if first is second and np.ndim(first):
+            return self._named(CONSTANT, ("constant", id(first)))
+        if is_key(first) or is_key(second):
+            is_one = are_equal_keys(first, second)
+            return self._named(CONSTANT if is_one else coupled(Why.DIFFERS, ""), object())
+        a, b = np.asarray(first), np.asarray(second)
+        key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
+        return self._named(constant(a, b, self._ratio), key)
+
+    def _named(self, value: Value, key: Hashable) -> Value:
+        """The value with the number of its computation."""
+        number = self._numbers.setdefault(key, len(self._numbers) + 1)
+        return dataclasses.replace(value, number=number)
+
+    def _equation(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
+        one, two = pair
+        name, count = one.primitive.name, len(one.outvars)
+        at = line or source_line(one)
+        if name != two.primitive.name:
+            return [coupled(Why.DIFFERS, at)] * count
+        op = operation(pair)
+        if (special := _SPECIAL.get(name)) is not None:
+            results = [self._named(value, object()) for value in special(self, pair, operands, at)]
+            return self._checked(op.outputs, results, at)
+        mine, theirs = (called(one), called(two)) if name in CALLS else (None, None)
+        if mine is not None and theirs is not None:
+            results = self._call(op, (mine, theirs), operands, line, one)
+            has_vjp = name.startswith("custom_") and not self._in_backward
+            return self._backward(pair, operands, results, at) if has_vjp else results
+        return self._primitive(op, operands, at)
+
+    def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
+        name, count = op.name, len(op.outputs)
+        known = [value.known for value in operands if value.known is not None]
+        if len(known) == len(operands) and (number := folded(op, known)) is not None:
+            key = (name, str(op.params), *known)
+            return [self._named(grown_scalar(*number, self._ratio), key)]
+        decided = name == "select_n" and operands[0].chosen is not None
+        spoiled = [v for v in operands if v.kind is Kind.COUPLED]
+        if spoiled and not decided:
+            return [with_line(min(spoiled, key=lambda v: Why.SIZES in v.why), at)] * count
+        rule = SAMPLE_RULES.get(name, unknown)
+        try:
+            result = self._loose(op, operands) if self._is_single else None
+            is_known = name in SAMPLE_RULES or all_constant(operands)
+            if result is None and is_known and not are_alike(op):
+                result = coupled(f"takes `{name}` {RESIZED}", "")
+            if result is not None:
+                return self._numbered(op, operands, [with_line(result, at)] * count)
+            result = rule(op, operands)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            # Versions of JAX differ in the parameters of operations.
+            return [coupled(unread(name), at)] * count
+        except Mixing as problem:
+            return [Value(Kind.MIXED, why=str(problem), line=at)] * count
+        except Coupling as problem:
+            mixed = next((v for v in operands if v.kind is Kind.MIXED), None)
+            return [coupled(str(problem), mixed.line if mixed else at)] * count
+        results = result if isinstance(result, list) else [result] * count
+        results = [with_line(value, at) for value in results]
+        return self._checked(op.outputs, self._numbered(op, operands, results), at)
+
+    def _checked(self, outputs: Sequence[Shapes], values: list[Value], at: str) -> list[Value]:
+        """Values whose dims that count samples are those that grow."""
+        results = []
+        for value, shapes in zip(values, outputs, strict=True):
+            if value.kind is not Kind.COUPLED and len(shapes[0]) != len(shapes[1]):
+                value = coupled(Why.DIFFERS, at)
+            if value.kind in (Kind.CONSTANT, Kind.COUPLED):
+                results.append(value)
+                continue
+            dims = grown(shapes)
+            counts = [value.dim] if value.dim is not None else []
+            fits = dims == counts and all(
+                shapes[1][dim] == shapes[0][dim] * self._ratio for dim in dims
+            )
+            results.append(value if fits else coupled(Why.DIMS, at))
+        return results
+
+    def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
+        """The result where the part's one sample has no dim of its own; None in other cases."""
+        if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
+            value = relayed(op, operands[0], self._ratio)
+            if value is not None:
+                return value
+        shapes = zip(operands, op.inputs, strict=True)
+        if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
+            value = loosely(op, operands, self._ratio)
+            return coupled(Why.DIFFERS, "") if value is None else value
+        return None
+
+    def _numbered(self, op: Operation, operands: list[Value], results: list[Value]) -> list[Value]:
+        """Results with the numbers of their computations: equal ones for equal ones."""
+        if op.name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
+            return [dataclasses.replace(results[0], number=operands[0].number)]
+        params = str([sorted(params.items(), key=str) for params in (op.params, op.others)])
+        key = (op.name, params, *(value.number for value in operands))
+        return [self._named(value, (*key, i)) for i, value in enumerate(results)]
+
+    def _call(
+        self,
+        op: Operation,
+        programs: tuple[ClosedJaxpr, ClosedJaxpr],
+        operands: list[Value],
+        line: str,
+        equation: JaxprEqn,
+    ) -> list[Value]:
+        name = str(op.params.get("name", ""))
+        if name == PER_SAMPLE:
+            if drawing := draws(programs[0]):
+                why = f"draws random numbers (`{drawing}`) {WITHIN}"
+                return [coupled(why, source_line(equation))] * len(op.outputs)
+            results = promised(op.outputs, operands)
+            return self._checked(op.outputs, results, source_line(equation))
+        # JAX traces its own functions once: lines within them are those of their first caller.
+        at = line or (source_line(equation) if is_of_jax(name) else "")
+        inputs = operands[len(operands) - len(programs[0].jaxpr.invars) :]
+        return self.program(programs, inputs, at)[: len(op.outputs)]
+
+    def _backward(
+        self, pair: Pair, operands: list[Value], results: list[Value], at: str
+    ) -> list[Value]:
+        """The results of a function with a custom derivative, which must keep samples apart too."""
+        values = [*operands, *results]
+        if any(v.kind is Kind.CARRY for v in values):
+            return [coupled(Why.LOOPED, at)] * len(results)
+        if any(v.kind not in (Kind.CONSTANT, Kind.ROWS, Kind.TOTAL) for v in values):
+            return results
+        floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
+
+        # The cotangent may have any scale; only a result that is linear in it has the same one.
+        def returned(v: Value) -> Value:
+            scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
+            v = CONSTANT if v.kind is Kind.TOTAL else v
+            return dataclasses.replace(v, scale=scale, known=None, number=0)
+
+        seeds = zip(results, pair[0].outvars, strict=True)
+        seeds = [returned(v) for v, out in seeds if is_float(out.aval)]
+        programs = pullback(pair[0], floats), pullback(pair[1], floats)
+        # A backward pass is not differentiated again: custom derivatives in it play no part.
+        self._in_backward = True
+        cotangents = self.program(programs, [*operands, *seeds], at)
+        self._in_backward = False
+        varies = any(not v.is_constant for v in results)
+        for index, value in zip(floats, cotangents, strict=True):
+            operand = operands[index]
+            same = Kind.CONSTANT if operand.is_rows or not varies else Kind.TOTAL
+            kinds = (same, Kind.ROWS if operand.is_rows else Kind.TOTAL)
+            fits = value.kind in kinds and same_scale(value.scale, returned(operand).scale)
+            if not value.is_zero and not fits:
+                bent = "mixes the samples, or is not linear in what comes back to it"
+                why = bent if Why.SIZES in value.why else value.why or bent
+                why = f"has a backward pass of its own that {why}"
+                return [coupled(why, value.line or at)] * len(results)
+        return results
+
+    def scan(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+        """A loop; over the samples, where its length grows with them."""
+        loop, other = (inners(equation)[0] for equation in pair)
+        if pair[0].params["reverse"] != pair[1].params["reverse"] or loop.form != other.form:
+            return [coupled(Why.DIFFERS, at)] * len(pair[0].outvars)
+        consts, carry, stacked = loop.parts(operands)
+        bodies = loop.program, other.program
+        if loop.times != other.times:
+            return self._scan_samples((loop, other), operands, at)
+        has_rows = any(v.kind is Kind.CARRY for v in stacked)
+        if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
+            # What the rows of a sum become could then be put at the places of others.
+            return [coupled(Why.LOOPED, at)] * len(pair[0].outvars)
+        each = [v if v.dim is None else v.at(v.dim - 1, v.outer) for v in stacked]
+        each = [coupled(Why.LOOPED, at) if v.numbers else v for v in each]
+
+        def run(carry):
+            return self._body(bodies, [*consts, *carry, *each])
+
+        carry, outputs = _settled(loop, run, carry, at)
+        for number, value in enumerate(outputs):
+            if value.dim is not None:
+                outputs[number] = value.at(value.dim + 1, value.outer)
+            elif value.kind is Kind.CARRY and not has_rows:
+                outputs[number] = coupled(Why.LOOPED, at)
+        return [*carry, *outputs]
+
+    def _body(self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: list[Value]) -> list[Value]:
+        fresh = [dataclasses.replace(value, number=0) for value in values]
+        return self.program(bodies, fresh, "")
+
+    def _scan_samples(
+        self, loops: tuple[Inner, Inner], operands: list[Value], at: str
+    ) -> list[Value]:
+        """A loop over the samples, which may only sum over them, or leave a carry as it is."""
+        consts, carry, stacked = loops[0].parts(operands)
+        bodies = loops[0].program, loops[1].program
+        count, bad, num_consts = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
+        if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
+            return [bad] * count
+        each = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
+        each = [bad if v.numbers else v for v in each]
+        start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
+        # A carry that the loop leaves as it is does not have to be a sum.
+        through = [
+            all(body.jaxpr.outvars[i] is body.jaxpr.invars[num_consts + i] for body in bodies)
+            for i in range(len(carry))
+        ]
+        start = [v if passes else s for v, s, passes in zip(carry, start, through, strict=True)]
+        lengths: Any = loops[0].times, loops[1].times
+        more = Value(Kind.TOTAL, lengths[1] / lengths[0])
+        counters = [
+            first.is_zero and all(counts(body.jaxpr, num_consts + i, i) for body in bodies)
+            for i, first in enumerate(carry)
+        ]
+        turn = Value(Kind.ROWS, numbers=(True,), over=lengths[0])
+        start = [turn if is_counter else s for s, is_counter in zip(start, counters, strict=True)]
+        outputs = self._body(bodies, [*consts, *start, *each])
+        results = []
+        for slot, (value, first, passes) in enumerate(zip(outputs, carry, through, strict=False)):
+            if passes:
+                results.append(first)
+            elif counters[slot]:
+                results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
+            elif value == start[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
+                results.append(_joined(plus, first, more, at))
+            else:
+                results.append(value if value.kind is Kind.COUPLED else bad)
+        for value in outputs[len(carry) :]:
+            if value.is_rows and value.dim is None:
+                value = value.at(0)
+            is_bad = value.kind not in (Kind.ROWS, Kind.CONSTANT, Kind.COUPLED)
+            results.append(bad if is_bad else value)
+        return results
+
+    def loop(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+        """A `while` loop, whose number of iterations must not depend on the samples."""
+        (test, body), (other_test, other_body) = map(inners, pair)
+        shared, carry, _ = body.parts(operands)
+        bodies = body.program, other_body.program
+        carry, _ = _settled(body, lambda carry: self._body(bodies, [*shared, *carry]), carry, at)
+        consts, _, _ = test.parts(operands)
+        (runs,) = self._body((test.program, other_test.program), [*consts, *carry])
+        if runs.is_constant and not runs.is_scaled:
+            return carry
+        return [coupled(runs.why or Why.OFTEN, runs.line or at)] * len(carry)
+
+    def branch(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+        """A `cond` or `switch`, whose choice of a branch must not depend on the samples."""
+        which, *inputs = operands
+        is_own = which.is_constant or (which.is_rows and which.dim is None)
+        if not is_own or which.is_scaled:
+            why = "is part of a branch that the samples choose"
+            return [coupled(which.why or why, which.line or at)] * len(pair[0].outvars)
+        branches = zip(*map(inners, pair), strict=True)
+        by_branch = [self._body((one.program, two.program), inputs) for one, two in branches]
+        results = by_branch[0]
+        for others in by_branch[1:]:
+            pairs = zip(results, others, strict=True)
+            results = [_joined(either, a, b, at) for a, b in pairs]
+        if which.is_rows:
+            carried = [value.kind is Kind.CARRY for value in results]
+            pairs = zip(results, carried, strict=True)
+            results = [v if acc else _joined(either, Value(Kind.ROWS), v, at) for v, acc in pairs]
+        return results
+
+    def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+        """A sum over all ranks, which they all know then: of a total, as if by their samples."""
+        is_over_all = pair[0].params["axes"] == (RANKS,)
+        return [
+            Value(Kind.CONSTANT, value.scale)
+            if is_over_all and value.kind in (Kind.CONSTANT, Kind.TOTAL)
+            else coupled(value.why or "is summed over ranks", value.line or at)
+            for value in operands
+        ]
+
+
+_ANY = 0.37
+"""A scale of what comes back to a backward pass; no power of a small number."""
+
+_KEEPS_NUMBER = RESHAPES | {
+    "convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient",
+}  # fmt: skip
+"""What changes nothing about what a value is."""
+
+
+def _joined(join: Callable[[Value, Value], Value], left: Value, right: Value, at: str) -> Value:
+    """The join of two values, from two branches or from before and after an iteration."""
+    for value in (left, right):
+        if value.kind is Kind.COUPLED:
+            return value
+    if left == right:
+        return left
+    try:
+        joined = join(left, right)
+    except Mixing as problem:
+        return Value(Kind.MIXED, why=str(problem), line=at)
+    except Coupling as problem:
+        return coupled(str(problem), at)
+    return dataclasses.replace(joined, known=None) if joined.known is not None else joined
+
+
+def _settled(
+    loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], at: str
+) -> tuple[list[Value], list[Value]]:
+    """The fixed point of a loop's carry, and the loop's other results."""
+    fixed = loop.settled(carry, run, lambda one, other: _joined(either, one, other, at))
+    if fixed is not None:
+        return fixed
+    bad = [coupled("changes its dependence on the samples all the time", at)] * len(carry)
+    return bad, loop.outputs(run(bad))[1]
+
+
+_SPECIAL: MappingProxyType[str, Callable[..., list[Value]]] = MappingProxyType(
+    {
+        "scan": Walk.scan,
+        "while": Walk.loop,
+        "cond": Walk.branch,
+        "psum": Walk.average,
+        "psum_invariant": Walk.average,
+        "axis_index": lambda walk, pair, operands, at: [coupled("asks for its rank", at)],
+    }
+)

@@ -1,0 +1,224 @@
+"""Compares the program of a part with one sample with that of the whole batch.
+
+Where the dim that counts samples has size 1, JAX and users write another program than where it is
+larger: arrays are reshaped without that dim, and an equation that would repeat or sum one entry is
+left out. An equation that one of the programs has alone and that only changes the shape of the same
+entries is called a *relay*. The value of its result is derived from the program of the whole batch,
+and the shape that the array has in the part's program is checked where an operation reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from ..core.typing import Shape
+from ..ir.factors import ELEMENTWISE, RESHAPES
+from ..ir.walk import shape_of
+from .lattice import Coupling, Kind, Value
+from .operation import Operation, PairValues, Shapes
+from .rules import SAMPLE_RULES, is_transposed
+
+Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
+"""An equation of the part and of the whole; None for a relay that one program does not have."""
+
+
+def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Sequence[Aligned] | None:
+    """Pairs the equations of two programs up to relays; None where other equations differ."""
+    pairs: list[Aligned] = []
+    mine, theirs = list(part.eqns), list(whole.eqns)
+    while mine or theirs:
+        one, other = mine[:1], theirs[:1]
+        if one and other and one[0].primitive.name == other[0].primitive.name:
+            pairs.append((mine.pop(0), theirs.pop(0)))
+        elif other and other[0].primitive.name in RESHAPES | {"reduce_sum"}:
+            pairs.append((None, theirs.pop(0)))
+        elif one and one[0].primitive.name in RESHAPES:
+            pairs.append((mine.pop(0), None))
+        else:
+            return None
+    return pairs
+
+
+def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
+    """Sets the value of the result of an equation that only one of the programs has.
+
+    Args:
+        known: the values of the variables of both.
+        pair: the equation.
+        ratio: the number of samples of the whole batch.
+
+    Returns:
+        Whether it is a relay.
+    """
+    part, whole = pair
+    if part is not None:
+        source, result = part.invars[0], part.outvars[0]
+        sizes = {math.prod(shape_of(atom)) for atom in (source, result)}
+        if isinstance(source, Literal) or source not in known.numbers:
+            return False
+        known.numbers[result] = known.numbers[source]
+        if part.primitive.name == "reshape" and part.params["dimensions"]:
+            return False
+        return len(part.invars) == 1 == len(sizes)
+    assert whole is not None
+    operand, made = whole.invars[0], whole.outvars[0]
+    source = known.mates.get(operand) if isinstance(operand, Var) else None
+    if source is None or len(whole.invars) > 1:
+        return False
+    value, small = known.read(source, operand), shape_of(source)
+    inputs, outputs = ((small, shape_of(operand)),), ((small, shape_of(made)),)
+    params = whole.params
+    op = Operation(whole.primitive.name, params, params, inputs, outputs, ("f", "f"))
+    output = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
+    if output is not None:
+        known.write(source, made, dataclasses.replace(output, number=value.number))
+    return output is not None
+
+
+def is_loose(value: Value, small: Shape, large: Shape, ratio: float) -> bool:
+    """Whether an array has lost, in the part, the dim that counts samples."""
+    return value.kind is not Kind.COUPLED and canonical(value, small, large, ratio) != small
+
+
+def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape | None:
+    """The shape of a part's array with all the dims that the whole batch's array has.
+
+    Args:
+        value: the abstract value of the array.
+        small: its shape in the program of the part.
+        large: its shape in the program of the whole.
+        ratio: the number of samples of the whole batch.
+
+    Returns:
+        The shape; None where the part's array is no reshape of it.
+    """
+    if value.dim is not None:
+        size = large[value.dim] / ratio
+        shape = (*large[: value.dim], int(size), *large[value.dim + 1 :])
+        return shape if size.is_integer() and math.prod(shape) == math.prod(small) else None
+    fits = len(small) == len(large) and all(
+        a == b or (a == 1 and value.is_constant) for a, b in zip(small, large, strict=True)
+    )
+    if fits:
+        return small
+    return large if math.prod(small) == math.prod(large) else None
+
+
+def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
+    """The value of an equation's result that is, in the part, a reshape of the operand.
+
+    Args:
+        op: as in the program of the whole, with the operand's shape in that of the part.
+        value: of the operand.
+        ratio: the number of samples of the whole batch.
+
+    Returns:
+        The value; None where the equation is more than a relay.
+    """
+    (small, large), (_, result) = op.inputs[0], op.outputs[0]
+    source = canonical(value, small, large, ratio)
+    if source is None or is_transposed(op):
+        return None
+    if value.dim is None:
+        is_constant = value.is_constant and math.prod(small) == 1
+        is_kept = is_constant or math.prod(large) == math.prod(result) == math.prod(small)
+        if op.name == "reduce_sum" or not (is_kept or _repeats_samples(op, value, small)):
+            return None
+        return value
+    for dim, size in enumerate(result):
+        shape = (*result[:dim], int(size / ratio), *result[dim + 1 :])
+        if size % ratio or math.prod(shape) != math.prod(small):
+            continue
+        moved = dataclasses.replace(op, inputs=((source, large),), outputs=((shape, result),))
+        try:
+            output = SAMPLE_RULES[op.name](moved, [value])
+        except (Coupling, LookupError):
+            continue
+        if isinstance(output, Value) and (output.kind, output.dim) == (Kind.ROWS, dim):
+            return output
+    if op.name == "reduce_sum" and math.prod(small) == 1 == math.prod(result):
+        return Value(Kind.TOTAL, value.scale * math.prod(large)) if not value.numbers else None
+    return None
+
+
+def _repeats_samples(op: Operation, value: Value, small: Shape) -> bool:
+    """Whether a constant is repeated once for each sample, and stands once in the part."""
+    if op.name != "broadcast_in_dim" or not value.is_constant:
+        return False
+    large, result = op.inputs[0][1], op.outputs[0][1]
+    return small == large and math.prod(result) > math.prod(large)
+
+
+def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
+    """The value of an operation on arrays, some of which lack the samples' dim in the part.
+
+    Args:
+        op: the operation.
+        values: of its operands.
+        ratio: the number of samples of the whole batch.
+
+    Returns:
+        The value; None where it is unknown.
+
+    Raises:
+        Coupling: when the result depends on several samples.
+    """
+    shapes = [canonical(v, *s, ratio) for v, s in zip(values, op.inputs, strict=True)]
+    if op.name == "gather":
+        return _rows_in_windows(op, values)
+    if op.name == "reduce_sum":
+        ends = {math.prod(shape) for shape in op.outputs[0]}
+        value = values[0]
+        is_own = value.is_rows and not value.numbers and shapes[0] is not None
+        is_all = ends == {1} and math.prod(op.inputs[0][0]) * ratio == math.prod(op.inputs[0][1])
+        return Value(Kind.TOTAL, value.scale * ratio) if is_own and is_all else None
+    whole, fits = op.outputs[0][1], op.name in ELEMENTWISE
+    if not fits or len(op.outputs) != 1:
+        return None
+    inputs: list[Shapes] = []
+    for shape, (small, large) in zip(shapes, op.inputs, strict=True):
+        if shape is None or (small and (small, large) != op.outputs[0]):
+            return None
+        inputs.append((shape, large))
+    forms = {shape for shape, large in inputs if large == whole and len(shape) == len(whole)}
+    if len(forms) != 1:
+        return None
+    plain = dataclasses.replace(op, inputs=tuple(inputs), outputs=((forms.pop(), whole),))
+    output = SAMPLE_RULES[op.name](plain, values)
+    return output if isinstance(output, Value) else output[0]
+
+
+def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
+    """A gather of each sample's entries from its own row, which the part reads as a window."""
+    table, indices = values[:2]
+    one, other = op.params["dimension_numbers"], op.others["dimension_numbers"]
+    if not (table.is_rows and indices.is_rows and table.dim is not None) or indices.numbers:
+        return None
+    dims, places = other.operand_batching_dims, other.start_indices_batching_dims
+    if table.dim not in dims or (table.outer, indices.outer) != (1, 1) or table.numbers:
+        return None
+    at = places[dims.index(table.dim)]
+    moved = op.moved(table)
+    beside = [(d, p - (p > at)) for d, p in zip(dims, places, strict=True) if d != table.dim]
+    hidden = (*other.collapsed_slice_dims, *dims)
+    windows = [d for d in range(len(op.inputs[0][1])) if d not in hidden]
+    out = moved.dim or 0
+    offsets = sorted((*other.offset_dims, out))
+    is_same = (
+        at == indices.dim
+        and [*zip(one.operand_batching_dims, one.start_indices_batching_dims, strict=True)]
+        == beside
+        and (one.collapsed_slice_dims, one.start_index_map)
+        == (other.collapsed_slice_dims, other.start_index_map)
+        and list(one.offset_dims) == offsets
+        and sorted((*windows, table.dim)).index(table.dim) == offsets.index(out)
+        and op.params["slice_sizes"] == op.others["slice_sizes"]
+        and op.params["mode"] == op.others["mode"]
+        and op.inputs[1][0] == (*op.inputs[1][1][:at], *op.inputs[1][1][at + 1 :])
+    )
+    return moved if is_same else None

@@ -1,0 +1,425 @@
+"""Pairs of equal equations: one from a part's program, one from the whole batch's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from ..core.compat import eval_equation, source_line
+from ..core.tree import is_key
+from ..core.typing import Array, PyTree
+from ..ir.factors import Factors, Role, factors_of
+from ..ir.walk import OPENED, Atom, Aval, Params, dtype_of, equations, shape_of, struct_of
+from .lattice import CONSTANT, Coupling, Kind, Number, Value, Why, coupled
+
+Constant: TypeAlias = Array | np.ndarray | Number
+"""A literal or a constant of a program."""
+
+Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shapes of an array for a part of the batch and for the whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An equation, in the programs for a part of the batch and for the whole.
+
+    Args:
+        name: of the primitive.
+        params: its parameters for a part.
+        others: those for the whole.
+        inputs: the shapes of its operands.
+        outputs: the shapes of its results.
+        kinds: the NumPy kinds of the first operand and the first result, such as "f" or "i".
+        generator: the dtype of the first operand where that is a random key, else "".
+    """
+
+    name: str
+    params: Params
+    others: Params
+    inputs: tuple[Shapes, ...]
+    outputs: tuple[Shapes, ...]
+    kinds: tuple[str, str]
+    generator: str = ""
+
+    @cached_property
+    def factors(self) -> Factors:
+        """The factors of its dims, in the program of the whole batch.
+
+        Raises:
+            LookupError: when that is not known.
+        """
+        inputs, outputs = ([large for _, large in side] for side in (self.inputs, self.outputs))
+        factors = factors_of(self.name, self.others, inputs, outputs)
+        if factors is None:
+            raise LookupError(self.name)
+        return factors
+
+    @property
+    def roles(self) -> set[Role | None]:
+        """The roles of the dims of its operands that count samples."""
+        return {
+            self.factors.role(number, dim)
+            for number, shapes in enumerate(self.inputs)
+            for dim in grown(shapes)
+        }
+
+    def moved(self, value: Value, operand: int = 0) -> Value:
+        """The rows of a result, with the dim of the result that counts their samples.
+
+        Raises:
+            Coupling: when there is none.
+        """
+        if value.dim is None:
+            return value
+        dim = self.factors.result_dim(operand, value.dim)
+        if dim is None:
+            raise Coupling("puts samples together with other samples")
+        return value.at(dim, value.outer)
+
+
+Rule: TypeAlias = Callable[[Operation, list[Value]], "Value | list[Value]"]
+
+
+def grown(shapes: Shapes) -> list[int]:
+    """The dims of an array that count samples."""
+    return [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
+
+
+def as_rows(value: Value, shapes: Shapes) -> Value:
+    """A constant that is repeated for every sample, as rows."""
+    dims = grown(shapes)
+    if value.is_constant and len(dims) == 1:
+        return Value(Kind.ROWS, value.scale, dims[0])
+    return value
+
+
+def all_constant(values: Sequence[Value]) -> bool:
+    """Whether nothing depends on the samples."""
+    return all(value.is_constant for value in values)
+
+
+def only_numbers(value: Value) -> Value:
+    """A value all of whose columns are the sample's position, or none; others raise `Coupling`."""
+    if value.numbers not in ((), (True,)):
+        raise Coupling(Why.NUMBERS)
+    return value
+
+
+def is_turn(value: Value, count: int) -> bool:
+    """Whether it is the index of the current iteration of a loop over `count` samples."""
+    return value.is_rows and value.dim is None and value.numbers == (True,) and value.over == count
+
+
+def not_numbered(value: Value) -> Value:
+    """A value without sample positions that is no loop's running sum; others raise `Coupling`."""
+    if value.numbers or value.kind is Kind.CARRY:
+        raise Coupling(Why.NUMBERS)
+    return value
+
+
+Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
+"""An equation of the part's program, and the same equation of the whole batch's."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairValues:
+    """The abstract values of the variables of two programs, in which these must correspond.
+
+    Args:
+        constant: (a literal in both programs) -> its abstract value.
+        values: of each variable of the whole; all have a value number.
+        numbers: the value number of each variable of the part.
+        mates: for each variable of the whole, the variable of the part that corresponds to it.
+    """
+
+    constant: Callable[[Constant, Constant], Value]
+    values: dict[Atom, Value] = dataclasses.field(default_factory=dict)
+    numbers: dict[Atom, int] = dataclasses.field(default_factory=dict)
+    mates: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
+
+    def write(self, part: Atom, whole: Atom, value: Value) -> None:
+        """Sets the value of a variable of the whole, and the part's variable that corresponds."""
+        self.values[whole], self.mates[whole], self.numbers[part] = value, part, value.number
+
+    def read(self, part: Atom, whole: Atom) -> Value:
+        """The value of two atoms; it is coupled where they do not correspond."""
+        if isinstance(part, Literal) or isinstance(whole, Literal):
+            if isinstance(part, Literal) and isinstance(whole, Literal):
+                return self.constant(part.val, whole.val)
+            return coupled(Why.DIFFERS, "")
+        value = self.values[whole]
+        return value if self.numbers.get(part) == value.number else coupled(Why.DIFFERS, "")
+
+
+def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -> bool:
+    """Whether the named lists of two programs or equations have equal lengths."""
+    return all(len(getattr(one, name)) == len(getattr(other, name)) for name in names)
+
+
+_SIZED = frozenset(
+    {
+        "shape", "new_sizes", "sizes", "start_indices", "limit_indices", "slice_sizes",
+        "indices_are_sorted", "unique_indices", "sharding", "out_sharding", "result_avals",
+    }
+)  # fmt: skip
+"""Parameters that follow from sizes, which the rules compare, or that change no number."""
+
+
+def are_alike(op: Operation) -> bool:
+    """Whether the parameters of an operation are the same for a part and the whole, but for sizes.
+
+    Example:
+        >>> square = {"y": 2}
+        >>> are_alike(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
+        False
+    """
+    for name, mine in op.params.items():
+        other = op.others.get(name)
+        if name in _SIZED or mine is other or (callable(mine) and callable(other)):
+            continue
+        is_array = isinstance(mine, np.ndarray) or isinstance(other, np.ndarray)
+        if not (
+            np.array_equal(mine, other) if is_array else mine == other or str(mine) == str(other)
+        ):
+            return False
+    return True
+
+
+def are_equal_keys(one: Any, other: Any) -> bool:
+    """Whether two constants are random keys, and equal."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    with jax.ensure_compile_time_eval():
+        a, b = (np.asarray(jax.random.key_data(key)) for key in (one, other))
+    return np.array_equal(a, b)
+
+
+_FOLDED: MappingProxyType[str, Callable[..., Constant]] = MappingProxyType(
+    {
+        "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
+        "min": np.minimum, "neg": np.negative, "abs": np.abs, "sign": np.sign, "log": np.log,
+        "log1p": np.log1p, "exp": np.exp, "expm1": np.expm1, "exp2": np.exp2, "sqrt": np.sqrt,
+        "rsqrt": lambda x: 1 / np.sqrt(x), "square": np.square, "tanh": np.tanh, "pow": np.power,
+        "floor": np.floor, "ceil": np.ceil, "rem": np.fmod, "eq": np.equal, "ne": np.not_equal,
+        "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+        "and": np.bitwise_and, "or": np.bitwise_or, "div": np.divide,
+    }
+)  # fmt: skip
+"""The operations on scalars that are folded where these differ between part and whole."""
+
+
+def folded(op: Operation, known: list[tuple[Number, Number]]) -> tuple[Number, Number] | None:
+    """Folds an operation on scalar constants that differ between the part and the whole.
+
+    Args:
+        op: the operation.
+        known: the operands, for the part and for the whole.
+
+    Returns:
+        The results for both; None where the operands do not differ, or the operation is unknown.
+    """
+    if all(a == b or (a != a and b != b) for a, b in known):
+        return None
+    run = _run_of(op)
+    if run is None:
+        return None
+    kind = op.kinds[1]
+    with np.errstate(all="ignore"):
+        a, b = (np.asarray(run(*numbers)) for numbers in zip(*known, strict=True))
+        if kind == "f":
+            a, b = a.astype(np.float64), b.astype(np.float64)
+        elif kind in "iu":
+            a, b = np.trunc(a).astype(np.int64), np.trunc(b).astype(np.int64)
+        else:
+            a, b = a.astype(bool), b.astype(bool)
+    return a.item(), b.item()
+
+
+def _run_of(op: Operation) -> Callable[..., Constant] | None:
+    if op.name == "integer_pow":
+        return lambda x: float(x) ** op.params["y"]
+    if op.name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"):
+        return float if op.kinds[1] == "f" else np.asarray
+    return _FOLDED.get(op.name)
+
+
+def operation(pair: Pair) -> Operation:
+    """The `Operation` that the rules read, of a pair of equations."""
+    one, two = pair
+    sides = (one.invars, two.invars), (one.outvars, two.outvars)
+    inputs, outputs = (
+        tuple((shape_of(a), shape_of(b)) for a, b in zip(*side, strict=True)) for side in sides
+    )
+    keys = [str(dtype_of(v)) for v in one.invars[:1] if is_key(v.aval)]
+    kinds = _kind(one.invars), _kind(one.outvars)
+    return Operation(
+        one.primitive.name, one.params, two.params, inputs, outputs, kinds, "".join(keys)
+    )
+
+
+def _kind(atoms: Sequence[Atom]) -> str:
+    """The NumPy kind of the first atom's dtype; all floats, and random keys, are "f"."""
+    dtype = (dtype_of(atoms[0]) if atoms else None) or np.float32
+    # Extended floats are of kind V for NumPy.
+    is_float = (atoms and is_key(atoms[0].aval)) or jnp.issubdtype(dtype, jnp.floating)
+    return "f" if is_float else np.dtype(dtype).kind
+
+
+CALLS = OPENED | {"shard_map", "composite"}
+"""What runs an inner program once, on its operands in order."""
+
+
+def is_of_jax(name: str) -> bool:
+    """Whether a jitted function is one of JAX's own."""
+    rooms = (jnp, jnp.linalg, jax.nn, jax.random, jax.lax, jax.scipy.special)
+    return name.startswith("_") or any(hasattr(room, name) for room in rooms)
+
+
+def is_float(aval: Aval) -> bool:
+    """Whether there are gradients of such an array."""
+    return not is_key(aval) and jnp.issubdtype(getattr(aval, "dtype", int), jnp.inexact)
+
+
+def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
+    """The program (operands, cotangents of the results) -> cotangents of some operands."""
+
+    def pull(*values: Array) -> PyTree:
+        operands = list(values[: len(equation.invars)])
+
+        def run(*changed: Array) -> list[Array]:
+            for index, value in zip(floats, changed, strict=True):
+                operands[index] = value
+            made = zip(eval_equation(equation, operands), equation.outvars, strict=True)
+            return [value for value, v in made if is_float(v.aval)]
+
+        _, back = jax.vjp(run, *(operands[index] for index in floats))
+        return back(list(values[len(operands) :]))
+
+    seeds = [v for v in equation.outvars if is_float(v.aval)]
+    return jax.make_jaxpr(pull)(*map(struct_of, [*equation.invars, *seeds]))
+
+
+def differing(part: Jaxpr, whole: Jaxpr, line: str) -> list[Value]:
+    """The coupled results of two programs that differ, with a line of the longer one."""
+    if not line:
+        at = max((0, 1), key=lambda number: len((part, whole)[number].eqns))
+        line = source_line((part, whole)[at].eqns[-1])
+        for pair in zip(part.eqns, whole.eqns, strict=False):
+            is_other = pair[0].primitive.name != pair[1].primitive.name
+            if is_other or not have_one_form(*pair, "invars"):
+                line = source_line(pair[at])
+                break
+    return [coupled(Why.DIFFERS, line)] * len(part.outvars)
+
+
+RESIZED = "with sizes that follow from the number of samples"
+"""How a reason ends of an operation that is another one for another number of them."""
+
+WITHIN = (
+    "within a function that axon_dist.per_sample marks, where every rank would draw the same; draw "
+    "them before it, by jax.random.uniform, normal, bernoulli and the like"
+)
+
+
+def counts(body: Jaxpr, operand: int, made: int) -> bool:
+    """Whether an output of a loop's body is one of its inputs plus 1."""
+    result, source = body.outvars[made], body.invars[operand]
+    makers = [e for e in body.eqns if result in e.outvars and e.primitive.name == "add"]
+    steps = [atom.val for e in makers for atom in e.invars if isinstance(atom, Literal)]
+    return [int(step) for step in steps] == [1] and source in makers[0].invars
+
+
+def draws(called: ClosedJaxpr) -> str:
+    """The operation by which a marked function draws random numbers; "" where none does."""
+    names = (e.primitive.name for e in equations(called.jaxpr))
+    return next((name for name in names if name.startswith(("random_", "rng_", "threefry"))), "")
+
+
+def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
+    """The results of a function that the user marks as per-sample: rows of rows."""
+    problem = next((v for v in operands if v.kind is Kind.COUPLED), None)
+    if any(v.kind is Kind.CARRY for v in operands):
+        problem = coupled(Why.LOOPED, "")
+
+    def of(dims: list[int]) -> Value:
+        if dims in ([], [0]):
+            return Value(Kind.ROWS, dim=0) if dims else CONSTANT
+        return coupled("has no samples first", "")
+
+    return [problem or of(grown(shapes)) for shapes in outputs]
+
+
+def _number(value: np.ndarray) -> Number | None:
+    """A scalar as a number of Python; None of what is none."""
+    if value.dtype.kind in "biuf":
+        return value.item()
+    # To NumPy, bfloat16 and its like are no floats.
+    return float(value) if jnp.issubdtype(value.dtype, jnp.floating) else None
+
+
+def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
+    """A constant that may differ between a part and the whole.
+
+    Args:
+        first: in the program of a part.
+        second: in that of the whole.
+        ratio: how many times more samples the whole has.
+    """
+    kind = first.dtype.kind
+    if first.shape != second.shape:
+        flat = first.reshape(-1)
+        if not (flat.size and (flat == flat[0]).all() and (second == flat[0]).all()):
+            return coupled(Why.ONE_EACH, "")
+        first = second = np.asarray(flat[0])
+    one, other = (None if x.ndim else _number(x) for x in (first, second))
+    if np.array_equal(first, second, equal_nan=kind in "fc"):
+        return CONSTANT if one is None else Value(known=(one, one))
+    if kind not in "biufV" or first.dtype != second.dtype or not first.size:
+        return coupled(Why.DIFFERS, "")
+    eps = 0.0 if kind in "biu" else float(jnp.finfo(first.dtype).eps)
+    if not first.ndim:
+        if one is None or other is None:
+            return coupled(Why.DIFFERS, "")
+        return grown_scalar(one, other, ratio, eps)
+    a, b = first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1)
+    with np.errstate(all="ignore"):
+        scales = b / a
+    fits = np.isfinite(scales).all() and scales[0]
+    if not fits or not np.allclose(scales, scales[0], rtol=2 * eps, atol=0):
+        return coupled("is an array that " + Why.SIZES, "")
+    return Value(Kind.CONSTANT, _rounded(float(scales[0]), ratio, eps))
+
+
+def grown_scalar(first: Number, second: Number, ratio: float, eps: float = 2**-23) -> Value:
+    """A scalar that differs between a part and the whole.
+
+    Args:
+        first: its value for a part.
+        second: that for the whole.
+        ratio: how many times more samples the whole has.
+        eps: the relative distance of numbers in its dtype.
+    """
+    known = first, second
+    if first == second:
+        return Value(known=known)
+    has_scale = not isinstance(first, bool) and first and second and math.isfinite(second / first)
+    if not has_scale:
+        why = "is a number that " + Why.SIZES
+        return dataclasses.replace(coupled(why, ""), known=known)
+    return Value(Kind.CONSTANT, _rounded(second / first, ratio, eps), known=known)
+
+
+def _rounded(scale: float, ratio: float, eps: float) -> float:
+    """A scale, or the power of the ratio that it is but for the rounding of two numbers."""
+    power = round(2 * math.log(abs(scale)) / math.log(ratio)) / 2 if ratio != 1 else 0.0
+    exact = math.copysign(ratio**power, scale)
+    return exact if math.isclose(scale, exact, rel_tol=max(2 * eps, 1e-12)) else scale

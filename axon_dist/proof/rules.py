@@ -1,0 +1,398 @@
+"""The transfer functions of the sample proof: one rule for each family of operations.
+
+A rule gets an operation with its shapes in the part's and in the whole batch's program; the dims
+that count samples are those whose sizes differ. It returns the abstract values of the results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from types import MappingProxyType
+
+from ..ir.factors import ALONG_ONE, ELEMENTWISE, KEEPS, REDUCTIONS, TRAILING, WINDOWS, Role
+from ..ir.randomness import FIRST_KEY
+from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
+from .indexing import INDEXING
+from .lattice import (
+    CONSTANT,
+    Coupling,
+    Kind,
+    Value,
+    Why,
+    aligned,
+    either,
+    nonlinear,
+    over,
+    plus,
+    times,
+)
+from .operation import Operation, Rule, all_constant, as_rows, grown, not_numbered, only_numbers
+
+
+def _linear(op: Operation, values: list[Value]) -> Value:
+    """One array, changed element by element in a way that keeps sums."""
+    value = values[0]
+    if value.kind is Kind.CARRY and op.name in ("neg", "real", "imag", "conj"):
+        raise Coupling(Why.LOOPED)
+    if value.numbers and op.name == "neg":
+        raise Coupling(Why.NUMBERS)
+    return dataclasses.replace(value, known=None) if op.name == "neg" else value
+
+
+def _add(op: Operation, values: list[Value]) -> Value:
+    if op.name == "sub" and values[1].kind is Kind.CARRY:
+        raise Coupling(Why.LOOPED)
+    return plus(*values)
+
+
+def _convert(op: Operation, values: list[Value]) -> Value:
+    old, new = op.kinds
+    narrows = new == "b" or (new in "iu" and old not in "iub")
+    if narrows and not values[0].numbers:
+        return nonlinear(op.name, values)
+    return values[0]
+
+
+def _compare(op: Operation, values: list[Value]) -> Value:
+    # Indexing asks whether positions are negative, to count them from the end.
+    if op.name == "lt" and values[0].numbers == (True,) and values[1].is_zero:
+        return Value(known=(False, False))
+    return nonlinear(op.name, values)
+
+
+def _power(op: Operation, values: list[Value]) -> Value:
+    powers = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
+    power = powers[op.name] if op.name in powers else float(op.params["y"])
+    value = values[0]
+    if value.is_constant and value.is_scaled:
+        return Value(Kind.CONSTANT, value.scale**power)
+    return nonlinear(op.name, values)
+
+
+def _broadcast(op: Operation, values: list[Value]) -> Value:
+    value, dims = values[0], grown(op.outputs[0])
+    if value.kind is Kind.CARRY and op.inputs[0] != op.outputs[0]:
+        raise Coupling(Why.LOOPED)
+    if value.dim is not None:
+        value = op.moved(only_numbers(value))
+        if dims != [value.dim]:
+            raise Coupling("puts every sample beside every other")
+        return value
+    if dims and not value.is_constant:
+        raise Coupling("gives a total over the samples back to each of them")
+    return value
+
+
+def _reshape(op: Operation, values: list[Value]) -> Value:
+    value = values[0]
+    is_turned = is_transposed(op)
+    if value.kind is Kind.CARRY and (op.inputs[0] != op.outputs[0] or is_turned):
+        raise Coupling(Why.LOOPED)
+    if value.dim is None:
+        return value
+    if is_turned:
+        raise Coupling(Why.RESHAPED)
+    shape, new = op.inputs[0][0], op.outputs[0][0]
+    dims = grown(op.outputs[0])
+    blocks = math.prod(shape[: value.dim]) * value.outer
+    if len(dims) != 1 or blocks % math.prod(new[: dims[0]]):
+        raise Coupling(Why.RESHAPED)
+    outer = blocks // math.prod(new[: dims[0]])
+    if new[dims[0]] % outer:
+        raise Coupling(Why.RESHAPED)
+    return only_numbers(value).at(dims[0], outer)
+
+
+def is_transposed(op: Operation) -> bool:
+    """Whether a reshape takes the dims in another order first, as `lax.reshape` is asked to."""
+    orders = (params.get("dimensions") for params in (op.params, op.others))
+    return op.name == "reshape" and any(orders)
+
+
+def _transpose(op: Operation, values: list[Value]) -> Value:
+    value = values[0]
+    if value.kind is Kind.CARRY:
+        raise Coupling(Why.LOOPED)
+    return value if value.dim is None else op.moved(only_numbers(value))
+
+
+def _times_more(op: Operation) -> float:
+    """How many times more entries of the first operand are summed for the whole than for a part."""
+    small, large = op.inputs[0]
+    summed = (dim for dim in grown(op.inputs[0]) if op.factors.role(0, dim) is Role.SUMMED)
+    return math.prod(large[dim] / small[dim] for dim in summed)
+
+
+def _reduce_sum(op: Operation, values: list[Value]) -> Value:
+    value = values[0]
+    if value.is_constant:
+        known = (0, 0) if value.is_zero else None
+        return dataclasses.replace(value, scale=value.scale * _times_more(op), known=known)
+    if value.kind is Kind.CARRY:
+        raise Coupling(Why.LOOPED)
+    if value.is_rows and value.numbers:
+        raise Coupling(Why.NUMBERS)
+    is_summed = value.dim is not None and Role.SUMMED in op.roles
+    return Value(Kind.TOTAL, value.scale * _times_more(op)) if is_summed else op.moved(value)
+
+
+def _reduce(op: Operation, values: list[Value]) -> list[Value]:
+    """Largest, smallest, product, all, any, and their positions."""
+    result = nonlinear(op.name, values)
+    counts = op.name in ("reduce_prod", "reduce_xor", "reduce")
+    if Role.REDUCED in op.roles and (counts or (result.dim is not None)):
+        raise Coupling(f"takes `{op.name}` over the samples")
+    return [op.moved(result)] * len(op.outputs)
+
+
+def _along(op: Operation, values: list[Value]) -> list[Value]:
+    """Operations along some dims, or around each place, which keep the others."""
+    # Indices along a dim that counts samples differ between a part of a batch and the whole.
+    if op.roles - {Role.PASSES}:
+        how = Why.RUNNING if op.name.startswith("cum") else "takes"
+        raise Coupling(f"{how} `{op.name}` along the samples")
+    is_sum = op.name in ("cumsum", "reduce_window_sum")
+    result = values[0] if is_sum else nonlinear(op.name, values)
+    if result.numbers or result.kind is Kind.CARRY:
+        raise Coupling(Why.NUMBERS)
+    known = result.known if result.is_zero else None
+    return [dataclasses.replace(result, known=known)] * len(op.outputs)
+
+
+def _dot(op: Operation, values: list[Value]) -> Value:
+    left, right = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
+    if all_constant(values):
+        return Value(Kind.CONSTANT, left.scale * right.scale * _times_more(op))
+    factors = [
+        None if v.dim is None else op.factors.factor(number, v.dim)
+        for number, v in enumerate((left, right))
+    ]
+    pairs = zip((left, right), factors, strict=True)
+    sides = [v if factor is None else v.at(0, v.outer) for v, factor in pairs]
+    if None not in factors:
+        if factors[0] != factors[1] or left.outer != right.outer:
+            raise Coupling("multiplies every sample with every other")
+        aligned(sides, 1.0)
+    result = times(*sides)
+    number = 0 if factors[0] is not None else 1
+    factor, counting = factors[number], (left, right)[number]
+    if factor is None:
+        return result
+    if op.factors.roles[factor] is Role.SUMMED:
+        return Value(Kind.TOTAL, result.scale * _times_more(op))
+    return op.moved(result.at(counting.dim, result.outer), number)
+
+
+def _conv(op: Operation, values: list[Value]) -> Value:
+    image, kernel = values
+    result = times(image, kernel)
+    if all_constant(values) or image.dim is None:
+        if grown(op.outputs[0]):
+            raise Coupling("goes through a convolution along the samples")
+        return result
+    if not kernel.is_constant or op.factors.role(0, image.dim) is not Role.PASSES:
+        raise Coupling("goes through a convolution along the samples")
+    return op.moved(result.at(image.dim, image.outer))
+
+
+def _concatenate(op: Operation, values: list[Value]) -> Value:
+    dim = op.params["dimension"]
+    beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
+    if any(dim in grown(shapes) for shapes in op.inputs):
+        first = functools.reduce(either, map(not_numbered, beside))
+        if not first.is_rows or len({shapes[0][dim] for shapes in op.inputs}) > 1:
+            raise Coupling(Why.JOINED)
+        return first.at(dim, first.outer * len(values))
+    if not any(value.numbers for value in beside):
+        return functools.reduce(either, beside)
+    plain = aligned([dataclasses.replace(v, numbers=()) for v in beside], 1.0)
+    last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
+    if not last or any(value.numbers not in ((), (True,)) for value in beside):
+        raise Coupling(Why.NUMBERS)
+    return dataclasses.replace(plain, numbers=tuple(v.numbers == (True,) for v in beside))
+
+
+def _stack(op: Operation, values: list[Value]) -> Value:
+    return op.moved(functools.reduce(either, (not_numbered(v) for v in values)))
+
+
+def _unstack(op: Operation, values: list[Value]) -> list[Value]:
+    if Role.PART in op.roles:
+        raise Coupling("takes the samples apart")
+    return [op.moved(not_numbered(values[0]))] * len(op.outputs)
+
+
+def _select(op: Operation, values: list[Value]) -> Value:
+    which, *cases = values
+    if which.chosen is not None:
+        return cases[int(which.chosen)]
+    if which.is_constant and not which.is_scaled:
+        joined = functools.reduce(either, cases)
+        return dataclasses.replace(joined, known=None)
+    if which.kind not in (Kind.ROWS, Kind.CONSTANT) or which.is_scaled:
+        return nonlinear(op.name, values)
+    beside = functools.reduce(either, cases)
+    if beside.kind is Kind.CARRY and which.dim is None and not which.numbers:
+        return beside
+    if beside.is_constant or beside.is_rows:
+        return aligned([which, beside], beside.scale)
+    raise Coupling(Why.EACH)
+
+
+def _iota(op: Operation, values: list[Value]) -> Value:
+    if op.params["dimension"] in grown(op.outputs[0]):
+        return Value(Kind.ROWS, dim=op.params["dimension"], numbers=(True,))
+    return CONSTANT
+
+
+def _draw(op: Operation, values: list[Value]) -> Value:
+    """Random bits, or keys split off another: with a row for every sample."""
+    key = values[0]
+    nonlinear(op.name, values)
+    if key.is_rows and "rbg" in op.generator and op.name == "random_bits":
+        raise Coupling(FIRST_KEY)
+    key_ndim = len(op.inputs[0][0])
+    return key if key.is_rows else _of_one_key(op, key, key_ndim)
+
+
+def _of_one_key(op: Operation, key: Value, key_ndim: int = 0) -> Value:
+    """What is drawn from one key, whose own dims come first."""
+    dims = [dim for dim in grown(op.outputs[0]) if dim >= key_ndim]
+    if not dims:
+        return Value(made=key.made)
+    if len(dims) > 1 or grown(op.inputs[0]):
+        raise Coupling(PAIRS)
+    if key.made:
+        raise Coupling(MADE)
+    return Value(Kind.ROWS, dim=dims[0])
+
+
+def _gamma(op: Operation, values: list[Value]) -> Value:
+    """Gamma noise: each element from a key of its own, split off one or given for every sample."""
+    key, shape_of_it = values[0], as_rows(values[1], op.inputs[1])
+    nonlinear(op.name, [key, shape_of_it])
+    if key.is_rows:
+        if "rbg" in op.generator:
+            raise Coupling(FIRST_KEY)
+        return aligned([key, shape_of_it], 1.0)
+    drawn = _of_one_key(op, key)
+    if drawn.dim != shape_of_it.dim:
+        raise Coupling(PAIRS)
+    return drawn
+
+
+PAIRS = "draws random numbers for pairs of samples"
+
+MADE = (
+    "is drawn with a row for every sample from a key that is made on the way, such as "
+    "jax.random.key(0) within the model or the loss, so that every rank would draw the same; keep "
+    "the key in the model, as nnx.Rngs(0) does"
+)
+
+
+def _make_key(op: Operation, values: list[Value]) -> Value:
+    return dataclasses.replace(nonlinear(op.name, values), made=True, known=None)
+
+
+def _attention(op: Operation, values: list[Value]) -> list[Value]:
+    """Fused kernels whose arrays have the samples in front, or nothing of them."""
+    beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
+    # The backward pass is linear in what comes back, alone.
+    returned = beside[_RETURNED] if "_bwd_" in op.name else CONSTANT
+    if "_bwd_" in op.name:
+        beside[_RETURNED] = dataclasses.replace(returned, scale=1.0)
+    result = nonlinear(op.name, beside)
+    if result.is_rows or result.is_constant:
+        result = dataclasses.replace(result, scale=returned.scale)
+    if not result.is_rows:
+        return [result] * len(op.outputs)
+    if (result.dim, result.outer) != (0, 1):
+        raise Coupling(f"goes through `{op.name}` in a dim that is not the first")
+    # What has no samples is the gradient of a bias that all of them share.
+    more = returned.scale * op.inputs[0][1][0] / op.inputs[0][0][0]
+    of_all = Value(Kind.TOTAL, more)
+    return [result if grown(shapes) else of_all for shapes in op.outputs]
+
+
+def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
+    """A weighted sum of losses, each of one position."""
+    hidden, kernel, labels, weights, *bias = (not_numbered(value) for value in values)
+    if any(v.is_rows or v.kind is Kind.TOTAL for v in (kernel, *bias)):
+        raise Coupling("has a head that depends on the samples")
+    if hidden.is_rows and hidden.dim == len(op.inputs[0][0]) - 1:
+        raise Coupling("multiplies every sample with every other")
+    each = [as_rows(v, s) for v, s in zip((hidden, labels), op.inputs[::2], strict=False)]
+    losses = nonlinear(op.name, [each[0], kernel, each[1], *bias])
+    result = times(losses, as_rows(weights, op.inputs[3]))
+    if result.dim is not None:
+        small, large = (shape[result.dim] for shape in op.inputs[0])
+        result = Value(Kind.TOTAL, result.scale * large / small)
+    return [result] * len(op.outputs)
+
+
+_RETURNED = 12
+"""Of the operands of `dot_product_attention_bwd`, the gradient that comes back."""
+
+
+_LINEAR = (
+    "neg copy copy_p real imag conj reduce_precision stop_gradient name to_edtype from_edtype tie"
+)
+_POWERS = "sqrt rsqrt square integer_pow"
+SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
+    {
+        **dict.fromkeys(ELEMENTWISE, lambda op, v: nonlinear(op.name, v)),
+        **dict.fromkeys(_LINEAR.split(), _linear),
+        **dict.fromkeys(KEEPS, lambda op, v: list(v)),
+        **dict.fromkeys(("add", "sub", "add_any"), _add),
+        "mul": lambda op, v: times(*v),
+        "div": lambda op, v: over(*v),
+        "lt": _compare,
+        "convert_element_type": _convert,
+        **dict.fromkeys(_POWERS.split(), _power),
+        "broadcast_in_dim": _broadcast,
+        **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
+        "transpose": _transpose,
+        "reduce_sum": _reduce_sum,
+        **dict.fromkeys(REDUCTIONS, _reduce),
+        **dict.fromkeys((*TRAILING, *ALONG_ONE, *WINDOWS), _along),
+        "dot_general": _dot,
+        "conv_general_dilated": _conv,
+        **INDEXING,
+        "concatenate": _concatenate,
+        "stack": _stack,
+        "unstack": _unstack,
+        "select_n": _select,
+        "iota": _iota,
+        **dict.fromkeys(("random_bits", "random_split"), _draw),
+        "random_gamma": _gamma,
+        **dict.fromkeys(("random_seed", "random_wrap"), _make_key),
+        **{f"dot_product_attention_{way}_wrapper": _attention
+           for way in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")},
+        LINEAR_CROSS_ENTROPY: _linear_loss,
+    }
+)  # fmt: skip
+"""By the name of the primitive."""
+
+
+def unknown(op: Operation, values: list[Value]) -> Value:
+    """What an operation without a rule makes: of what has nothing to do with samples."""
+    fixed = not any(grown(shapes) for shapes in (*op.inputs, *op.outputs))
+    if values and all_constant(values) and fixed and not any(v.is_scaled for v in values):
+        return CONSTANT
+    if not op.outputs:
+        return CONSTANT
+    if not values and op.name in ("platform_index", "empty", "create_token"):
+        return CONSTANT
+    if values and all(v.is_constant or (v.is_rows and v.dim is None) for v in values) and fixed:
+        return Value(Kind.ROWS)
+    raise Coupling(unread(op.name))
+
+
+def unread(name: str) -> str:
+    """What to say of an operation that no rule can read."""
+    return (
+        f"goes through `{name}`, of which it is not known what it does to samples; "
+        "axon_dist.per_sample marks a function that treats them one by one"
+    )

@@ -1,0 +1,472 @@
+"""Ranks meshes and strategies for a config on any machine, by the costs of each traced step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from axon_dist.core.checks import checked
+from axon_dist.core.errors import AxonDistError, ConfigError
+from axon_dist.inspect import Report
+from axon_dist.ir.loop_rule import LoopChoice
+from axon_dist.mesh import World, abstract_world
+from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
+from axon_dist.mesh.targets import compute_capability
+from axon_dist.ops.precision import MixedPrecision
+from axon_dist.parallel.plans import APART
+from axon_dist.planner import (
+    AXES,
+    DATA_PARALLEL,
+    Candidate,
+    Reading,
+    SlowReplicas,
+    StepCost,
+    Workload,
+    candidates,
+    idle_share,
+    more_microbatches,
+    read_program,
+    read_step,
+    workload_of,
+)
+from axon_dist.planner.reading import AUTO, USABLE
+from axon_dist.step import TrainStep
+
+from ..config import CONFIG, RunConfig, abstract_batch
+from .examine import examine
+from .steps import build_step, model_of
+
+MOST = 10
+"""How many kinds of plans are traced, the simplest first."""
+
+FEW = 2
+"""How many kinds are traced of each variant that trains to other numbers."""
+
+ALIKE = 0.03
+"""Steps whose predicted times differ by less are as fast."""
+
+TRIES = 5
+"""How often a candidate is traced until it fits."""
+
+_BEFORE_REMAT = 2
+"""How many of these tries lower the microbatch before blocks are recomputed."""
+
+SIMPLICITY = ("ddp", "zero2", "zero1", "full_shard", "hybrid_shard")
+"""Data-parallel strategies from the simplest on; others follow. ZeRO-1 stores more than ZeRO-2; it
+pays where a step has so many microbatches that reducing the gradients of each takes time."""
+
+
+Tell: TypeAlias = Callable[[str, str], None]
+"""Takes the name of a candidate, and a clause about it."""
+
+
+def silent(name: str, clause: str) -> None:
+    """Says nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPlan:
+    """One way to run a config: what its traced step costs and, where it was compiled, its program.
+
+    Args:
+        candidate: the axes and what is split over them.
+        config: the config with these axes and strategies.
+        reading: what a device holds, computes and sends.
+        time: of a step, by cause.
+        device_bytes: what a device has.
+        measured: the report of the compiled step; None where it was not compiled.
+        changed: why it trains to other numbers than the config says; None where it does not.
+        outer_bytes: bytes that a device sends in an outer step, divided by the steps between two.
+        loops: which equal blocks run as a loop, and why.
+        utilization: MFU: the share of the chip's bfloat16 peak that the step reaches, what is
+            masked or computed again left out.
+    """
+
+    candidate: Candidate
+    config: RunConfig
+    reading: Reading
+    time: StepCost
+    device_bytes: int
+    measured: Report | None = None
+    changed: str | None = None
+    outer_bytes: float = 0.0
+    loops: tuple[LoopChoice, ...] = ()
+    utilization: float = 0.0
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends in a step, its share of an outer step included."""
+        return self.reading.wire_bytes + self.outer_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it fits into the usable memory."""
+        return self.reading.peak <= USABLE * self.device_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigPlans:
+    """The plans of a config, best first.
+
+    Args:
+        work: what is trained.
+        hardware: the rates that times are estimated with.
+        num_devices: how many devices.
+        plans: what fits first, then by the predicted time of a step; of steps as fast the simplest.
+        refused: names of candidates that the step refuses, and why.
+        others: plans that fit, are faster than all these, and train to other numbers.
+    """
+
+    work: Workload
+    hardware: Hardware
+    num_devices: int
+    plans: tuple[ReadPlan, ...]
+    refused: tuple[tuple[str, str], ...]
+    others: tuple[ReadPlan, ...] = ()
+
+    @property
+    def best(self) -> ReadPlan:
+        """The best plan; where none fits, the one with the least memory."""
+        return self.plans[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan fits."""
+        return self.best.fits
+
+
+@checked(config=CONFIG)
+def plan_config(
+    config: RunConfig,
+    hardware: Hardware,
+    num_devices: int,
+    device_bytes: int | None = None,
+    *,
+    target: str | None = None,
+    num_compiled: int = 0,
+    tell: Tell = silent,
+) -> ConfigPlans:
+    """Ranks the ways to run a config on some devices.
+
+    Of each kind of candidate the one is taken that splits the model least and whose train state
+    fits as the sharding policies split it. Its step is built on an abstract mesh and traced, and
+    its memory, bytes and products are read from the program; where it does not fit, it is traced
+    again with smaller microbatches and with every block recomputed. The best `num_compiled` are
+    compiled. Stacked experts are split where the model has some. `diloco` and `local_sgd` stay
+    where the config has them.
+
+    Plans that train to other numbers are listed separately, where they are faster than all others:
+    a narrower precision, and replicas that synchronize seldom over the links between nodes.
+
+    Args:
+        config: a run as YAML describes it; its mesh, strategies, rematerialisation and
+            microbatches are replaced.
+        hardware: the chip.
+        num_devices: all of them are used.
+        device_bytes: memory of a device; None takes the chip's.
+        target: the machine to compile for, such as `"h100:8"`.
+        num_compiled: how many of the best to compile.
+        tell: takes the name of each plan that is traced or compiled, and a clause about it.
+
+    Returns:
+        The plans.
+
+    Raises:
+        ConfigError: where no mesh of all the devices divides the batch, or each is refused.
+    """
+    size = hardware.memory_bytes if device_bytes is None else device_bytes
+    apart = _apart_in(config, hardware.num_nodes(num_devices))
+    search = _Search(config, hardware, num_devices, size, *apart, tell=tell)
+    refused: dict[str, str] = {}
+    plans = search.plans(MOST, refused)
+    if not plans:
+        name, why = next(iter(refused.items()))
+        raise ConfigError(f"no candidate can be built; {name}: {why}")
+    ranked = _ranked(plans)
+    others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
+    limit = ranked[0].time.total if ranked[0].fits else float("inf")
+    faster = [plan for plan in others if plan.fits and (1 + ALIKE) * plan.time.total < limit]
+    for place, plan in enumerate(ranked[:num_compiled]):
+        tell(plan.candidate.name, f"compiled for {plan.candidate.mesh}")
+        ranked[place] = _measured(plan, target)
+    kinds = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
+    return ConfigPlans(search.work, hardware, num_devices, *kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """One search: a config, and how its replicas over slow links synchronize.
+
+    Args:
+        config: a run, checked.
+        hardware: the chip.
+        num_devices: all of them are used.
+        device_bytes: memory of a device.
+        apart: how replicas synchronize that have outer steps; None without them.
+        replicas: how many of them.
+        changed: why it trains to other numbers than the config says; None where it does not.
+        tell: takes the name of each plan that is traced, and a clause about it.
+    """
+
+    config: RunConfig
+    hardware: Hardware
+    num_devices: int
+    device_bytes: int
+    apart: SlowReplicas | None = None
+    replicas: int = 1
+    changed: str | None = None
+    tell: Tell = silent
+
+    @property
+    def platform(self) -> str:
+        """What JAX calls the platform; a chip that cannot be compiled for is taken for a GPU."""
+        wiring = self.hardware.wiring
+        return "gpu" if wiring is None or wiring.platform == "cuda" else wiring.platform
+
+    @functools.cached_property
+    def work(self) -> Workload:
+        """What is trained, read from the abstract model and its loss."""
+        return workload_of(
+            functools.partial(model_of, self.config),
+            self.config.kind.task.loss_fn,
+            abstract_batch(self.config),
+            self.config.precision,
+            self.platform,
+        )
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a plan may fill."""
+        return USABLE * self.device_bytes
+
+    def plans(self, most: int, refused: dict[str, str]) -> list[ReadPlan]:
+        """Traces the simplest kinds whose train state fits; the smallest where none does.
+
+        Args:
+            most: of how many kinds.
+            refused: takes the names of those that the step refuses, and why.
+
+        Raises:
+            ConfigError: for a batch that no mesh of all the devices divides.
+        """
+        count, batch = self.num_devices, self.work.global_batch
+        if not 1 <= count <= MOST_DEVICES:
+            raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
+        kinds: dict[str, list[Candidate]] = {}
+        for one in candidates(self.work, count, self.hardware, self.apart, self.replicas):
+            kinds.setdefault(one.name, []).append(one)
+        if not kinds:
+            raise ConfigError(
+                f"no mesh of {count} devices divides global_batch={batch} and "
+                f"{self.work.num_layers} blocks; make the batch a multiple of {count}, such as "
+                f"{-(-batch // count) * count}"
+            )
+        plans: list[ReadPlan | None] = []
+        too_large: list[_Split] = []
+        for group in sorted(kinds.values(), key=lambda group: _complexity(group[0])):
+            if len(plans) - plans.count(None) == most:
+                break
+            split = _least_split(self, group, refused)
+            if split is not None and split.state <= self.usable:
+                plans.append(_read(self, refused, split))
+            elif split is not None:
+                too_large.append(split)
+        if plans.count(None) == len(plans) and too_large:
+            plans.append(_read(self, refused, min(too_large, key=lambda split: split.state)))
+        return [plan for plan in plans if plan is not None]
+
+    def with_other_numbers(self) -> Iterator[_Search]:
+        """The same config in a narrower precision, and with replicas that seldom synchronize."""
+        current, narrow = MixedPrecision.of(self.config.precision), MixedPrecision.bf16()
+        if self.hardware.rate(narrow.compute) > self.hardware.rate(current.compute):
+            config = dataclasses.replace(self.config, precision="bf16")
+            yield dataclasses.replace(self, config=config, changed="precision bf16")
+        nodes = self.hardware.num_nodes(self.num_devices)
+        shares = not (self.num_devices % nodes or self.work.global_batch % nodes)
+        if self.apart is None and nodes > 1 and shares:
+            apart = SlowReplicas()
+            changed = f"replicas synchronize every {apart.every} steps"
+            yield dataclasses.replace(self, apart=apart, replicas=nodes, changed=changed)
+
+
+def _apart_in(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
+    """How the replicas of a config that have outer steps synchronize, and how many they are."""
+    named = next((name for name in APART if name in (config.parallel or {})), None)
+    if named is None:
+        return None, 1
+    options = config.parallel[named]
+    apart = SlowReplicas(named, options["every"], options.get("axis", "nodes"))
+    return apart, max(config.mesh[apart.axis], nodes)
+
+
+def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
+    """The config with the mesh and strategies of a candidate; other options of these stay.
+
+    Args:
+        config: a run, checked.
+        candidate: for as many devices.
+    """
+    plain, lines = config.to_dict(), candidate.to_config()
+    strategies = plain.get("parallel") or {}
+    lines["parallel"] = {
+        name: {**strategies.get(name, {}), **options} for name, options in lines["parallel"].items()
+    }
+    train = {**plain["train"], "accumulate": 1, **lines.pop("train", {})}
+    configured = None if config.remat == AUTO else plain.get("remat")
+    remat = configured or {"interval": 1} if candidate.remat else None
+    here = {"emulate": None}
+    return RunConfig.from_dict({**plain, **lines, "train": train, "remat": remat, "devices": here})
+
+
+def _complexity(one: Candidate) -> int:
+    """How much is combined; smaller is simpler."""
+    axes = dict.fromkeys(("tp", "cp", "pp", "ep", *AXES))
+    model = [n for n, a in enumerate(axes) if a not in ("dp", "fsdp") and getattr(one, a) > 1]
+    order = [*dict.fromkeys((*SIMPLICITY, *DATA_PARALLEL))]
+    return len(order) * sum(2**place for place in model) + order.index(one.strategy)
+
+
+def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]:
+    config = config_for(search.config, candidate)
+    capability = compute_capability(search.hardware.name)
+    world = abstract_world(config.mesh, search.num_devices, search.platform, capability)
+    return config, build_step(config, world)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """A candidate, its step, and the bytes of its train state on a device."""
+
+    candidate: Candidate
+    config: RunConfig
+    step: TrainStep
+    state: float
+
+
+def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str]) -> _Split | None:
+    """The first of a kind whose train state fits, or the smallest; None where all are refused."""
+    best: _Split | None = None
+    for one in sorted(group, key=lambda one: one.num_devices // (one.replicas * one.shard_ranks)):
+        try:
+            config, step = _build(search, one)
+            claims = step.claims
+            state = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
+        except AxonDistError as error:
+            refused.setdefault(one.name, str(error))
+            continue
+        if best is None or state < best.state:
+            best = _Split(one, config, step, state)
+        if state <= search.usable:
+            break
+    return best
+
+
+def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan | None:
+    """Traces a candidate until it fits: smaller microbatches first, then recomputed blocks."""
+    plan: ReadPlan | None = None
+    one, config, step = split.candidate, split.config, split.step
+    for tried in range(TRIES):
+        number, remat = f"K={one.num_microbatches}", ", remat" * one.remat
+        also = f", {search.changed}" if search.changed else ""
+        search.tell(one.name, f"traced on {one.mesh} with {number}{remat}{also}")
+        try:
+            if tried:
+                config, step = _build(search, one)
+            reading = read_step(step, abstract_batch(config))
+        except AxonDistError as error:
+            if plan is None:
+                refused.setdefault(one.name, str(error))
+            return plan
+        time, sent = _with_outer_step(_time(reading, one, search), step, reading, search, one.apart)
+        share = search.work.useful_flops / one.num_devices
+        plan = ReadPlan(
+            one,
+            config,
+            reading,
+            time,
+            search.device_bytes,
+            changed=search.changed,
+            outer_bytes=sent,
+            loops=step.loop_choices,
+            utilization=time.utilization(share, search.hardware),
+        )
+        smaller = None if plan.fits else _smaller(plan, search, tried)
+        if smaller is None:
+            break
+        one = smaller
+    return plan
+
+
+def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Candidate | None:
+    """The candidate to trace after one that does not fit; None where nothing is left to try."""
+    one, reading = plan.candidate, plan.reading
+    room = search.usable - reading.state - reading.batch
+    if room <= 0:
+        return None
+    # Activations for the backward pass grow with the samples of a microbatch.
+    least = math.ceil(one.num_microbatches * reading.temporaries / room)
+    more = more_microbatches(one, search.work, max(least, 2 * one.num_microbatches))
+    if more is None or (tried >= _BEFORE_REMAT and not one.remat):
+        return None if one.remat else dataclasses.replace(one, remat=True)
+    return more
+
+
+def _with_outer_step(
+    time: StepCost, step: Any, reading: Reading, search: _Search, apart: SlowReplicas | None
+) -> tuple[StepCost, float]:
+    """The time of a step with its share of an outer step, and that share of the bytes."""
+    if apart is None:
+        return time, 0.0
+    readings = [
+        read_program(program, arguments, len(arguments), reading.mesh, search.platform)
+        for program, arguments in step.outer_step_programs()
+    ]
+    # Nothing else runs during an outer step.
+    waits = [one.step_time(search.hardware, search.work.policy.compute) for one in readings]
+    waited = sum(one.communication for one in waits) / apart.every
+    sent = sum(one.wire_bytes for one in readings) / apart.every
+    communication, exposed = time.communication + waited, time.exposed + waited
+    return dataclasses.replace(time, communication=communication, exposed=exposed), sent
+
+
+def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
+    work, hardware = search.work, search.hardware
+    counted = {}
+    if candidate.pp > 1:
+        # A pipeline's actions are branches of a conditional, and the program does not count them.
+        counted["flops"] = 4 / 3 * work.flops / candidate.num_devices  # every stage is recomputed
+        sizes = candidate.pp, candidate.num_microbatches
+        counted["idle"] = idle_share(candidate.schedule, *sizes, 1)
+    return reading.step_time(hardware, work.policy.compute, **counted)
+
+
+def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
+    """Fits, fast, simple; of what does not fit, the smallest first."""
+    left = sorted(plans, key=lambda p: (not p.fits, p.time.total if p.fits else p.reading.peak))
+    ranked: list[ReadPlan] = []
+    while left:
+        limit = (1 + ALIKE) * left[0].time.total
+        alike = [p for p in left if p.fits and p.time.total <= limit] or left[:1]
+        ranked.append(min(alike, key=lambda p: (_complexity(p.candidate), p.candidate.remat)))
+        left.remove(ranked[-1])
+    return ranked
+
+
+def plan_here(config: RunConfig, world: World) -> ConfigPlans | None:
+    """The plans of a config on the machine of a world; None of one that no table describes."""
+    chip = machine_of(world.mesh)
+    try:
+        return None if chip is None else plan_config(config, hardware(chip.name), world.size)
+    except AxonDistError:
+        return None
+
+
+def _measured(plan: ReadPlan, target: str | None) -> ReadPlan:
+    config = plan.config
+    if target is not None and target.startswith("cpu:"):
+        emulated = dataclasses.replace(config.devices, emulate=plan.candidate.num_devices)
+        config, target = dataclasses.replace(config, devices=emulated), None
+    return dataclasses.replace(plan, measured=examine(config, target).report)

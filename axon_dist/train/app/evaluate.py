@@ -1,0 +1,302 @@
+"""The model of a run in use: `evaluate` measures it, `generate_text` continues texts with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from axon_dist.checkpoint import step_of
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import Place
+from axon_dist.core.tree import map_with_path
+from axon_dist.data import Loader, Tokenizer
+from axon_dist.mesh import World
+from axon_dist.models import generate, next_token_loss, next_token_scores
+from axon_dist.ops.precision import autocast, without_gathers
+from axon_dist.step import PortableForm, TrainState, TrainStep
+from axon_dist.train.loop.meters import LAG, MetricSums, delayed
+
+from ...core.own_context import in_own_context
+from ..config import RunConfig
+from .run_model import find_checkpoint, load_arrays, run_config, tokenizer_of
+from .runs import build_loader, measured_on
+from .steps import build_step, build_world
+
+SCORES: MappingProxyType[Callable, Callable] = MappingProxyType(
+    {next_token_loss: next_token_scores}
+)
+"""Losses that have metrics which are too dear for training, and what measures both."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What was measured, and on what.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        step: how many steps it had taken; None where its name does not say.
+        data: what the data is, in one sentence.
+        num_samples: over how many samples; images, or windows of a text.
+        strategy: the name of the strategy.
+        mesh: its mesh, as text.
+        unit: what the loss is measured in.
+        metrics: `loss`, the metrics of the loss function, and for text `perplexity` and
+            `bits_per_byte`.
+    """
+
+    checkpoint: Place
+    step: int | None
+    data: str
+    num_samples: int
+    strategy: str
+    mesh: str
+    unit: str
+    metrics: dict[str, float]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as JSON holds it."""
+        return {**dataclasses.asdict(self), "checkpoint": str(self.checkpoint)}
+
+
+@in_own_context
+def evaluate(
+    run: str | Path,
+    *,
+    step: int | str | None = None,
+    overrides: Sequence[str] = (),
+    files: Sequence[str] = (),
+    num_batches: int | None = None,
+    one_device: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+    trust: bool = False,
+) -> Evaluation:
+    """Measures the model of a run over its validation data, each sample once.
+
+    Every number is that of plain JAX with the model in eval mode, `sum(totals) / sum(weights)` over
+    all samples, whatever the mesh and the batches are, also where the last batch is smaller.
+
+    Args:
+        run: the folder of a run.
+        step: which checkpoint: the number of its step, `"best"`, or None for the newest.
+        overrides: changes of the run's config, such as `"mesh=dp=4"`; any mesh and strategy will
+            do.
+        files: paths or globs to measure on in place of the run's validation data.
+        num_batches: so many batches alone, spread as in training; None for everything.
+        one_device: on one device, whatever the config says.
+        tell: takes a sentence about each damaged checkpoint that is passed over, and about the
+            data, before anything is compiled.
+        trust: whether functions that the run's config names may be imported and called.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        ConfigError: when there is no run in the folder, or the data or an override is wrong.
+        CheckpointError: when the run has no such checkpoint, or that is damaged.
+    """
+    config = run_config(run, overrides, trust=trust)
+    config, world = world_of(measured_on(config, files), one_device)
+    tell = tell if world.process_index == 0 else lambda text: None
+    checkpoint = find_checkpoint(run, config, step, tell)
+    task = config.kind.task
+    measure = SCORES.get(task.loss_fn, task.loss_fn)
+    built = build_step(config, world, optax.identity(), loss_fn=measure, trains=False)
+    loader = build_loader(config, world, built.strategy.batch_axes)
+    tell(f"data: {loader.description}")
+    _check_count(loader, num_batches)
+    num_samples = loader.num_validated(num_batches)
+    state, sums = load_state(checkpoint, built), MetricSums()
+    batches = loader.validation_batches(num_batches)
+    for batch_sums in delayed((built.evaluate_sums(state, batch) for batch in batches), LAG):
+        sums.add(batch_sums)
+    means = sums.means
+    derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
+    return Evaluation(
+        checkpoint=checkpoint,
+        step=step_of(checkpoint.name),
+        data=loader.description,
+        num_samples=num_samples,
+        strategy=built.strategy.name,
+        mesh=str(world.spec),
+        unit=task.unit(config.data),
+        metrics={"loss": means["loss"], **means, **derived},
+    )
+
+
+def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
+    """The devices of a run, or one of them; and its config as it is there.
+
+    Args:
+        config: of a run.
+        one_device: take one device, on which nothing is split.
+    """
+    if not one_device:
+        return config, build_world(config)
+    emulate = config.devices.emulate and 1
+    alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
+    plain = dataclasses.replace(config, precision=without_gathers(config.precision)).to_dict()
+    plain["train"]["accumulate"] = 1
+    config = RunConfig.from_dict({**plain, **alone})
+    if emulate:
+        return config, build_world(config)
+    return config, World.init("dp=1", [World.init().mesh.devices.flat[0]])
+
+
+def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
+    """The state of a step that trains nothing, with the parameters of a checkpoint.
+
+    Args:
+        checkpoint: the folder of one, of any mesh and strategy.
+        step: of the same model; its optimizer keeps nothing, as `optax.identity()` does.
+
+    Returns:
+        The state, to evaluate with.
+    """
+    targets: Any = step.weight_targets
+    shardings = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
+    whole = NamedSharding(step.world.mesh, PartitionSpec())
+    return PortableForm(step).with_weights(*load_arrays(checkpoint, step.parts, shardings, whole))
+
+
+def _check_count(loader: Loader, num_batches: int | None) -> None:
+    """Raises where more batches are asked for than there are."""
+    count = getattr(loader.samples, "num_validation", None)
+    if num_batches is None or count is None:
+        return
+    most = -(-count // loader.global_batch)
+    if num_batches > most:
+        raise ConfigError(
+            f"got {num_batches} batches of {loader.global_batch} samples, and there are "
+            f"{count} for validation; ask for at most {most}, or leave it out for all of them, "
+            "once each"
+        )
+
+
+def of_text(loss: float, loader: Loader) -> dict[str, float]:
+    """Further metrics of a text, from the mean loss per token in nats."""
+    metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+    text = getattr(loader.samples, "text", None)
+    if text is not None and text.validation_bytes:
+        tokens_per_byte = len(text.validation) / text.validation_bytes
+        metrics["bits_per_byte"] = loss / math.log(2) * tokens_per_byte
+    return metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A continued text.
+
+    Args:
+        prompt: its beginning, which was given.
+        text: what follows.
+        num_tokens: how many tokens that is, the end of the document included.
+        is_ended: whether the model has ended the document.
+    """
+
+    prompt: str
+    text: str
+    num_tokens: int
+    is_ended: bool
+
+
+@in_own_context
+def generate_text(
+    run: str | Path,
+    prompts: Sequence[str],
+    num_tokens: int = 100,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stops: bool = True,
+    step: int | str | None = None,
+    overrides: Sequence[str] = (),
+    one_device: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+    trust: bool = False,
+) -> list[Completion]:
+    """Continues texts with the model of a run; each begins a document.
+
+    The parameters are split as the strategy of the run, or the one named in its place, splits them;
+    those of a pipeline over all devices. The texts are those of one device, in the precision of the
+    run: `overrides=["precision=float32"]` for another.
+
+    Args:
+        run: the folder of a run.
+        prompts: texts to continue, none of them empty.
+        num_tokens: how many tokens to add to each at most.
+        temperature: 0 takes the likeliest token; see `axon_dist.models.Sampling`.
+        top_k: draw among this many of the likeliest tokens; None for all.
+        top_p: draw among the fewest that together have at least this probability; None for all.
+        seed: of the draws.
+        stops: end a text where the model ends the document, if its tokenizer has an end.
+        step: which checkpoint: the number of its step, `"best"`, or None for the newest.
+        overrides: changes of the run's config, such as `"mesh=tp=4"` and `"parallel=tensor"`.
+        one_device: on one device, whatever the config says.
+        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+        trust: whether functions that the run's config names may be imported and called.
+
+    Returns:
+        One completion for each prompt.
+
+    Raises:
+        ConfigError: when there is no run in the folder, its model is none of text, a prompt is
+            empty or too long, or a value is out of range.
+        CheckpointError: when the run has no such checkpoint, or that is damaged.
+    """
+    config = run_config(run, overrides, trust=trust)
+    tokenizer = tokenizer_of(run, config)
+    encoded = [tokenizer.prompt(prompt) for prompt in prompts]
+    config, world = world_of(config, one_device)
+    model = _placed_model(find_checkpoint(run, config, step, tell), config, world)
+    end = tokenizer.end if stops else None
+    rows = generate(
+        model,
+        encoded,
+        num_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        end=end,
+    ).rows
+    return [_completion(tokenizer, *row, end) for row in zip(prompts, encoded, rows, strict=True)]
+
+
+def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:
+    """The model of a checkpoint, its parameters split as the strategy splits them."""
+    step = build_step(config, world, optax.identity(), trains=False)
+    targets: Any = step.weight_targets
+
+    # In device memory, also under a strategy that offloads them.
+    def place(path, _):
+        return NamedSharding(world.mesh, targets[path].sharding.spec)
+
+    shardings = map_with_path(place, step.parts.weights)
+    replicated = NamedSharding(world.mesh, PartitionSpec())
+    # Widened and cast once rather than for every token.
+    parts, precision = dataclasses.replace(step.parts, int8={}), step.strategy.precision
+    weights, buffers = load_arrays(checkpoint, parts, shardings, replicated)
+    model = parts.merge(step.spec.changes.cast(weights), buffers)
+    return autocast(model, precision) if precision is not None and precision.is_mixed else model
+
+
+def _completion(
+    tokenizer: Tokenizer, prompt: str, encoded: np.ndarray, tokens: list[int], end: int | None
+) -> Completion:
+    is_ended = end is not None and tokens[-1] == end
+    new = np.array(tokens[:-1] if is_ended else tokens, np.int64)
+    # Some tokenizers write a token otherwise where it is the first.
+    before, both = (tokenizer.decode(ids) for ids in (encoded, np.concatenate([encoded, new])))
+    text = both[len(before) :] if both.startswith(before) else tokenizer.decode(new)
+    return Completion(prompt, text, len(tokens), is_ended)

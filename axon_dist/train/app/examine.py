@@ -1,0 +1,345 @@
+"""What a run would do and cost, read from its compiled step; nothing is trained or written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+from flax.traverse_util import flatten_dict
+
+from axon_dist.core.checks import checked
+from axon_dist.core.errors import MeshError
+from axon_dist.core.files import as_place
+from axon_dist.core.tree import bytes_per_device, num_bytes
+from axon_dist.core.words import byte_size, plural, si
+from axon_dist.inspect import Report, report, target_devices
+from axon_dist.mesh import MeshSpec, Target, World, parse_target, prepare_environment
+from axon_dist.planner import read_step
+from axon_dist.step import Claims, TrainStep
+
+from ...core.own_context import in_own_context
+from ..config import CONFIG, RunConfig, abstract_batch
+from .directory import check_directory
+from .runs import Run, build_run
+from .steps import build_step, build_world
+from .summary import attention_line, opening_lines, parameters_of, remat_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """The report of a step and where it was compiled for.
+
+    Args:
+        report: memory, collectives and FLOPs per device.
+        mesh: the axes and sizes.
+        strategy: the name of the strategy.
+        parameters: how many there are, how many are trained, and in what others are kept.
+        target: the machine, or None for the devices of this one.
+        attention: which attention runs, which blocks are a loop, and what `remat: auto` recomputes,
+            in sentences; None where there is nothing to say.
+        outer_steps: of replicas with outer steps (`diloco`, `local_sgd`), the report of the outer
+            step of each fragment.
+        every: after how many steps each fragment synchronizes; 0 where there is one replica.
+    """
+
+    report: Report
+    mesh: MeshSpec
+    strategy: str
+    parameters: str
+    target: Target | None
+    attention: str | None = None
+    outer_steps: tuple[Report, ...] = ()
+    every: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The reports as plain values."""
+        reports = [one.to_dict() for one in self.outer_steps]
+        outer = {"outer_steps": reports, "every": self.every} if reports else {}
+        return self.report.to_dict() | outer
+
+    def outer_step_lines(self) -> list[str]:
+        """The bytes of each outer step, and their sum per step; empty without outer steps."""
+        sent = [one.collectives.by_link() for one in self.outer_steps]
+        lines = [
+            f"outer step of fragment {number}, every {self.every} steps: "
+            f"{byte_size(links.get('slow', 0))} over slow links, "
+            f"{byte_size(links.get('fast', 0))} over fast ones"
+            for number, links in enumerate(sent)
+        ]
+        if lines:
+            a_step = sum(links.get("slow", 0) for links in sent) // self.every
+            lines.append(f"all of them: {byte_size(a_step)} a step over slow links")
+        return lines
+
+
+@in_own_context
+@checked(config=CONFIG)
+def examine(config: RunConfig, target: str | None = None) -> Examination:
+    """Compiles the very step that a config would train with, and reads the program.
+
+    Nothing is trained and no parameter is made. The batch is the config's global batch.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        target: a machine such as `"h100:8"` or `"v5p:2x2x2"`, which need not be there; None
+            takes the config's own devices.
+
+    Returns:
+        The examination.
+
+    Raises:
+        MeshError: when the config's mesh does not fit the target.
+        UnsupportedError: when the compiler for the target is not installed; it names the extra.
+    """
+    machine = None if target is None else parse_target(target)
+    world = build_world(config) if machine is None else _target_world(config, machine)
+    step = build_step(config, world)
+    step_report = compiled_report(step, config)
+    lines = attention_line(config, step), *map(str, step.loop_choices), remat_line(config, step)
+    line = ". ".join(filter(None, lines)) or None
+    parameters = parameters_of(step.parts)
+    outer_steps = tuple(
+        report(lowered.compile(), world.mesh) for lowered in step.lower_outer_steps()
+    )
+    slow = step.strategy.slow
+    return Examination(
+        step_report,
+        world.spec,
+        step.strategy.name,
+        parameters,
+        machine,
+        line,
+        outer_steps,
+        0 if slow is None else slow.every,
+    )
+
+
+def _target_world(config: RunConfig, target: Target) -> World:
+    prepare_environment(target)
+    try:
+        return World.init(config.mesh, target_devices(target))
+    except MeshError as error:
+        raise MeshError(f"{target.name}: {error}") from None
+
+
+def compiled_report(step: TrainStep, config: RunConfig) -> Report:
+    """Compiles a step for the batch of its config, and compares its products with those traced."""
+    batch = abstract_batch(config)
+    compiled = step.lower(batch).compile()
+    return report(compiled, step.world.mesh, traced_flops=read_step(step, batch).flops)
+
+
+def read_program(run: Run) -> dict[str, Any]:
+    """Compiles the step of a run, if that is not done yet, and reads what it costs.
+
+    Args:
+        run: its parts; nothing of it is changed.
+
+    Returns:
+        What JSON can hold: `memory`, bytes per device by category; `collectives`, equal ones
+        joined; `flops`; `leaves`, how every parameter is split and why; `mesh`; `schedule`, the
+        table of a pipeline as CSV, or None; `warnings`, sentences about what is amiss.
+    """
+    step_report = compiled_report(run.step, run.config)
+    plan = run.step.strategy.pipeline
+    table = None if plan is None else plan.schedule
+    return {
+        "strategy": run.step.strategy.name,
+        "mesh": dict(run.world.mesh.shape),
+        "devices": [
+            {"rank": rank, "id": device.id, "process": device.process_index}
+            for rank, device in enumerate(run.world.mesh.devices.flat)
+        ],
+        "chip": None if step_report.machine is None else step_report.machine.name,
+        "chip_bytes": None if step_report.machine is None else step_report.machine.memory_bytes,
+        "memory": memory_by_category(run, step_report),
+        "peak_bytes": step_report.memory.peak,
+        "warnings": step_report.warnings(),
+        "flops": dataclasses.asdict(step_report.flops),
+        "collectives": _joined(step_report.collectives.to_rows()),
+        "wire_bytes_by_axis": step_report.collectives.by_axis(),
+        "is_cpu": run.world.is_cpu,
+        "leaves": _leaves(run.step.claims),
+        "batch": {
+            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+            for name, leaf in abstract_batch(run.config).items()
+        },
+        "schedule": None if table is None else {"name": table.name, "csv": table.to_csv()},
+    }
+
+
+def memory_by_category(run: Run, step_report: Report) -> dict[str, int]:
+    """Bytes on the fullest device while a step runs, by what they are; the sum is the peak.
+
+    Args:
+        run: its parts.
+        step_report: the report of its compiled step.
+    """
+    state, memory, kinds = run.step.form.placed_shapes, step_report.memory, {}
+    for name, label in _KINDS.items():
+        kinds[label] = bytes_per_device(getattr(state, name), None)
+    rest = memory.arguments + memory.host_arguments - sum(kinds.values())
+    return {
+        **{label: size for label, size in kinds.items() if size},
+        "batch and padding": max(rest, 0),
+        "gradients, activations and other temporaries": memory.temporaries,
+        "outputs beside the state": max(memory.outputs - memory.aliased, 0),
+    }
+
+
+_KINDS: Mapping[str, str] = {
+    "params": "parameters",
+    "frozen": "frozen parameters",
+    "opt_state": "optimizer state",
+    "buffers": "buffers",
+    "ema": "moving average",
+    "outer": "outer parameters",
+    "meeting": "outer optimizer state",
+}
+
+
+def _joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Collectives that differ in nothing but their name, as one row with a count."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        names = ("kind", "axis", "dtypes", "wire_bytes", "exposure", "source")
+        total[json.dumps({name: row[name] for name in names})] += row["count"]
+    joined = [{**json.loads(text), "count": count} for text, count in total.items()]
+    return sorted(joined, key=lambda row: -row["wire_bytes"] * row["count"])
+
+
+def _leaves(claims: Claims) -> list[dict[str, Any]]:
+    return [
+        {
+            "path": row.path,
+            "shape": list(row.shape),
+            "dtype": row.dtype,
+            "bytes": row.bytes,
+            "bytes_per_device": row.bytes_per_device,
+            "spec": str(row.spec),
+            "why": row.decision.reason,
+        }
+        for group in (claims.params, claims.frozen)
+        for row in group.rows
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What `dry_run` reports.
+
+    Args:
+        config: every value of the config, defaults spelled out.
+        opening: what the run says of itself at its start.
+        program: what `read_program` reads from its compiled step.
+        items: what a sample is counted in, and how many the whole run takes.
+        ranks: of each process the ranks and the rows of a global batch that it brings.
+        files: what would be written, and how large it gets where that is known.
+    """
+
+    config: dict[str, Any]
+    opening: tuple[str, ...]
+    program: dict[str, Any]
+    items: tuple[str, int]
+    ranks: tuple[str, ...]
+    files: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        memory = self.program["memory"]
+        width = max(map(len, memory))
+        item, count = self.items
+        chip = self.program["chip"]
+        fits = f" of {byte_size(self.program['chip_bytes'])} of {chip}" if chip else ""
+        return [
+            *_differing(self.config),
+            "---",
+            *self.opening,
+            f"{si(count)} {item} in all",
+            *self.ranks,
+            "memory per device, read from the compiled step:",
+            *(f"  {label:<{width}}  {byte_size(size):>8}" for label, size in memory.items()),
+            f"  {'in all':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
+            *self.program["warnings"],
+            "would write:",
+            *(f"  {file}" for file in self.files),
+            "dry run: nothing was trained and nothing was written",
+        ]
+
+
+def _differing(config: Mapping[str, object]) -> list[str]:
+    """The values of a config that are not the defaults, and how many are."""
+    values, defaults = (
+        flatten_dict(dict(one), sep=".", is_leaf=lambda _, value: not value)
+        for one in (config, RunConfig().to_dict())
+    )
+    changed = {key: x for key, x in values.items() if key not in defaults or defaults[key] != x}
+    left = plural(len(values) - len(changed), "further key")
+    return [
+        *(f"{key} = {yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"
+          for key, x in changed.items()),
+        f"{left} as by default: axon config --full lists all",
+    ]  # fmt: skip
+
+
+@in_own_context
+@checked(config=CONFIG)
+def dry_run(config: RunConfig) -> DryRun:
+    """Builds and compiles all that a run needs, and says what it would do; writes nothing.
+
+    Args:
+        config: a run as YAML describes it, checked.
+
+    Returns:
+        The report, whose `lines()` print it.
+
+    Raises:
+        AxonDistError: whatever a run would be refused for before its first step.
+    """
+    check_directory(config)
+    run = build_run(config)
+    run.check_weights()
+    train = config.train
+    return DryRun(
+        config=config.to_dict(),
+        opening=tuple(opening_lines(run)),
+        program=read_program(run),
+        items=(run.item, train.steps * run.items_per_step),
+        ranks=tuple(_shares(run)),
+        files=tuple(_files_of(config, run.step.abstract_state)),
+    )
+
+
+def _shares(run: Run) -> list[str]:
+    """How a global batch is divided."""
+    axes, mesh = run.step.strategy.batch_axes, run.world.mesh
+    rows, accumulate = run.config.train.global_batch, run.config.train.accumulate
+    index, count = run.world.share_of_batch(axes)
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    each = rows // ranks
+    cut = f", in {plural(accumulate, 'microbatch')} of {each // accumulate}" * (accumulate > 1)
+    return [
+        f"each of {plural(ranks, 'batch rank')} ({', '.join(axes) or 'no axis'}) takes "
+        f"{each} of {plural(rows, 'sample')} a step{cut}",
+        f"this process brings share {index + 1} of {count}: {rows // count} samples a step",
+    ]
+
+
+def _files_of(config: RunConfig, state: object) -> list[str]:
+    path = as_place(config.run_dir or f"runs/{config.name}-<time>", "run_dir")
+    checkpoint = config.checkpoint
+    folder = as_place(checkpoint.dir, "checkpoint.dir") if checkpoint.dir else path / "checkpoints"
+    size = num_bytes(state)
+    when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
+    named = ("config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png")
+    return [
+        *(str(path / name) for name in named),
+        f"{folder}{os.sep}step_…: {when}, {byte_size(size)} each, of which "
+        f"{plural(checkpoint.keep + checkpoint.best, 'stays', 'stay')}",
+    ]

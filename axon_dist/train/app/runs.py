@@ -1,0 +1,446 @@
+"""`Run`: a step, its data and what a trainer does with both, checked against each other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from axon_dist.core.errors import AxonDistError, ConfigError
+from axon_dist.data import Loader, standard_library_files
+from axon_dist.launch import ELASTIC, PLANNED
+from axon_dist.launch.environment import parse_count
+from axon_dist.mesh import World, agree, build_mesh
+from axon_dist.mesh.chips import machine_of
+from axon_dist.step import TrainState, TrainStep
+from axon_dist.train.loop import LoopOptions, MetricWriter, Progress, Trainer, require
+from axon_dist.weights import find_tensors, load_weights
+from axon_dist.weights.load import check_weights
+
+from ..config import RunConfig, abstract_batch
+from ..config.sections import ProfileConfig, TextData
+from .steps import build_step, build_world, check_memory
+
+
+def build_loader(
+    config: RunConfig,
+    world: World,
+    batch_axes: Sequence[str] | None = None,
+    num_microbatches: int = 1,
+) -> Loader:
+    """Reads the data and makes the batches of this process.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        world: the devices, and the mesh they form.
+        batch_axes: the mesh axes that split the batch; None stands for all.
+        num_microbatches: into how many parts a step cuts each batch.
+
+    Raises:
+        ConfigError: when the data is missing, damaged, too little, or not what the model can take.
+    """
+    axes = world.mesh.axis_names if batch_axes is None else batch_axes
+    process, num_processes = world.share_of_batch(axes)
+    return config.kind.task.load(
+        config.model,
+        config.data,
+        global_batch=config.train.global_batch,
+        seed=config.seed,
+        process=process,
+        num_processes=num_processes,
+        num_microbatches=num_microbatches,
+        num_ahead=config.data.num_ahead,
+        num_workers=config.data.num_workers,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run, checked against each other, nothing compiled.
+
+    Args:
+        config: what it was made from.
+        world: the devices, and the mesh they form.
+        step: of the config's model, strategy and optimizer.
+        loader: the batches of this process, and those of the validation.
+        note: what is done differently because processes were lost; empty where none is.
+        validation: the further sets that it is validated on, by name.
+    """
+
+    config: RunConfig
+    world: World
+    step: TrainStep
+    loader: Loader
+    note: str = ""
+    validation: Mapping[str, Loader] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.world.process_index == 0
+
+    def check_weights(self, resume: str | None = None) -> None:
+        """Raises `ConfigError` unless the files of its first weights, if there are some, fit it.
+
+        Args:
+            resume: what it resumes from; then the files are not needed.
+        """
+        if self.config.weights is not None and resume is None:
+            check_weights(self.step, **self._weights)
+
+    def first_state(self, tell: Callable[[str], None]) -> TrainState | None:
+        """The state with the weights of files; None where the config names none.
+
+        Args:
+            tell: takes a sentence about them.
+        """
+        if self.config.weights is None:
+            return None
+        tell(f"weights: from {', '.join(self.config.weights.files)}")
+        if line := self._dtype_line(self.config.weights.files):
+            tell(line)
+        return load_weights(self.step, **self._weights)
+
+    def _dtype_line(self, files: Sequence[str]) -> str | None:
+        """What keeps frozen weights in the dtype of their files, where that has fewer bytes."""
+        frozen = jax.tree.leaves(self.step.parts.frozen)
+        if self.config.frozen_dtype is not None or all(x.dtype.itemsize <= 2 for x in frozen):
+            return None
+        narrow = {str(x.dtype) for x in find_tensors(files).values()} & {"bfloat16", "float16"}
+        return next(
+            (f"the files are {x}; frozen_dtype: {x} keeps what is frozen so" for x in narrow), None
+        )
+
+    @property
+    def _weights(self) -> dict[str, Any]:
+        """What a config says to `load_weights`."""
+        weights = self.config.weights
+        assert weights is not None
+        return {
+            "files": weights.files[0] if len(weights.files) == 1 else list(weights.files),
+            "rules": weights.format,
+            "cast": weights.cast,
+            "keep": (*weights.keep, _ADAPTER),
+            "differ": weights.differ,
+        }
+
+    @property
+    def item(self) -> str:
+        """What throughput counts, such as tokens."""
+        return self.config.kind.task.item
+
+    @property
+    def items_per_step(self) -> int:
+        """How many items a global batch has."""
+        config = self.config
+        return config.train.global_batch * config.kind.task.items_per_sample(config.data)
+
+    @property
+    def unit(self) -> str:
+        """What the loss is measured in."""
+        return self.config.kind.task.unit(self.config.data)
+
+    def trainer(
+        self,
+        progress: Progress,
+        writers: Sequence[MetricWriter],
+        save: Callable[[TrainState, int, float | None], None],
+        copy: Callable[[TrainState, int], None] | None = None,
+        **others: Any,
+    ) -> Trainer:
+        """Puts the loop around the step.
+
+        Args:
+            progress: shows the run.
+            writers: take its metrics.
+            save: takes its state now and then, as that of a `Trainer`.
+            copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
+            **others: fields of the `Trainer`: `go_back`, `history`, `on_compiled`, `profile_dir`.
+        """
+        config, train = self.config, self.config.train
+        traced = train.profile or ProfileConfig(at=0)
+        sets = {"": self.loader, **self.validation}
+        return Trainer(
+            step=self.step,
+            batches=self.loader,
+            options=LoopOptions(
+                num_steps=train.steps,
+                log_every=train.log_every,
+                eval_every=train.eval_every,
+                save_every=self.config.checkpoint.every,
+                copy_every=0 if copy is None else self.config.checkpoint.memory_every,
+                items_per_step=self.items_per_step,
+                item=self.item,
+                peak_flops=self.peak_flops,
+                sequence_length=config.kind.task.items_per_sample(config.data),
+                max_rollbacks=train.max_rollbacks,
+                best_metric=train.best.metric,
+                best_mode=train.best.mode,
+                patience=train.best.patience,
+                min_delta=train.best.min_delta,
+                profile_at=traced.at,
+                profile_steps=traced.steps,
+            ),
+            validation={
+                name: functools.partial(one.validation_batches, train.eval_batches)
+                for name, one in sets.items()
+            },
+            writers=writers,
+            progress=progress,
+            save=save,
+            copy=copy,
+            give_back=self.give_back,
+            facts=self.facts(),
+            **others,
+        )
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of a device at best: the config's, or those of the chip for the step's dtype."""
+        chip = machine_of(self.world.mesh)
+        if self.config.train.peak_flops is not None or self.item != "tokens" or chip is None:
+            return self.config.train.peak_flops
+        precision = self.step.strategy.precision
+        return chip.rate(self.step.parts.dtype if precision is None else precision.compute)
+
+    def facts(self) -> Callable[[int, int], dict[str, float]]:
+        """What is known of a step beside its metrics: learning rate, items seen, epoch.
+
+        Returns:
+            From the number of steps taken, and of those that changed the state, to numbers by name.
+        """
+        train, rates = self.config.train, self.config.optimizer.rates(self.config.train.steps)
+
+        def facts(step: int, updates: int) -> dict[str, float]:
+            known = {
+                f"seen/{self.item}": float(step * self.items_per_step),
+                "seen/epoch": step * train.global_batch / self.loader.num_samples,
+            }
+            if rates is not None:
+                known["optimizer/learning_rate"] = float(rates[max(updates - 1, 0)])
+            return known
+
+        return facts
+
+    def give_back(self, num_batches: int) -> None:
+        """Moves the loader back by some batches, which it will hand out again."""
+        state = self.loader.state()
+        samples = num_batches * self.config.train.global_batch
+        self.loader.restore({**state, "samples_seen": state["samples_seen"] - samples})
+
+
+_ADAPTER = r"(?:.*/)?lora/lora_[ab]"
+"""The paths of what `lora` adds to a model, which files of weights need not have."""
+
+
+def build_run(config: RunConfig) -> Run:
+    """Builds everything a run needs; whatever can be checked is checked here.
+
+    Raises:
+        AxonDistError: of the kind that names what is wrong.
+
+    Example:
+        >>> config = RunConfig.from_dict(
+        ...     {"devices": {"emulate": 8}, "data": {"max_bytes": 9999}, "model": {"num_layers": 1}}
+        ... )
+        >>> str(build_run(config).world.spec)
+        'dp=8'
+    """
+    for logger in config.loggers:
+        require(logger.module, "loggers", f"the logger {type(logger).__name__}")
+    world = build_world(config)
+    step, note = step_for(config, world)
+    check_memory(config, step)
+    parts = step.layout.num_microbatches
+    loader = build_loader(config, world, step.strategy.batch_axes, parts)
+    step.check(abstract_batch(config))
+    sets = {}
+    for name, files in config.validation.items():
+        other = measured_on(config, files, f"validation.{name}")
+        sets[name] = build_loader(other, world, step.strategy.batch_axes)
+    for name, one in {"": loader, **sets}.items():
+        prefix = f"validation.{name}" if name else "data"
+        agree(world, prefix, {f"{prefix}.{key}": value for key, value in one.state().items()})
+    return Run(config, world, step, loader, note, sets)
+
+
+def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> RunConfig:
+    """The config with other files to validate on.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        files: paths or globs; none leaves the config as it is.
+        key: what names them, to open the message.
+
+    Raises:
+        ConfigError: when the data of the run are no files.
+    """
+    if not files:
+        return config
+    data, named = config.data, ", ".join(files)
+    if not hasattr(data, "validation_files"):
+        raise ConfigError(
+            f"got {key} {named} for a run whose data are not read from files; leave them out, or "
+            "change its data, as in data={kind: images, files: [...]} or data={kind: text}"
+        )
+    changes = {"validation_files": tuple(files), "validation_fraction": None}
+    if isinstance(data, TextData) and not data.files:
+        changes["files"] = tuple(str(file.path) for file in standard_library_files())
+    return dataclasses.replace(config, data=dataclasses.replace(data, **changes))
+
+
+def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
+    """The step on the present processes, and what changes where some are lost.
+
+    Args:
+        config: a run as YAML describes it.
+        world: their devices, and the mesh that they form.
+
+    Returns:
+        The step, and a sentence; "" where none is lost.
+    """
+    step = build_step(config, world)
+    present = world.num_processes
+    planned = max(parse_count(os.environ.get(PLANNED) or str(present), PLANNED), present)
+    smaller = for_fewer(config, world, step, planned, present)
+    few, count = config.train.accumulate, smaller.train.accumulate
+    if count == few:
+        return step, ""
+    missing = f"{present} of {planned} processes: "
+    if why := step.coupling(abstract_batch(config)):
+        return step, (
+            f"{missing}each device holds more of the global batch at a time, for {why}, and more "
+            "microbatches would change that"
+        )
+    return build_step(smaller, world), (
+        f"{missing}{count} microbatches a step in place of {few} keep the global batch of "
+        f"{config.train.global_batch} samples"
+    )
+
+
+def microbatches_for_fewer(
+    global_batch: int, accumulate: int, planned_ranks: int, ranks: int
+) -> int:
+    """How many microbatches keep both the global batch and what a device holds of one at a time.
+
+    Args:
+        global_batch: samples of a step.
+        accumulate: microbatches of a step as planned.
+        planned_ranks: how many devices were to share a microbatch.
+        ranks: how many do.
+
+    Returns:
+        The fewest, at least as many as planned, that divide the batch and give a device no more
+        samples at a time than was planned; as many as planned where none do.
+
+    Example:
+        >>> microbatches_for_fewer(24, 1, 4, 3), microbatches_for_fewer(24, 1, 4, 2)
+        (2, 2)
+    """
+    at_a_time = global_batch // (accumulate * planned_ranks)
+    for count in range(accumulate, global_batch // ranks + 1):
+        if global_batch % (count * ranks) == 0 and global_batch // (count * ranks) <= at_a_time:
+            return count
+    return accumulate
+
+
+def for_fewer(
+    config: RunConfig, world: World, step: TrainStep, planned: int, present: int
+) -> RunConfig:
+    """The config with so many microbatches as keep the global batch on the devices that are left.
+
+    Args:
+        config: a run as YAML describes it.
+        world: the devices that are left.
+        step: of the config as it is.
+        planned: how many processes there were to be.
+        present: how many there are.
+
+    Returns:
+        The config; as it is where none is missing, or the mesh does not shrink with them, or a
+        pipeline has microbatches of its own.
+    """
+    if not _mesh_shrinks(config):
+        return config
+    axes = step.strategy.batch_axes
+    was = config.mesh.resolve(world.size * planned // present)
+    planned_ranks = math.prod(size for name, size in was.shape.items() if name in axes)
+    ranks = math.prod(world.mesh.shape[name] for name in axes)
+    if ranks >= planned_ranks or step.strategy.pipeline is not None:
+        return config
+    train = config.train
+    count = microbatches_for_fewer(train.global_batch, train.accumulate, planned_ranks, ranks)
+    return dataclasses.replace(config, train=dataclasses.replace(train, accumulate=count))
+
+
+def _mesh_shrinks(config: RunConfig) -> bool:
+    return -1 in config.mesh.shape.values() and config.devices.emulate is None
+
+
+_CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+
+
+@contextlib.contextmanager
+def compiling_ahead(
+    config: RunConfig, world: World, env: Mapping[str, str], tell: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Lets process 0 compile the step of a run that has lost a process into the cache of JAX.
+
+    Which process is lost does not matter: those that are left count from 0 again, so that they run
+    the program of the first ones. JAX looks into the cache when they start.
+
+    Args:
+        config: of the run.
+        world: of all processes.
+        env: the environment, in which an elastic launcher says so; nothing is compiled elsewhere,
+            nor without a cache that outlives the processes.
+        tell: takes a sentence when fewer processes could not go on.
+
+    Yields:
+        Starts the compilation, once the step of the run is compiled; the context waits for it.
+    """
+    thread = threading.Thread(target=_compile_ahead, args=(config, world, tell), name="axon-ahead")
+    # A run on fewer processes has another mesh; its program can be kept where there is a cache.
+    has_cache = all(getattr(jax.config, name) for name in _CACHE)
+    can_lose = bool(env.get(ELASTIC)) and world.num_processes > 1
+    try:
+        yield thread.start if _mesh_shrinks(config) and has_cache and can_lose else lambda: None
+    finally:
+        if thread.ident is not None:
+            thread.join()
+
+
+def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None]) -> None:
+    """Compiles for the most processes on which the run could continue without one of these."""
+    reasons = []
+    for fewer in range(world.num_processes - 1, 0, -1):
+        try:
+            step, _ = step_for(config, world_of_first(config, world, fewer))
+            step.lower(abstract_batch(config)).compile()
+        except AxonDistError as error:
+            reasons.append(str(error))
+        else:
+            if reasons:
+                tell(f"{fewer} processes would go on if one were lost, not more: {reasons[0]}")
+            return
+    tell(f"no fewer processes could go on if one were lost: {reasons[0]}")
+
+
+def world_of_first(config: RunConfig, world: World, count: int) -> World:
+    """The world that the first processes of a run would make up without the others.
+
+    Args:
+        config: of the run.
+        world: of all processes.
+        count: how many of them.
+    """
+    devices = [d for d in world.mesh.devices.flat if d.process_index < count]
+    devices.sort(key=lambda device: device.id)
+    return World(build_mesh(config.mesh.resolve(len(devices)), devices), world.backend)

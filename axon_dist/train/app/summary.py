@@ -1,0 +1,256 @@
+"""A run in words: what it is going to do, and what it came to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
+
+from axon_dist.core.tree import leaves_with_paths, num_params
+from axon_dist.core.typing import JsonDict
+from axon_dist.core.words import byte_size, clock_time, plural, si
+from axon_dist.mesh import World, rank_table
+from axon_dist.models import TransformerConfig, describe_attention
+from axon_dist.optim import matrices
+from axon_dist.parallel import ContextMode
+from axon_dist.planner import AUTO, read_step, usable_bytes
+from axon_dist.planner.reading import LADDER, recomputing_line
+from axon_dist.step import ModelParts, TrainStep, leaves_remat_open
+from axon_dist.train.loop import TrainResult
+
+from ..config import Decaying, RunConfig, abstract_batch
+from .run_records import END
+from .runs import Run
+from .steps import build_step
+
+
+def opening_lines(run: Run) -> list[str]:
+    """What a run is going to do, before it starts, and on which processes; all must call it."""
+    train, spec = run.config.train, run.world.spec
+    kind = run.world.runtime_info()["device_kind"]
+    parameters = parameters_of(run.step.parts)
+    batch = run.config.kind.task.batch(train.global_batch, run.config.data)
+    table = rank_table(run.world) if run.world.num_processes > 1 else []
+    return [
+        *table,
+        f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
+        f"{run.world.size} {run.world.backend} {kind} devices",
+        *(
+            f"axis {axis} of the mesh is split by no strategy: its {run.world.mesh.shape[axis]} "
+            "ranks compute the same (a list composes strategies, as in parallel: [ddp, tensor])"
+            for axis in run.step.idle_axes
+        ),
+        *filter(None, [attention_line(run.config, run.step)]),
+        *map(str, run.step.loop_choices),
+        f"data: {run.loader.description}",
+        f"{plural(train.steps, 'step')} of {batch}{_epochs_of(run)}",
+        *_batch_lines(run),
+        *filter(None, [remat_line(run.config, run.step), _decay_line(run), run.note]),
+    ]
+
+
+def _epochs_of(run: Run) -> str:
+    """How often a run sees its samples, and what it is validated on."""
+    train, samples = run.config.train, run.loader.num_samples
+    when = f"every {plural(train.eval_every, 'step')}" if train.eval_every else "at the end"
+    validated = run.loader.num_validated(train.eval_batches)
+    batches = -(-validated // train.global_batch)
+    return (
+        f", {train.steps * train.global_batch / samples:.3g} epochs of {plural(samples, 'sample')}"
+        f"; validated {when} on {plural(validated, 'sample')}"
+        f" in {plural(batches, 'batch')}"
+    )
+
+
+def _batch_lines(run: Run) -> list[str]:
+    """The arrays of a global batch, and which of them are of a wider dtype than is taken."""
+    arrays = abstract_batch(run.config).items()
+    source_dtypes = getattr(run.loader.samples, "given_dtypes", {})
+    return [
+        f"batch: {', '.join(f'{name} {x.dtype}{list(x.shape)}' for name, x in arrays)}",
+        *(
+            f"batch {name}: {source_dtypes[name]} is taken as {x.dtype}"
+            for name, x in arrays
+            if x.dtype.kind == "f" and source_dtypes.get(name, x.dtype.name) != x.dtype.name
+        ),
+    ]
+
+
+def _decay_line(run: Run) -> str | None:
+    """Which parameters decay, where not all do; None where all or none do."""
+    optimizer = run.config.optimizer
+    if not isinstance(optimizer, Decaying) or not optimizer.weight_decay or optimizer.mask is None:
+        return None
+    decays = [flag for _, flag in leaves_with_paths(matrices(run.step.parts.params))]
+    return (
+        f"weight decay {optimizer.weight_decay:g} on {sum(decays)} of {len(decays)} parameters, "
+        "not on norms, biases and embeddings (optimizer.decay=all for all)"
+    )
+
+
+def parameters_of(parts: ModelParts) -> str:
+    """How many parameters a model has, and what is trained and frozen of them."""
+    count = f"{si(num_params(parts.weights), 'B')} parameters"
+    if not parts.frozen:
+        return count
+    sizes: dict[str, int] = {}
+    for path, leaf in leaves_with_paths(parts.frozen):
+        dtype = "int8" if path in parts.int8 else str(leaf.dtype)
+        sizes[dtype] = sizes.get(dtype, 0) + math.prod(leaf.shape)
+    frozen = ", ".join(f"{si(size, 'B')} frozen in {dtype}" for dtype, size in sizes.items())
+    return f"{count} ({si(num_params(parts.params), 'B')} trained, {frozen})"
+
+
+def summarize(run: Run, result: TrainResult) -> JsonDict:
+    """What a run came to, as plain data."""
+    training = [loss for _, loss in result.train_curve]
+    validation = [loss for _, loss in result.validation_curve]
+    return {
+        "name": run.config.name,
+        "ended": result.reason,
+        "steps": result.num_steps,
+        "first_step": result.first_step,
+        "train_loss": training[-1] if training else None,
+        "validation_loss": validation[-1] if validation else None,
+        "best_validation_loss": min(validation, default=None),
+        "validation_metrics": {
+            name: curve[-1][1] for name, (_, curve) in result.metric_curves.items()
+        },
+        "unit": run.unit,
+        "item": run.item,
+        "items_per_second": result.items_per_second,
+        "compile_seconds": result.compile_seconds,
+        "train_seconds": result.train_seconds,
+        "seconds": dict(result.seconds),
+        "step_percentiles": {str(p): x for p, x in result.step_percentiles.items()},
+        "skipped_steps": result.skipped_steps,
+        "rollbacks": result.rollbacks,
+        "parameters": num_params(run.step.parts.weights),
+        "state_bytes_per_device": result.device_bytes,
+        "strategy": run.step.strategy.name,
+        **run.world.runtime_info(),
+    }
+
+
+def summary_table(summary: JsonDict) -> Table:
+    """What a run came to, as a table for people.
+
+    Args:
+        summary: from `summarize`, with the seconds before and after the loop.
+    """
+    total_seconds = sum(summary["seconds"].values())
+    since = f" since step {summary['first_step']}" if summary["first_step"] else ""
+    unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
+    rows = {
+        "ended": f"{summary['ended']} after {plural(summary['steps'], 'step')}",
+        "training loss": _loss(summary["train_loss"], unit),
+        "validation loss": _loss(summary["validation_loss"], unit),
+        **{
+            f"validation {name}": f"{value:.4f}"
+            for name, value in summary["validation_metrics"].items()
+        },
+        "speed": "unknown" if speed is None else f"{si(speed)} {item}/s",
+        f"time{since}": f"{clock_time(total_seconds)}, of it {_spent(summary, total_seconds)}",
+        "train state": f"{byte_size(summary['state_bytes_per_device'])} per device",
+    }
+    return two_columns(rows, summary["name"])
+
+
+def two_columns(rows: Mapping[str, str], title: str | None = None) -> Table:
+    """A table of labels and what they say."""
+    columns = Column(style="dim"), Column(style="bold")
+    table = Table(*columns, title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
+    for label, value in rows.items():
+        table.add_row(label, value)
+    return table
+
+
+def _spent(summary: JsonDict, total_seconds: float) -> str:
+    """What a run took its time for; what is less than half a second is left out."""
+    by_kind = summary["seconds"]
+    known = {
+        "compiling": by_kind["compile"],
+        "in training steps": summary["train_seconds"],
+        "validating": by_kind["validation"],
+        "saving": by_kind["save"],
+        "ending": by_kind[END],
+        "else": by_kind["other"],
+    }
+    spent = {"starting": total_seconds - sum(known.values()), **known}
+    return ", ".join(
+        f"{clock_time(x)} {name}" for name, x in spent.items() if round(x) or name == "starting"
+    )
+
+
+def remat_line(config: RunConfig, step: TrainStep) -> str | None:
+    """What `remat: auto` has chosen for a step, and what that saves; None where it chose nothing.
+
+    Args:
+        config: a run as YAML describes it.
+        step: its step.
+    """
+    if config.remat != AUTO:
+        return None
+    plain = build_step(dataclasses.replace(config, remat=None), step.world)
+    if not leaves_remat_open(plain):
+        return None
+    batch, usable = abstract_batch(config), usable_bytes(step.world)
+    recomputed = build_step(dataclasses.replace(config, remat=LADDER["every block"]), step.world)
+    return recomputing_line(
+        step.strategy.remat, read_step(step, batch), read_step(recomputed, batch), usable
+    )
+
+
+def _loss(loss: float | None, unit: str) -> str:
+    return "not measured" if loss is None else f"{loss:.4f} {unit}".rstrip()
+
+
+def attention_line(config: RunConfig, step: TrainStep) -> str | None:
+    """What runs for the attention of a config's model; None for a model that is not ours.
+
+    Args:
+        config: a run, checked.
+        step: its step, which knows strategy and devices.
+    """
+    model = config.model
+    if not isinstance(model, TransformerConfig):
+        return None
+    if model.has_special_scores:
+        return (
+            "attention: einsum, which stores the scores of all pairs: fused kernels neither cap "
+            "scores nor have windows by layer; max_length within the windows needs none"
+        )
+    rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]
+    # Around a ring a kernel sees one of the two pieces of positions that a rank has.
+    pieces = 2 * step.world.mesh.shape[rings[0].axes[0]] if rings else 1
+    precision = step.strategy.precision
+    dtype: DTypeLike = model.dtype or (
+        model.param_dtype if precision is None else precision.compute
+    )
+    shape = config.data.sequence_length // pieces, model.num_heads, model.key_size
+    segments = "segments" in getattr(config.data, "arrays", ())
+    platform = platform_of(step.world)
+    description = describe_attention(
+        model.attention, platform, jnp.dtype(dtype), shape, segments, tiled=bool(rings)
+    )
+    return f"attention: {'around a ring, by pairs of blocks: ' if rings else ''}{description}"
+
+
+def attention_rows(world: World) -> dict[str, str]:
+    """Which attention `auto` takes on these devices, by the dtype of the compute."""
+    shape = 1024, 8, 64
+    return {
+        name: describe_attention("auto", platform_of(world), jnp.dtype(name), shape)
+        for name in ("bfloat16", "float32")
+    }
+
+
+def platform_of(world: World) -> str:
+    """The platform of the devices, which need not be here: `cpu`, `gpu` or `tpu`."""
+    platform = world.mesh.devices.flat[0].platform
+    return "gpu" if platform in ("cuda", "gpu", "rocm") else platform

@@ -1,0 +1,424 @@
+"""`train`: a whole run, from a config to a folder with its results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+from jax.errors import JaxRuntimeError
+from rich.console import Console
+
+from axon_dist.checkpoint import CheckpointManager, on_main
+from axon_dist.core.checks import checked
+from axon_dist.core.errors import (
+    CheckpointError,
+    ConfigError,
+    NonfiniteError,
+    OutOfMemoryError,
+    install_command,
+)
+from axon_dist.core.files import replacing
+from axon_dist.core.typing import JsonDict
+from axon_dist.core.words import byte_size, printable
+from axon_dist.planner import AUTO
+from axon_dist.step import TrainState
+from axon_dist.train.loop import (
+    FINISHED,
+    JsonlWriter,
+    LastingWriter,
+    MetricWriter,
+    MlflowWriter,
+    Progress,
+    TensorBoardWriter,
+    TrackioWriter,
+    Trainer,
+    TrainResult,
+    WandbWriter,
+    bytes_per_device,
+    has_module,
+    make_progress,
+    plot_losses,
+)
+
+from ...core.own_context import in_own_context
+from ..config import CONFIG, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
+from .config_plans import plan_here
+from .directory import RunDirectory, create_directory, directory_at, take_folders
+from .examine import read_program
+from .resume import SavedStates, check_copies, check_resume, keep_programs, open_states
+from .run_records import END, START
+from .runs import Run, build_run, compiling_ahead
+from .summary import opening_lines, summarize, summary_table
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What `train` returns.
+
+    Args:
+        result: what the loop came to, with the last state.
+        directory: of everything else.
+        summary: what `summary.json` holds.
+    """
+
+    result: TrainResult
+    directory: RunDirectory
+    summary: JsonDict
+
+
+@in_own_context
+@checked(config=CONFIG)
+def train(
+    config: RunConfig,
+    console: Console | None = None,
+    resume: str | None = None,
+    *,
+    began: float | None = None,
+) -> RunResult:
+    """Trains what a config describes, and keeps what comes of it.
+
+    Process 0 writes the folder: `config.yaml`, `metrics.jsonl`, `program.json`, which says what the
+    compiled step is made of, `summary.json`, and `loss.png` where matplotlib is installed; every
+    process its part of `checkpoints/`. All of it is written too when Ctrl-C ends the run. A run
+    that was stopped anywhere and resumed ends with the same bits as an uninterrupted one.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        console: where process 0 reports progress; None is silent.
+        resume: what to resume from, `"auto"` or a path; see `SavedStates`.
+        began: the reading of `time.perf_counter` from which the seconds of the run are counted,
+            such as that of the start of the process; None takes that of this call.
+
+    Returns:
+        The result.
+
+    Raises:
+        AxonDistError: before anything is compiled, for whatever the config cannot mean.
+        OutOfMemoryError: when a device has no memory left, with what to change.
+        NonfiniteError: when a loss or gradient is not finite and `train.nonfinite` says stop.
+        CheckpointError: when there is nothing good to resume, or, after everything else is
+            written, when the last state could not be saved.
+    """
+    began = time.perf_counter() if began is None else began
+    check_copies(config, os.environ, resume)
+    console = Console(quiet=True) if console is None else console
+    keep_programs(functools.partial(_print_line, console))
+    run = build_run(config)
+    run.check_weights(resume)
+    on_main(lambda: check_resume(resume))
+    console = console if run.is_main else Console(quiet=True)
+    tell = functools.partial(_print_line, console)
+    directory = directory_at(
+        Path(on_main(lambda: str(create_directory(config, resume).path))), config
+    )
+    for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.place}"]:
+        tell(line)
+    with contextlib.ExitStack() as stack:
+        on_main(lambda: take_folders(config, directory, stack, tell))
+        saved = open_states(run, directory, os.environ, tell)
+        state, told = _start(saved, resume, tell)
+        if state is not None and int(state.step) >= config.train.steps:
+            tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
+            return _finished_already(run, directory, state, tell)
+        history = _go_on(config, directory, state, tell, told) if run.is_main else []
+        on_main(directory.copy)
+        state = run.first_state(tell) if state is None else state
+        progress = make_progress(console, config.name)
+        with contextlib.ExitStack() as inner:
+            writers = [
+                inner.enter_context(contextlib.closing(writer))
+                for writer in (_writers(config, directory, progress.note) if run.is_main else ())
+            ]
+            checkpoints = inner.enter_context(saved.checkpoints)
+            checkpoints.tell = progress.note
+            ahead = compiling_ahead(config, run.world, os.environ, progress.note)
+            keep = _keep_program(run, directory, progress, inner.enter_context(ahead))
+            trainer = run.trainer(
+                progress,
+                writers,
+                saved.save,
+                copy=None if saved.copies is None else saved.copy,
+                go_back=saved.go_back,
+                history=history,
+                on_compiled=keep,
+                profile_dir=str(directory.profile),
+            )
+            with explained(run, directory.path):
+                fitted = time.perf_counter()
+                result = _fit(trainer, state, checkpoints)
+        summary = _write_results(run, result, directory, tell, began, fitted)
+        # All wait for that: a scheduler may end the other processes as soon as one has ended.
+        on_main(lambda: None)
+        _print_closing(console, result, summary, directory)
+        if checkpoints.failure is not None:
+            raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
+        _check_not_removed(config, directory, writers)
+    return RunResult(result, directory, summary)
+
+
+def _write_results(
+    run: Run,
+    result: TrainResult,
+    directory: RunDirectory,
+    tell: Callable[[str], None],
+    began: float,
+    fitted: float,
+) -> JsonDict:
+    """Writes the summary and the curves of a run; returns what the summary holds.
+
+    Args:
+        run: what was trained.
+        result: what the loop came to.
+        directory: takes the files.
+        tell: takes a sentence about each file that a disk refuses.
+        began: when the run began, as `time.perf_counter` counts.
+        fitted: when its loop began.
+    """
+    summary = summarize(run, result)
+    seconds = {START: fitted - began, **summary["seconds"]}
+    if run.is_main:
+        first = {**summary, "seconds": seconds}
+        _record(directory.summary, tell, lambda: directory.write_summary(first))
+        _record(directory.plot, tell, lambda: _plot(run, result, directory))
+    # The report counts the same seconds as the table, those of the plot too.
+    spent = sum(seconds.values())
+    summary["seconds"] = {**seconds, END: max(time.perf_counter() - began - spent, 0.0)}
+    if run.is_main:
+        _record(directory.summary, tell, lambda: directory.write_summary(summary))
+    return summary
+
+
+def _open_port(run: Run) -> list[str]:
+    """Starts the server for traces of this process, at the port of the config."""
+    profile = run.config.train.profile
+    if profile is None or profile.port is None:
+        return []
+    port = profile.port + run.world.process_index
+    jax.profiler.start_server(port)
+    return [f"profile: XProf and TensorBoard can trace process 0 at localhost:{port}"]
+
+
+def _start(
+    saved: SavedStates, resume: str | None, tell: Callable[[str], None]
+) -> tuple[TrainState | None, list[str]]:
+    """The state that a run resumes from, None for a new one; and what was told about it."""
+    told: list[str] = []
+
+    def tell_and_keep(line: str) -> None:
+        told.append(line)
+        tell(line)
+
+    return saved.find_start(resume, tell_and_keep), told
+
+
+def _go_on(
+    config: RunConfig,
+    directory: RunDirectory,
+    state: TrainState | None,
+    tell: Callable,
+    told: Sequence[str],
+) -> list[JsonDict]:
+    """Writes the config of a run that may resume, reports its changes, and reads the metrics."""
+    for line in (f"config: {change}" for change in directory.changes(config)):
+        if line not in told:
+            tell(line)
+    _record(directory.config, tell, lambda: directory.write_config(config))
+    # The summary of an earlier leg does not describe this one.
+    _record(directory.summary, tell, lambda: directory.summary.unlink(missing_ok=True))
+    return directory.take_metrics(0 if state is None else int(state.step), tell)
+
+
+def _record(path: Path, tell: Callable[[str], None], write: Callable[[], object]) -> None:
+    """Writes a record of a run; a disk that refuses is told of, and does not end the run."""
+    try:
+        write()
+    except OSError as error:
+        tell(f"{path.name} is not written: {error.strerror or error}")
+
+
+def _check_not_removed(
+    config: RunConfig, directory: RunDirectory, writers: Sequence[MetricWriter]
+) -> None:
+    """Raises `ConfigError` if what a run had written was taken away while it ran."""
+    if any(isinstance(writer, JsonlWriter) and writer.was_removed for writer in writers):
+        with contextlib.suppress(OSError):
+            directory.write_config(config)
+        raise ConfigError(
+            f"{str(directory.path)!r} was removed or emptied while the run was writing to it; what "
+            "it wrote before that is gone, what it wrote after is there"
+        )
+
+
+def _keep_program(
+    run: Run, directory: RunDirectory, progress: Progress, then: Callable[[], None]
+) -> Callable[[], None]:
+    """What process 0 does after the first step: it writes what the compiled step is made of."""
+
+    def keep() -> None:
+        if not run.is_main:
+            return
+        with progress.phase("reading the compiled step"):
+            try:
+                program = read_program(run)
+                directory.write_program(program)
+                for warning in program["warnings"]:
+                    progress.note(warning)
+            except Exception as error:  # nothing here is worth the run
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                progress.note(f"{directory.program.name} is not written: {reason}")
+        then()
+
+    return keep
+
+
+def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:
+    try:
+        return trainer.fit(state)
+    except NonfiniteError:
+        # Every process stops at the same step, so that they can finish their last save together.
+        checkpoints.wait()
+        raise
+
+
+def _finished_already(
+    run: Run, directory: RunDirectory, state: TrainState, tell: Callable[[str], None]
+) -> RunResult:
+    """The result of a run that has no step left; its summary is written if it was cut off."""
+    result = TrainResult(
+        state=state,
+        num_steps=int(state.step),
+        reason=FINISHED,
+        device_bytes=bytes_per_device(state, None),
+    )
+    summary = summarize(run, result)
+    if run.is_main:
+        _record(directory.summary, tell, lambda: directory.write_missing(run.config, summary))
+    return RunResult(result, directory, summary)
+
+
+def _writers(
+    config: RunConfig, directory: RunDirectory, tell: Callable[[str], None]
+) -> Iterator[MetricWriter]:
+    """Opens, one by one, what writes to the run directory and to the places that a config names."""
+    yield JsonlWriter(directory.metrics, tell)
+    for logger in config.loggers:
+        writer = _open_writer(logger, config, directory.path)
+        yield LastingWriter(writer, type(logger).__name__, tell)
+
+
+def _open_writer(logger: object, config: RunConfig, folder: Path) -> MetricWriter:
+    name, plain = config.name, config.to_dict()
+    match logger:
+        case TensorBoard():
+            return TensorBoardWriter(folder / "tensorboard")
+        case Wandb(project=project, mode=mode):
+            return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
+        case Trackio(project=project):
+            return TrackioWriter(project=project, name=name, config=plain)
+        case Mlflow(experiment=experiment, uri=uri):
+            uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+            return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+    raise TypeError(f"no writer for the logger {logger}; add one here")
+
+
+def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
+    if has_module("matplotlib"):
+        title = f"{run.config.name}: {run.step.strategy.name} on {run.world.spec}"
+        losses = result.train_curve, result.validation_curve
+        plot_losses(directory.plot, *losses, run.unit, title, result.metric_curves)
+
+
+def _print_line(console: Console, line: str) -> None:
+    # In a log a line stays one line; on a screen it breaks between words.
+    wrap = not console.is_terminal
+    console.print(printable(line), soft_wrap=wrap, highlight=False, markup=False)
+
+
+def _print_closing(
+    console: Console,
+    result: TrainResult,
+    summary: dict[str, object],
+    directory: RunDirectory,
+) -> None:
+    console.print(summary_table(summary))
+    plot = f"none ({install_command('plots')})"
+    if directory.plot.exists():
+        plot = directory.place / directory.plot.name
+    _print_line(console, f"run directory: {directory.place}")
+    _print_line(console, f"loss curves: {plot}")
+    if result.is_interrupted:
+        _print_line(console, "--resume auto continues this run")
+
+
+@contextlib.contextmanager
+def explained(run: Run, folder: Path) -> Iterator[None]:
+    """Turns the error of a device without memory left into one that says what to change.
+
+    Args:
+        run: what is trained.
+        folder: takes the memory profile.
+
+    Raises:
+        OutOfMemoryError: in its place.
+    """
+    try:
+        yield
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        place, profiled = str(RunDirectory(folder).memory), []
+        with contextlib.suppress(OSError, RuntimeError):
+            with replacing(Path(place), durable=False) as file:
+                file.write(jax.profiler.device_memory_profile())
+            profiled = [f"what it held is in {place!r}, for pprof"]
+        first, advised = str(error).splitlines()[0], "; ".join([*profiled, *advice(run)])
+        raise OutOfMemoryError(f"a device has no memory left ({first}); {advised}") from error
+
+
+def advice(run: Run) -> list[str]:
+    """What would make a run smaller, in the order in which it helps.
+
+    Args:
+        run: what is trained.
+
+    Returns:
+        Clauses, each with keys of the config.
+    """
+    config, mesh = run.config, run.world.mesh
+    clauses = list(_plan_advice(run))
+    claims = run.step.claims
+    share = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
+    total = claims.params.bytes + claims.opt_state.bytes
+    if share * 2 > total and mesh.size > 1:
+        clauses.append(
+            f"a device holds {byte_size(share)} of {byte_size(total)} of the train state: split "
+            "it, parallel=full_shard"
+        )
+    rows = config.train.global_batch // run.step.layout.divisor
+    if rows > 1:
+        more = config.train.accumulate * next(k for k in range(2, rows + 1) if rows % k == 0)
+        clauses.append(f"take less at a time, train.accumulate={more}")
+    if config.remat in (None, AUTO) and run.step.strategy.remat is None:
+        clauses.append("recompute blocks in the backward pass, 'remat={interval: 1}'")
+    return clauses or ["take more devices, or a smaller train.global_batch"]
+
+
+def _plan_advice(run: Run) -> Iterator[str]:
+    """The planner's choice for such a model, batch and machine, of whatever kind."""
+    plans = plan_here(run.config, run.world)
+    if plans is None:
+        return
+    best, chip = plans.best, plans.hardware
+    if plans.fits:
+        yield (
+            f"axon plan would take {best.candidate.name} on mesh {best.candidate.mesh}, "
+            f"{byte_size(best.reading.peak)} of {byte_size(best.device_bytes)} on a {chip.name}"
+        )
+    else:
+        yield f"by axon plan no strategy fits {run.world.size} x {chip.name}"

@@ -1,0 +1,282 @@
+"""The verbs about this machine: `axon doctor` says what it has, `axon launch` starts processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from axon_dist.core.errors import AxonDistError, LaunchError, install_command
+from axon_dist.core.words import plural
+from axon_dist.launch import (
+    SCHEDULERS,
+    Job,
+    LaunchPlan,
+    attach,
+    check_job,
+    launch,
+    launch_hosts,
+    read_hosts,
+    submit_job,
+)
+from axon_dist.mesh import World
+from axon_dist.mesh.chips import machine_of, unknown_chip
+from axon_dist.train.app import attention_rows, check_numerics
+from axon_dist.train.config import load_config
+
+from .values import check_output, fitted, write_output
+
+EMULATED = 4
+"""How many devices are emulated where there are too few for a mesh with two axes."""
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Prints versions, devices, meshes and extras.
+
+    The exit code is 1 if no backend starts, or a gradient is wrong.
+    """
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if arguments.numerics:
+        # Before anything starts the backend, whose devices are counted then.
+        World.emulate(EMULATED)
+    info = devices()
+    _section(console, "Versions", versions())
+    _section(console, "Devices", info)
+    _section(console, "Meshes", _meshes(info))
+    if "devices" in info:
+        _section(console, "Attention", attention_rows(World.init()))
+    _section(console, "Extras", _extras())
+    are_right = not arguments.numerics or _numerics(console, arguments.numerics == "full")
+    return 0 if "devices" in info and are_right else 1
+
+
+def _numerics(console: Console, full: bool) -> bool:
+    """Prints what the sentinels found; returns whether all gradients are right."""
+    here, emulated = World.init().mesh, World.emulate(EMULATED).mesh
+    fits = here.size >= EMULATED and here.size % 2 == 0
+    selected = list((here if fits else emulated).devices.flat)
+    findings = check_numerics(selected, full=full)
+    wrong = [finding for finding in findings if not finding.is_right]
+    worst = max((finding.error for finding in findings if finding.is_right), default=0.0)
+    rows: dict[str, object] = {
+        "devices": f"{len(selected)} x {selected[0].device_kind}",
+        "gradients": f"{len(findings) - len(wrong)} of {len(findings)} right, error <= {worst:.1e}",
+    }
+    for finding in wrong:
+        rows[f"{finding.sentinel}/{finding.leaf}"] = f"off by {finding.error:.1e}, {finding.layout}"
+    _section(console, "Numerics", rows)
+    return not wrong
+
+
+def _meshes(info: Mapping[str, object]) -> dict[str, str]:
+    count = info.get("devices")
+    on = {f"on {count}": "  ".join(mesh_suggestions(count))} if isinstance(count, int) else {}
+    return {**on, "emulated": "devices.emulate=8 in a config makes up 8 CPU devices"}
+
+
+def _extras() -> dict[str, str]:
+    rows = {
+        name: f"lacks {', '.join(missing)}: {install_command(name)}" if missing else "installed"
+        for name, missing in extras().items()
+    }
+    return rows or {"none": "unknown, for axon_dist is not installed: pip install ."}
+
+
+def _section(console: Console, title: str, rows: Mapping[str, object]) -> None:
+    console.print(title, style="bold")
+    width = max(map(len, rows))
+    for label, value in rows.items():
+        text = " ".join(str(value).split())
+        line = f"  {label:<{width}}  {text}"
+        console.print(fitted(line, sys.stdout, width + 4), soft_wrap=True, markup=False)
+
+
+_DISTRIBUTION = "axon_dist"
+_CORE = ("axon_dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*(\[(?P<extras>[^]]*)\])?")
+_EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that the library needs."""
+    installed = {name: _version(name) or "missing" for name in _CORE}
+    return {"python": platform.python_version(), **installed}
+
+
+def devices() -> dict[str, object]:
+    """What JAX reports of the backend that it starts here, or why it does not start."""
+    cores: dict[str, object] = {"cpu cores": os.cpu_count()}
+    try:
+        world = World.init()
+        info = {key: value for key, value in world.runtime_info().items() if key not in _CORE}
+        return {**info, "chip": _chip(world), **cores}
+    except (RuntimeError, AxonDistError) as error:
+        return {"backend": f"does not start: {str(error).splitlines()[0]}", **cores}
+
+
+def _chip(world: World) -> str:
+    row = machine_of(world.mesh)
+    if row is None:
+        return unknown_chip(world.mesh) or "CPU: steps are compiled with the defaults of XLA"
+    count = len(row.options_for(world.size))
+    return f"{row.name}: steps are compiled with {plural(count, 'XLA option')} chosen for it"
+
+
+def mesh_suggestions(num_devices: int) -> tuple[str, ...]:
+    """Meshes that use all devices.
+
+    Example:
+        >>> mesh_suggestions(8)
+        ('dp=8', 'fsdp=8', 'dp=4,tp=2', 'pp=2,dp=2,tp=2')
+        >>> mesh_suggestions(1)
+        ('dp=1',)
+    """
+    meshes = [f"dp={num_devices}"]
+    if num_devices > 1:
+        meshes.append(f"fsdp={num_devices}")
+    if num_devices > 2 and num_devices % 2 == 0:
+        meshes.append(f"dp={num_devices // 2},tp=2")
+    if num_devices > 4 and num_devices % 4 == 0:
+        meshes.append(f"pp=2,dp={num_devices // 4},tp=2")
+    return tuple(meshes)
+
+
+def extras() -> dict[str, tuple[str, ...]]:
+    """The extras that this package declares, with what each lacks here; none if not installed."""
+    if _version(_DISTRIBUTION) is None:
+        return {}
+    names = importlib.metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
+    return {name: _missing(_DISTRIBUTION, name) for name in sorted(names)}
+
+
+def _missing(distribution: str, extra: str) -> tuple[str, ...]:
+    """The distributions that an extra needs and that are not there, through extras of theirs."""
+    missing: list[str] = []
+    for line in importlib.metadata.requires(distribution) or []:
+        match = _REQUIREMENT.match(line)
+        if match is None or _EXTRA.findall(line) != [extra]:
+            continue
+        if _version(match["name"]) is None:
+            missing.append(match["name"])
+        elif match["extras"]:
+            for inner in match["extras"].split(","):
+                missing.extend(_missing(match["name"], inner.strip()))
+    return tuple(missing)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_OF_JOBS = (
+    *("nodes", "gpus", "name", "shared", "image", "accelerator", "hours"),
+    *("efa", "out", "submit"),
+)
+"""Options of `axon launch` that a scheduler takes, and nothing else."""
+
+
+def launch_processes(arguments: argparse.Namespace) -> int:
+    """Launches; the exit code is that of the rank that failed first."""
+    options = {
+        name: value for name, value in vars(arguments).items() if name not in ("verb", "began")
+    }
+    if options["command"][:1] == ["--"]:
+        del options["command"][0]
+    options["command"] = tuple(options["command"])
+    job = {name: options.pop(name) for name in _OF_JOBS}
+    chosen = {name: options.pop(name) for name in SCHEDULERS}
+    named = {name: config for name, config in chosen.items() if config is not None}
+    if named:
+        return _write_job(named, job, options["command"])
+    for name, value in job.items():
+        if value:
+            raise LaunchError(
+                f"got --{name} and no scheduler; give one of "
+                f"{', '.join(f'--{other} CONFIG' for other in SCHEDULERS)}, or leave it out"
+            )
+    return _launch_here(options)
+
+
+def _launch_here(options: dict[str, Any]) -> int:
+    """Starts the processes of this host, or launchers on others."""
+    wanted, is_attached = options.pop("log_dir"), options.pop("attached")
+    hosts, file = options.pop("hosts"), options.pop("hostfile")
+    if is_attached:
+        attach()
+    names = () if hosts is None and file is None else read_hosts(hosts, file)
+    if names and (options["nnodes"] != 1 or options["node_rank"]):
+        raise LaunchError("got hosts and --nnodes or --node-rank, which follow from them; omit it")
+    if names:
+        options = {**options, "nnodes": len(names), "master_addr": names[0].rpartition("@")[2]}
+    plan = LaunchPlan(**options)
+    folder = wanted or _new_folder(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
+    plan = dataclasses.replace(plan, log_dir=folder)
+    if not names:
+        return launch(plan, _tell)
+    share = plan.devices_per_process
+    further = () if share is None else ("--devices-per-process", str(share))
+    return launch_hosts(names, plan, further, _tell)
+
+
+def _write_job(
+    named: Mapping[str, str], given: Mapping[str, Any], overrides: tuple[str, ...]
+) -> int:
+    """Writes the job file of a scheduler, checks it, and submits it where that is asked for."""
+    if len(named) > 1:
+        raise LaunchError(f"got {' and '.join(f'--{name}' for name in named)}; give one of them")
+    ((name, path),) = named.items()
+    for word in overrides:
+        if word.startswith("-") or "=" not in word:
+            raise LaunchError(
+                f"got {word!r:.80} behind the config; values as key.path=value come last, after "
+                "all options"
+            )
+    scheduler = SCHEDULERS[name]
+    config = load_config(path, ("devices.emulate=null", *overrides))
+    fields = {key: value for key, value in given.items() if key not in ("out", "submit")}
+    fields = {"name": config.name, **{key: value for key, value in fields.items() if value}}
+    job = Job(config=path, overrides=overrides, **fields)
+    # Refuses a mesh that does not have as many devices, before a queue is waited for.
+    config.mesh.resolve(job.nodes * job.gpus)
+    file = given["out"] or Path(job.name + scheduler.suffix)
+    check_output("--out", file)
+    write_output("--out", file, scheduler.write(job))
+    checked = check_job(scheduler, file)
+    _tell(f"wrote {file}; checked by {' and '.join(checked) or 'nothing on this machine'}")
+    if given["submit"]:
+        _tell(submit_job(scheduler, file))
+    else:
+        print(f"{' '.join(scheduler.submit)} {file}")
+    return 0
+
+
+def _new_folder(name: str) -> Path:
+    """Makes a folder of a name, or of one with a number where another launch has that."""
+    for number in range(1, 1000):
+        folder = Path(name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            break
+        return folder
+    # `launch` says what is wrong with it.
+    return Path(name)
+
+
+def _tell(line: str) -> None:
+    print(f"axon launch: {line}", file=sys.stderr, flush=True)

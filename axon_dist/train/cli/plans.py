@@ -1,0 +1,316 @@
+"""`axon plan CONFIG --target h100:8`: which mesh and strategies to take for it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import host_memory
+from axon_dist.core.words import byte_size, duration, plural, si
+from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
+from axon_dist.mesh.targets import parse_target, prepare_environment
+from axon_dist.planner import parse_count, parse_memory
+from axon_dist.train.app import ConfigPlans, ReadPlan, plan_config
+from axon_dist.train.app.config_plans import Tell
+from axon_dist.train.config import RunConfig, load_config
+
+from .values import notice
+
+_DEFAULT_HARDWARE = "h100"
+
+_GLOBAL_BATCH = 1024
+"""Samples of a step where none are given: two million tokens in samples of 2048, as GPT-3 13B had
+(arXiv:2005.14165, table 2.1)."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plans; the exit code is 1 if none fits."""
+    memory = None if arguments.memory is None else parse_memory(arguments.memory)
+    if (arguments.config is None) == (arguments.params is None):
+        raise ConfigError("plan needs either a config or --params, such as --params 7e9")
+    console = Console(highlight=False)
+    is_size = arguments.config is None
+    config, row, count = _of_size(arguments, console) if is_size else _of_config(arguments)
+    compiled = {"target": arguments.target, "num_compiled": arguments.compile}
+    with _telling() as tell:
+        ranking = plan_config(config, row, count, memory, **compiled, tell=tell)
+    show_config_plans(config.name, ranking, console)
+    return 0 if ranking.fits else 1
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[Tell]:
+    """Shows the progress of planning: one changing line on a terminal, else a line per plan."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda name, clause: notice(f"{called(name)}: {clause}")
+        return
+    with console.status("") as status:
+        yield lambda name, clause: status.update(f"{called(name)}: {clause}")
+
+
+def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
+    if (arguments.target is None) == (arguments.devices is None):
+        raise ConfigError(
+            "plan needs either --target, such as h100:8, or --devices, such as 8 --memory 80GB"
+        )
+    if arguments.target is None:
+        return hardware(_DEFAULT_HARDWARE), arguments.devices
+    if arguments.target.startswith("cpu:"):
+        # Emulated devices have no rates: plans are ranked by those of another chip.
+        count, row = parse_target(arguments.target).num_devices, hardware(_DEFAULT_HARDWARE)
+        share = host_memory() // count
+        return dataclasses.replace(row, name="cpu", memory_bytes=share, wiring=EMULATED), count
+    return parse_cluster(arguments.target)
+
+
+def _of_size(arguments: argparse.Namespace, console: Console) -> tuple[RunConfig, Hardware, int]:
+    """A decoder of a number of parameters, of which it says what it is, and the machine."""
+    if arguments.compile:
+        raise ConfigError("--compile needs a config, for a number of parameters is no program")
+    row, num_devices = _devices(arguments)
+    options = {
+        "sequence_length": arguments.sequence,
+        "optimizer": arguments.optimizer,
+        "precision": arguments.precision,
+    }
+    if num_devices < 1:
+        raise ConfigError(f"got --devices {num_devices}; it must be at least 1")
+    rounded = -(-_GLOBAL_BATCH // num_devices) * num_devices
+    config = config_of_size(
+        parse_count(arguments.params),
+        global_batch=rounded if arguments.batch is None else arguments.batch,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+    model = config.model
+    console.print(
+        f"{arguments.params} parameters: a decoder of {model.num_layers} blocks, width "
+        f"{model.width}, {model.num_heads} heads, {model.vocab_size} tokens, samples of "
+        f"{model.max_length} tokens"
+    )
+    return config, row, num_devices
+
+
+def config_of_size(
+    num_params: float,
+    *,
+    global_batch: int,
+    sequence_length: int = 2048,
+    optimizer: str = "adam",
+    precision: str | None = None,
+) -> RunConfig:
+    """A decoder of usual proportions that has about so many parameters, as a run.
+
+    A block has about 12 width**2 parameters, and the width is about 128 times the number of
+    blocks, with heads of 128, as GPT-3 and Llama have (Kaplan et al., arXiv:2001.08361, section
+    2.1). The vocabulary is 32 000 tokens; models below 50 M read bytes and have heads of 32.
+
+    Args:
+        num_params: trainable scalars.
+        global_batch: samples of a step.
+        sequence_length: tokens of a sample.
+        optimizer: a name that configs have.
+        precision: a preset's name; None is float32.
+
+    Raises:
+        ConfigError: for a number that is not positive, or names that no config has.
+
+    Example:
+        >>> config = config_of_size(7e9, global_batch=64)
+        >>> config.model.num_layers, config.model.width, config.model.num_heads
+        (32, 4096, 32)
+    """
+    if not 1 <= num_params < math.inf:
+        raise ConfigError(f"got {num_params} parameters; a model has at least one")
+    head, vocabulary = (128, 32_000) if num_params >= 5e7 else (32, 256)
+    depth = (num_params / (12 * 128**2)) ** (1 / 3)
+    heads = _nearest(depth * 128 / head, 8 if depth >= 16 else 4)
+    width = heads * head
+    tied = num_params < 1e9
+    tables = vocabulary * width * (1 if tied else 2)
+    sizes = {"width": width, "num_heads": heads, "vocab_size": vocabulary, "tied_head": tied}
+    layers = _nearest(max(num_params - tables, 0) / (12 * width**2), 4 if depth >= 16 else 1)
+    model = {"num_layers": layers, "max_length": sequence_length, "scan_layers": True, **sizes}
+    plain = {
+        "name": "size",
+        "model": {"kind": "transformer", **model},
+        "data": {"kind": "text", "sequence_length": sequence_length},
+        "optimizer": {"name": optimizer},
+        "precision": precision,
+        "train": {"global_batch": global_batch},
+    }
+    return RunConfig.from_dict(plain)
+
+
+def _nearest(value: float, multiple: int) -> int:
+    return max(1, round(value / multiple)) * multiple
+
+
+def _of_config(arguments: argparse.Namespace) -> tuple[RunConfig, Hardware, int]:
+    """A config, and the machine to plan for."""
+    typed = [f"--{name}" for name in _BESIDE if getattr(arguments, name) is not None]
+    if typed:
+        raise ConfigError(
+            f"got a config together with {', '.join(typed)}; a config says these itself: replace "
+            "its values behind it, as in train.global_batch=64"
+        )
+    if arguments.compile and arguments.target is None:
+        raise ConfigError(
+            f"--compile {arguments.compile} needs a machine to compile for; name it with --target, "
+            "such as h100:8 or cpu:8"
+        )
+    config = load_config(arguments.config, arguments.overrides)
+    row, num_devices = _devices(arguments)
+    if arguments.compile:
+        prepare_environment(arguments.target)
+    return config, row, num_devices
+
+
+_BESIDE = ("batch", "sequence", "optimizer", "precision")
+
+
+_NAMES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+}
+
+
+def called(name: str) -> str:
+    """What README and configs call the strategies of a plan."""
+    return " + ".join(_NAMES.get(part, part) for part in name.split(" + "))
+
+
+def digits(value: float) -> str:
+    """A number with as many digits as it is worth."""
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def unit_of(largest: float) -> tuple[float, str]:
+    """The unit for numbers of bytes up to the largest."""
+    return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+
+
+def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None:
+    """Prints the plans of a config, what was refused, and the lines of the best.
+
+    Args:
+        name: of the config.
+        ranking: its plans.
+        console: where to.
+    """
+    work, best = ranking.work, ranking.best
+    rates = "h100, for emulated devices have none" if ranking.hardware.name == "cpu" else None
+    console.print(
+        f"{name}: {si(work.num_params, 'B')} parameters, {work.global_batch} samples per "
+        f"step, {plural(ranking.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
+        f"rates of {rates or ranking.hardware.name}"
+    )
+    console.print(
+        "Best first: what fits into 90 % of the memory, then the shortest predicted step; of steps "
+        "within 3 % the simplest. Each was read from its own traced step"
+    )
+    console.print(_table(ranking.plans, best if best.fits else None))
+    console.print(_reason(best), style="bold" if ranking.fits else "bold red")
+    for choice in best.loops:
+        console.print(f"{called(best.candidate.name)}: {choice}")
+    for why in dict.fromkeys(why for _, why in ranking.refused):
+        kinds = ", ".join(called(kind) for kind, other in ranking.refused if other == why)
+        clause = re.split(r"[.;] ", re.sub(r" \(.*\)", "", why))[0].rstrip(".")
+        console.print(f"not {kinds}: {clause}", style="dim")
+    if ranking.fits:
+        _print_lines(best, console)
+    if ranking.others:
+        console.print("\nFaster, and trains to other numbers than this config:", style="bold")
+        console.print(_table(ranking.others, None))
+        for other in ranking.others[:1]:
+            _print_lines(other, console)
+
+
+def _print_lines(plan: ReadPlan, console: Console) -> None:
+    """Prints the lines of a config for a plan, with the options that its strategies had."""
+    console.print("\nLines of a config:", style="bold")
+    plain = plan.config.to_dict()
+    lines = {**plan.candidate.to_config(), "parallel": plain["parallel"]}
+    if plan.changed is not None and plan.candidate.apart is None:
+        lines["precision"] = plain["precision"]
+    console.print(yaml.safe_dump(lines, sort_keys=False), end="")
+
+
+def _reason(plan: ReadPlan) -> str:
+    """Why a plan is the best, or none is."""
+    time = plan.time
+    need = f"{byte_size(plan.reading.peak)} of {byte_size(plan.device_bytes)}"
+    if not plan.fits:
+        state = byte_size(plan.reading.state)
+        return (
+            f"does not fit: {called(plan.candidate.name)} comes nearest, {need}, of which "
+            f"{state} are the train state"
+        )
+    parts = {
+        "kernels": time.compute,
+        "waiting in the pipeline": time.bubble,
+        "the update": time.update,
+        "transfers that nothing hides": time.exposed,
+    }
+    shares = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
+    return f"{called(plan.candidate.name)}: {need}; a step is {shares}"
+
+
+def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
+    unit, name = unit_of(max(plan.reading.peak for plan in plans))
+    is_measured = any(plan.measured is not None for plan in plans)
+    caption = f"{name} per device, and sent per step; x: microbatches; steps are modelled"
+    caption += "; compiled: of the program that would run" * is_measured
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
+    # Where there is no room, long names are folded and no number is cut.
+    table.add_column("plan")
+    headers = ("state", "temp", "peak", "fit", "sent", "step", "MFU")
+    for header in (*headers, *(("compiled peak", "sent") if is_measured else ())):
+        table.add_column(header, justify="right", no_wrap=header != "compiled peak")
+    for plan in plans:
+        style = "bold" if plan is best else ("" if plan.fits else "dim")
+        table.add_row(*_row(plan, unit, is_measured), style=style)
+    return table
+
+
+def _title(plan: ReadPlan) -> str:
+    """What a plan is called, with what its name does not say."""
+    one = plan.candidate
+    schedule, remat = one.schedule if one.pp > 1 else "", "remat" * one.remat
+    # How tokens are sent to experts, which the step chooses by bytes.
+    kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
+    form = "" if one.ep == 1 else "all_to_all" if "all-to-all" in kinds else "ring"
+    also = (schedule, form, remat, plan.changed)
+    return ", ".join([called(one.name), *map(str, filter(None, also))])
+
+
+def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
+    reading, candidate = plan.reading, plan.candidate
+    sizes = (reading.state + reading.batch, reading.temporaries, reading.peak)
+    measured = ("", "") if is_measured else ()
+    if plan.measured is not None:
+        sent = plan.measured.collectives.total_wire_bytes()
+        measured = (digits(plan.measured.memory.peak / unit), digits(sent / unit))
+    # What is sent in branches that may not be taken is counted as if they were.
+    bound = "<" if candidate.pp > 1 else ""
+    return (
+        f"{_title(plan)}\n{candidate.mesh} x{candidate.num_microbatches}",
+        *(digits(size / unit) for size in sizes),
+        "yes" if plan.fits else "no",
+        bound + digits(plan.wire_bytes / unit),
+        duration(plan.time.total),
+        f"{plan.utilization:.0%}" if plan.utilization else "",
+        *measured,
+    )

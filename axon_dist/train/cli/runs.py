@@ -1,0 +1,278 @@
+"""The verbs that take a config or a run: each calls one function of `axon_dist.train.app` and prints."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from axon_dist.core.errors import ConfigError, MeshError
+from axon_dist.core.files import as_place, kind_at
+from axon_dist.core.words import plural, printable
+from axon_dist.launch import INTERRUPTED
+from axon_dist.mesh import process_index
+from axon_dist.planner import parse_bytes
+from axon_dist.train.app import (
+    DataCheck,
+    check_data,
+    dry_run,
+    evaluate,
+    examine,
+    export_run,
+    generate_text,
+    profile_run,
+    profile_step,
+    report_page,
+    tiny,
+    train,
+    tune,
+    verify,
+)
+from axon_dist.train.app.summary import two_columns
+from axon_dist.train.app.verify import SPREAD
+from axon_dist.train.config import RunConfig, describe, load_config, to_markdown, to_text
+
+from .values import check_output, fitted, notice, write_output
+
+
+class LastingConsole(Console):
+    """A console that becomes quiet when its reader is gone, as after `| head`.
+
+    Rich would end the program, and with it a run of days.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints, if the terminal is still there: one that was closed is no broken pipe."""
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        """Continues without the screen, which must not fail at the interpreter's exit either."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    return load_config(arguments.config, arguments.overrides)
+
+
+def _keywords(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
+    """The keyword arguments of a verb's function, as typed."""
+    return {n: x for n, x in vars(arguments).items() if n not in ("verb", "began", "json", *but)}
+
+
+def _print(line: str) -> None:
+    Console().print(fitted(line, sys.stdout), soft_wrap=True, highlight=False, markup=False)
+
+
+def _write_json(arguments: argparse.Namespace, plain: object) -> None:
+    """Writes the file of `--json`, if the option is given."""
+    if arguments.json is not None:
+        write_output("--json", arguments.json, json.dumps(plain, indent=2) + "\n")
+
+
+def train_config(arguments: argparse.Namespace) -> int:
+    """Trains, and reports on the standard output."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        # It asks for a trace of the next steps, and there are none yet.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    config = _config(arguments)
+    if not arguments.dry_run:
+        done = train(config, LastingConsole(), arguments.resume, began=arguments.began)
+        return INTERRUPTED if done.result.is_interrupted else 0
+    if arguments.resume is not None:
+        raise ConfigError(
+            f"got --resume {arguments.resume} beside --dry-run, which trains nothing; leave one of "
+            "them out"
+        )
+    lines = dry_run(config).lines()
+    if process_index() == 0:
+        soft_wrap = not sys.stdout.isatty()
+        console = LastingConsole(soft_wrap=soft_wrap, highlight=False, markup=False)
+        console.print("\n".join(lines))
+    return 0
+
+
+def evaluate_run(arguments: argparse.Namespace) -> int:
+    """Evaluates the model of a run, and prints its metrics."""
+
+    evaluation = evaluate(**_keywords(arguments), tell=_print)
+    if process_index():
+        return 0
+    _print(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
+    unit = {"loss": f" {evaluation.unit}"}
+    rows = {
+        name.replace("_", " "): f"{value:.4f}{unit.get(name, '')}".rstrip()
+        for name, value in evaluation.metrics.items()
+    }
+    Console().print(two_columns({"samples": str(evaluation.num_samples), **rows}))
+    _write_json(arguments, evaluation.to_dict())
+    return 0
+
+
+def generate_texts(arguments: argparse.Namespace) -> int:
+    """Continues the prompts, and prints the texts."""
+    completions = generate_text(**_keywords(arguments), tell=notice)
+    if process_index():
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for number, completion in enumerate(completions):
+        if number:
+            console.rule()
+        prompt, text = printable(completion.prompt), printable(completion.text)
+        console.print(Text.assemble((prompt, "bold"), text))
+    _write_json(arguments, [dataclasses.asdict(completion) for completion in completions])
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Writes the weights, and prints where."""
+    keywords = _keywords(arguments, "max_file")
+    if arguments.max_file is not None:
+        keywords["max_file"] = parse_bytes(arguments.max_file)
+    count = export_run(**keywords, tell=notice)
+    _print(f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.path}")
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Writes the page, and prints where."""
+    page = report_page(arguments.run, arguments.compare)
+    place = as_place(arguments.run, "the run")
+    out = arguments.out or (place if isinstance(place, Path) else Path()) / "report.html"
+    check_output("--out", out)
+    write_output("--out", out, page)
+    _print(f"report: {out}")
+    return 0
+
+
+def list_keys(arguments: argparse.Namespace) -> int:
+    """Prints the sections and keys."""
+    sections = describe(arguments.section, parts=arguments.full)
+    text = to_markdown(sections) if arguments.markdown else to_text(sections) + "\n"
+    sys.stdout.write(text if arguments.markdown else fitted(text, sys.stdout))
+    return 0
+
+
+def check_samples(arguments: argparse.Namespace) -> int:
+    """Prints the check; 1 when data load more slowly than the step takes them."""
+    config = _config(arguments)
+    check = check_data(config, arguments.samples, arguments.seconds, not arguments.no_step)
+    for line in data_lines(check):
+        _print(printable(line))
+    return 1 if check.keeps_up is False else 0
+
+
+def data_lines(check: DataCheck) -> list[str]:
+    """The check in words."""
+    lines = [f"data: {check.description}"]
+    for number, sample in enumerate(check.samples, start=1):
+        lines += [f"--- sample {number}", sample]
+    lines += ["---", f"loading: {check.samples_per_second:.4g} samples/s by one thread"]
+    if check.needed_per_second is not None:
+        ratio = check.samples_per_second / check.needed_per_second
+        verdict = "enough" if check.keeps_up else "TOO SLOW: steps will wait for data"
+        lines.append(
+            f"the step takes {check.needed_per_second:.4g} samples/s on these devices: {verdict} "
+            f"({ratio:.2g} times as fast)"
+        )
+    if check.padding is not None:
+        lines.append(f"padding: {100 * check.padding:.1f} % of the tokens")
+    if check.learned is not None:
+        lines.append(f"targets: {100 * check.learned:.1f} % of the tokens")
+    return lines
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Compiles the step, and prints what it costs."""
+    config = _config(arguments)
+    examination = examine(config, arguments.target)
+    # In a file or a pipe no line needs to be folded.
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(console.width, 140))
+    machine = examination.target.name if examination.target else "this machine"
+    console.print(
+        f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {machine}"
+    )
+    console.print(examination.parameters)
+    if examination.attention is not None:
+        console.print(examination.attention, highlight=False)
+    console.print(examination.report)
+    for line in examination.outer_step_lines():
+        console.print(line, highlight=False)
+    _write_json(arguments, examination.to_dict())
+    return 0
+
+
+def tune_step(arguments: argparse.Namespace) -> int:
+    """Measures the variants of the step, and prints them."""
+    config = _config(arguments)
+    tuning = tune(config, arguments.rounds, arguments.calls)
+    Console().print(tuning)
+    _write_json(arguments, tuning.to_dict())
+    return 0
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Traces some steps of a config or a run, and prints where their time goes."""
+    place = as_place(arguments.place, "CONFIG or RUN")
+    if isinstance(place, Path) and kind_at(place) != "a folder":
+        config = load_config(arguments.place, arguments.overrides)
+        found = profile_step(config, arguments.steps)
+    else:
+        found = profile_run(
+            arguments.place, arguments.overrides, arguments.steps, trust=arguments.trust
+        )
+    if process_index():
+        return 0
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(console.width, 140))
+    console.print(found, highlight=False)
+    _write_json(arguments, found.to_dict())
+    return 0
+
+
+def verify_config(arguments: argparse.Namespace) -> int:
+    """Prints how far the strategy is from one device; 1 when it is beyond the tolerance."""
+    config = _config(arguments)
+    config = tiny(config) if arguments.here else config
+    steps = (2 if arguments.here else 5) if arguments.steps is None else arguments.steps
+    try:
+        verification = verify(config, steps)
+    except MeshError as error:
+        if not arguments.here:
+            raise
+        raise MeshError(f"{error}; --here emulates none, so leave it out for that") from error
+    title = f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
+    table = Table("what", Column("relative difference", justify="right"), title=title)
+    is_explained = any(row.rounding for row in (*verification.metrics, *verification.params))
+    if is_explained:
+        table.add_column("rounding moves one device by", justify="right")
+    farthest = sorted(verification.params, key=lambda row: row.relative, reverse=True)
+    for row in (*verification.metrics, *farthest[:8]):
+        style = None if row.passes(verification.tolerance) else "red"
+        rounding = [f"{row.rounding:.1e}"] if is_explained else []
+        table.add_row(row.what, f"{row.relative:.1e}", *rounding, style=style)
+    console = Console()
+    console.print(table)
+    more = len(verification.params) - min(len(verification.params), 8)
+    verdict = "equal" if verification.passed else "NOT equal"
+    explained = f", or {SPREAD:g} times what rounding moves one device by" if is_explained else ""
+    console.print(
+        f"{verdict} within {verification.tolerance:.0e}{explained} (SGD, {steps} steps; "
+        f"{more} more parameters are closer)"
+    )
+    return 0 if verification.passed else 1

@@ -1,0 +1,120 @@
+"""The values of options: numbers and paths are read, and the files that they name are written."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TextIO
+
+from ...core.errors import ConfigError, reworded
+from ...core.files import as_path, kind_at, replace_text
+from ...core.words import printable
+
+
+def as_int(text: str) -> int:
+    """Reads a whole number of an option, in the digits 0 to 9."""
+    if re.fullmatch(r"[-+]?[0-9]{1,18}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number")
+    return int(text)
+
+
+def as_number(text: str) -> float:
+    """Reads a finite number of an option, as in 0.5 or 1e-3."""
+    match = re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
+    if match is None or not math.isfinite(float(text)):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number, or too large for one")
+    return float(text)
+
+
+def as_file(text: str) -> Path:
+    """Reads the path of a file, which need not exist."""
+    try:
+        return as_path(text, "the path")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def check_output(option: str, path: str | Path | None) -> None:
+    """Checks that the file of an option can be made or replaced; touches nothing.
+
+    Args:
+        option: as it is written, such as `--json`; it opens the message.
+        path: the file; None, where the option is not given, is fine.
+
+    Raises:
+        ConfigError: when the folder is missing, the file is a folder, or either cannot be written.
+
+    Example:
+        >>> check_output("--json", "no/such/folder/report.json")
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: --json no/such/folder/report.json: there is no folder
+        'no/such/folder'; make it first, or name another file
+    """
+    if path is None:
+        return
+    file = as_path(path, option)
+    folder = file.parent
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{option} {path}: there is no folder {str(folder)!r}; make it first, or name another "
+            "file"
+        )
+    if file.is_dir():
+        raise ConfigError(f"{option} {path}: this is a folder; name a file in it")
+    if (kind := kind_at(file)) not in (None, "a file", "a device"):
+        raise ConfigError(f"{option} {path}: this is {kind} and no file; name another one")
+    if _is_foreign_link(file):
+        raise ConfigError(
+            f"{option} {path}: this is a link, which is not followed; name the file it leads to, "
+            "or another one"
+        )
+    is_device = kind_at(file) == "a device"
+    if not os.access(file if is_device else folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: this cannot be written; name another file")
+
+
+def fitted(text: str, file: TextIO, indent: int | None = None) -> str:
+    """A text for a file: on a screen lines break between words, at the indent of their first."""
+    if not file.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines: list[str] = []
+    for line in text.split("\n"):
+        begin = len(line) - len(line.lstrip()) if indent is None else indent
+        wrapper.subsequent_indent = " " * begin
+        lines += wrapper.wrap(line) or [""]
+    return "\n".join(lines)
+
+
+def notice(text: str) -> None:
+    """Prints a remark about a result on the standard error."""
+    print(fitted(f"axon: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Writes the file of an option.
+
+    Raises:
+        ConfigError: when the disk refuses.
+    """
+    with reworded(f"{option} {path}: cannot be written", "name another file"):
+        if kind_at(path) == "a device" or str(path).startswith(_STREAMS):
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            replace_text(path, text)
+
+
+_STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/")
+"""Links of the system to what this program writes to."""
+
+
+def _is_foreign_link(path: Path) -> bool:
+    return path.is_symlink() and not str(path).startswith(_STREAMS)

@@ -1,0 +1,352 @@
+"""The optimizers that a config can name, a dataclass each."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.tree import leaves_with_paths
+from axon_dist.core.typing import PyTree
+from axon_dist.core.words import pattern_error
+from axon_dist.optim import by_path, hidden_matrices, matrices, muon
+
+from .rates import RATES, Cosine, RateSchedule
+from .read import Fraction, Natural, NonNegative, OneOf, Positive
+from .user_code import UserCode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters that are trained otherwise than the rest; the first group that has one counts.
+
+    Args:
+        paths: regular expressions, searched for in paths such as `blocks/0/mlp/up/kernel`.
+        rate: what the learning rate is multiplied by.
+        weight_decay: of every parameter of the group, in place of the optimizer's; null leaves it.
+        frozen: leaves them as they are: they have no gradient and no moments.
+    """
+
+    paths: tuple[str, ...]
+    rate: Positive = 1.0
+    weight_decay: NonNegative | None = None
+    frozen: bool = False
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for an invalid regular expression, or what is frozen and trained."""
+        for path in self.paths:
+            if why := pattern_error(path):
+                raise ConfigError(f"paths: {path!r:.80} {why}")
+        if not self.paths:
+            raise ConfigError("paths names nothing; write a regular expression, such as head")
+        if self.frozen and (self.rate != 1 or self.weight_decay is not None):
+            raise ConfigError(
+                "got frozen=true beside rate or weight_decay, which train; leave one of them out"
+            )
+
+    def has(self, path: str) -> bool:
+        """Whether a parameter is meant."""
+        return any(re.search(pattern, path) for pattern in self.paths)
+
+
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+Transform: TypeAlias = optax.GradientTransformation
+Factory: TypeAlias = Callable[[], nnx.Module]
+"""Makes a model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer(abc.ABC):
+    """What every optimizer takes.
+
+    Args:
+        learning_rate: the peak of the schedule.
+        schedule: how the rate moves over the run.
+        groups: parameters that are trained otherwise, or not at all.
+        momentum_dtype: what the mean of the gradients is kept in, `float32` or `bfloat16`; null
+            takes the dtype of the parameters. The mean of their squares stays in theirs: it moves
+            by less than bfloat16 can tell apart.
+    """
+
+    learning_rate: Positive = 3e-4
+    schedule: Annotated[RateSchedule, OneOf(RATES)] = Cosine()
+    groups: tuple[Group, ...] = ()
+    momentum_dtype: Dtype | None = None
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a group that decays where the optimizer does not."""
+        decaying = [name for name, kind in OPTIMIZERS.items() if issubclass(kind, Decaying)]
+        for number, group in enumerate(self.groups):
+            if group.weight_decay is not None and not isinstance(self, Decaying):
+                raise ConfigError(
+                    f"groups[{number}].weight_decay: got {group.weight_decay}, and this optimizer "
+                    f"has no weight decay; leave it out, or take {' or '.join(decaying)}"
+                )
+
+    def build(self, num_steps: int, make_model: Factory | None = None) -> Transform:
+        """Returns the optax transformation for a run of some steps.
+
+        Args:
+            num_steps: of the run.
+            make_model: makes the model, for an optimizer that treats its layers differently.
+
+        Raises:
+            ConfigError: when the schedule does not fit the run, or a group has no parameter.
+
+        Example:
+            >>> adamw = AdamW(learning_rate=1e-3).build(num_steps=100)
+            >>> adamw.init({"w": jnp.ones(2)})[0].count.shape
+            ()
+        """
+        if self.groups and make_model is not None:
+            with nnx.use_eager_sharding(False):
+                model = nnx.eval_shape(make_model)
+            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            paths = [path for path, _ in leaves_with_paths(params)]
+            for number, group in enumerate(self.groups):
+                if not any(group.has(path) for path in paths):
+                    raise ConfigError(
+                        f"optimizer.groups[{number}].paths: no parameter of the model has "
+                        f"{' or '.join(group.paths)} in its path; there are such as "
+                        f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}"
+                    )
+        members = {
+            "|".join(f"(?:{path})" for path in group.paths): self._member(group, num_steps)
+            for group in self.groups
+            if not group.frozen
+        }
+        rate = self.schedule.build(self.learning_rate, num_steps)
+        base = self.transform(rate, make_model)
+        return by_path({p: f(make_model) for p, f in members.items()}, base) if members else base
+
+    def _member(self, group: Group, num_steps: int) -> Callable[..., Transform]:
+        """The optimizer of a group, from the function that makes the model."""
+        peak = group.rate * self.learning_rate
+        decays = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+        member = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
+        return functools.partial(member.transform, self.schedule.build(peak, num_steps))
+
+    def is_frozen(self, path: str) -> bool:
+        """Whether the group of a parameter is frozen."""
+        return next((group.frozen for group in self.groups if group.has(path)), False)
+
+    def rates(self, num_steps: int) -> np.ndarray:
+        """The learning rate of every step of a run, `[num_steps]`.
+
+        Example:
+            >>> from axon_dist.train.config.rates import Linear
+            >>> SGD(learning_rate=1.0, schedule=Linear(warmup_fraction=0.5)).rates(4).tolist()
+            [0.0, 0.5, 1.0, 0.5]
+        """
+        rate = self.schedule.build(self.learning_rate, num_steps)
+        return np.asarray(jnp.broadcast_to(jax.jit(rate)(jnp.arange(num_steps)), (num_steps,)))
+
+    @abc.abstractmethod
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
+        """Returns the optax transformation that follows a learning rate."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decaying(Optimizer):
+    """An optimizer with decoupled weight decay.
+
+    Args:
+        weight_decay: the part of a parameter that a step at rate 1 takes away.
+        decay: which parameters decay: `matrices`, which leaves out norms, biases, embeddings and
+            positions; or `all`.
+    """
+
+    weight_decay: NonNegative = 0.1
+    decay: Literal["matrices", "all"] = "matrices"
+
+    @property
+    def mask(self) -> Callable[[PyTree], PyTree] | None:
+        """The mask of decaying parameters for optax; None for all."""
+        return None if self.decay == "all" else matrices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam (arXiv:1412.6980).
+
+    Args:
+        b1: decay of the mean of the gradients.
+        b2: decay of the mean of their squares.
+        eps: added to the root of the latter.
+    """
+
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    eps: Positive = 1e-8
+
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
+        """Returns `optax.adam`."""
+        return optax.adam(rate, self.b1, self.b2, self.eps, mu_dtype=self.momentum_dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW(Decaying):
+    """Adam with decoupled weight decay (arXiv:1711.05101), its second decay as for transformers.
+
+    Args:
+        b1: decay of the mean of the gradients.
+        b2: decay of the mean of their squares.
+        eps: added to the root of the latter.
+    """
+
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: Positive = 1e-8
+
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
+        """Returns `optax.adamw`."""
+        return optax.adamw(
+            rate,
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            mu_dtype=self.momentum_dtype,
+            weight_decay=self.weight_decay,
+            mask=self.mask,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lion(Decaying):
+    """Lion, the sign of a momentum (arXiv:2302.06675); its rate is 3 to 10 times below Adam's.
+
+    Args:
+        b1: how much of the step comes from the momentum.
+        b2: decay of the momentum.
+    """
+
+    b1: Fraction = 0.9
+    b2: Fraction = 0.99
+
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
+        """Returns `optax.lion`."""
+        return optax.lion(
+            rate, self.b1, self.b2, self.momentum_dtype, self.weight_decay, mask=self.mask
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent.
+
+    Args:
+        momentum: decay of the velocity; 0 keeps none.
+        nesterov: looks one step ahead along the velocity.
+    """
+
+    momentum: Fraction = 0.0
+    nesterov: bool = False
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for what is said of a velocity that there is not."""
+        super().validate()
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov=true needs a momentum above 0 and got 0; set momentum")
+        if self.momentum_dtype is not None and not self.momentum:
+            raise ConfigError(
+                f"momentum_dtype={self.momentum_dtype} needs a momentum above 0 and got 0; set "
+                "momentum"
+            )
+
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
+        """Returns `optax.sgd`."""
+        return optax.sgd(rate, self.momentum or None, self.nesterov, self.momentum_dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon(Decaying):
+    """Muon for the matrices in the blocks of a model, AdamW for all else (arXiv:2502.16982).
+
+    Args:
+        momentum: decay of the momentum of matrices.
+        nesterov: looks one step ahead along the momentum.
+        ns_steps: iterations of Newton–Schulz.
+        rms: updates of matrices have this root mean square, as those of AdamW have about 0.2, so
+            that one learning rate fits both.
+        b1: of AdamW: decay of the mean of the gradients.
+        b2: of AdamW: decay of the mean of their squares.
+    """
+
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    ns_steps: Natural = 5
+    rms: Positive = 0.2
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
+        """Returns `muon` for the hidden matrices of the model; without it, for every matrix."""
+        return muon(
+            rate,
+            beta=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.ns_steps,
+            consistent_rms=self.rms,
+            weight_decay=self.weight_decay,
+            weight_decay_mask=self.mask,
+            mu_dtype=self.momentum_dtype,
+            adam_weight_decay=self.weight_decay,
+            adam_weight_decay_mask=self.mask,
+            adam_b1=self.b1,
+            adam_b2=self.b2,
+            muon_weight_dimension_numbers=None
+            if make_model is None
+            else hidden_matrices(make_model),
+        )
+
+
+OPTIMIZERS: MappingProxyType[str, type[Optimizer]] = MappingProxyType(
+    {"adamw": AdamW, "adam": Adam, "lion": Lion, "muon": Muon, "sgd": SGD}
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnOptimizer(UserCode):
+    """An optimizer of the user's own: `optimizer: {factory: package.module:make, ...}`.
+
+    The factory is called with the keys beside it, and with `num_steps`, the length of the run,
+    where it takes that; it returns an `optax.GradientTransformation`. Those of optax can be named
+    too, as in `{factory: optax:adafactor, learning_rate: 0.001}`.
+    """
+
+    section: ClassVar[str] = "optimizer"
+    offered: ClassVar[tuple[str, ...]] = ("num_steps",)
+
+    def build(self, num_steps: int, make_model: Factory | None = None) -> Transform:
+        """Calls the factory.
+
+        Args:
+            num_steps: of the run.
+            make_model: makes the model, which such a factory does not see.
+
+        Raises:
+            ConfigError: when it returns something else.
+
+        Example:
+            >>> sgd = OwnOptimizer(path="optax:sgd", options={"learning_rate": 0.5})
+            >>> float(sgd.build(10).update({"w": 1.0}, sgd.build(10).init({"w": 1.0}))[0]["w"])
+            -0.5
+        """
+        made = self.call(num_steps=num_steps)
+        if not isinstance(made, optax.GradientTransformation):
+            raise self.returned(made, "an optax.GradientTransformation; return one")
+        return made
+
+    def rates(self, num_steps: int) -> None:
+        """None: its learning rate is unknown."""

@@ -1,0 +1,307 @@
+"""Means of metrics; how long a step takes, how much of the hardware it uses, and its trace."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.tree import leaves_with_paths
+from axon_dist.core.typing import PyTree
+from axon_dist.core.weighted import Weighted
+
+from ...step import TrainStep
+
+_T = TypeVar("_T")
+
+LAG = 2
+"""How many results stay on the devices, so that neither they nor the host wait."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Seconds that each of several calls took, results waited for.
+
+    Args:
+        seconds: one entry per timed call.
+    """
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        """The figure that other programs on the machine disturb least."""
+        return min(self.seconds)
+
+
+def time_step(function: Callable[[], object], num_calls: int = 10, warmup: int = 1) -> StepTime:
+    """Times calls of a function, waiting each time until its result is there.
+
+    JAX returns from a call before the devices are done: without waiting, one would time the
+    dispatch. The warm-up calls compile and are not counted.
+
+    Args:
+        function: of no arguments; returns the arrays to wait for.
+        num_calls: timed calls.
+        warmup: calls before them.
+
+    Raises:
+        ConfigError: when there is nothing to time.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> time_step(lambda: jnp.ones(3) + 1, num_calls=5).median > 0
+        True
+    """
+    if not 1 <= num_calls <= _MOST_CALLS or not 0 <= warmup <= _MOST_CALLS:
+        raise ConfigError(
+            f"time_step got num_calls={num_calls} and warmup={warmup}; it must time at least one "
+            f"call, after no fewer than zero others, and at most {_MOST_CALLS}"
+        )
+    for _ in range(warmup):
+        jax.block_until_ready(function())
+    return StepTime(tuple(_seconds(function) for _ in range(num_calls)))
+
+
+_MOST_CALLS = 1_000_000
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - start
+
+
+def profile(directory: str | Path) -> AbstractContextManager[object]:
+    """Records what host and devices do inside the context, as a trace for Perfetto or XProf.
+
+    Args:
+        directory: the folder to write into; `tensorboard --logdir` (with the xprof plugin) and
+            ui.perfetto.dev read it.
+    """
+    return jax.profiler.trace(str(directory), create_perfetto_trace=False)
+
+
+def model_flops_utilization(
+    num_params: float,
+    tokens_per_second: float,
+    peak_flops: float,
+    num_devices: int = 1,
+    attention_flops: float = 0,
+) -> float:
+    """The share of the peak that the model's own arithmetic reaches: an estimate, not a reading.
+
+    `(6 N + A) tokens / (t peak)`: a token costs each active parameter a multiply-add
+    forward and two backward (arXiv:2001.08361, arXiv:2204.02311). Recomputation is not counted, and
+    embedding tables are, though looking up a row computes nothing.
+
+    Args:
+        num_params: N, the active parameters of a token: in a mixture, those of its experts.
+        tokens_per_second: through all devices.
+        peak_flops: FLOP/s of one device at best, for the dtype in use.
+        num_devices: how many devices share the work.
+        attention_flops: A, what a token costs in attention scores and the sums they weigh.
+
+    Returns:
+        A number between 0 and 1, if the peak is right.
+
+    Example:
+        >>> model_flops_utilization(1_000_000_000, 10_000, peak_flops=1e14, num_devices=2)
+        0.3
+    """
+    flops_per_token = 6 * num_params + attention_flops
+    return flops_per_token * tokens_per_second / (peak_flops * num_devices)
+
+
+def utilization_of(
+    step: TrainStep, peak_flops: float | None, length: int | None = None
+) -> Callable[[float], float] | None:
+    """From tokens per second to the utilization by a step; None where no peak is known.
+
+    Args:
+        step: whose model and devices are meant. Modules say by `idle_share` which share of their
+            parameters is inactive for a token, and models by `attention_flops(length)` what a token
+            costs beside them, as `Experts` and `Transformer` do.
+        peak_flops: FLOP/s of one device at best.
+        length: tokens of a sequence; None leaves attention out.
+    """
+    if peak_flops is None:
+        return None
+    model = step.parts.abstract
+    # A frozen parameter has no gradient of its own: a third less to compute.
+    count = _num_active(model, step.parts.params) + 2 / 3 * _num_active(model, step.parts.frozen)
+    attention = getattr(model, "attention_flops", None)
+    return functools.partial(
+        model_flops_utilization,
+        count,
+        peak_flops=peak_flops,
+        num_devices=step.world.size,
+        attention_flops=attention(length) if attention is not None and length else 0,
+    )
+
+
+def _num_active(model: nnx.Module, params: PyTree) -> float:
+    """How many of some parameters are active for a token."""
+    idle = {
+        "/".join(map(str, (*keys, name))): share
+        for keys, module in nnx.iter_graph(model)
+        for name, share in getattr(module, "idle_share", {}).items()
+    }
+    return sum((1 - idle.get(path, 0)) * leaf.size for path, leaf in leaves_with_paths(params))
+
+
+def percentiles(seconds: Sequence[float]) -> dict[int, float]:
+    """What 50, 90 and 99 percent of some times stay within, and all of them.
+
+    Example:
+        >>> percentiles([0.1] * 98 + [0.5, 9.0])
+        {50: 0.1, 90: 0.1, 99: 0.5, 100: 9.0}
+    """
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+    return {p: ordered[last * p // 100] for p in (50, 90, 99, 100) if ordered}
+
+
+class StepProfile:
+    """Records steps `at`, `at + 1`, ... as a trace that ui.perfetto.dev and XProf read.
+
+    The trace shows the scopes of a step: `microbatch`, `optimizer`, and in a pipeline its phases
+    and transfers. The first step of a process compiles, and is left out.
+
+    Args:
+        at: the first step that is traced, counted from 1; 0 traces none.
+        steps: how many.
+        directory: the folder to write into.
+    """
+
+    def __init__(self, at: int, steps: int, directory: str | Path | None):
+        self._steps = range(at, at + steps) if at and directory is not None else range(0)
+        self._count, self._is_asked = steps, False
+        self._listeners: list[Callable[[str], None]] = []
+        self._directory = None if directory is None else str(directory)
+        self._is_on = False
+
+    @contextmanager
+    def on_signal(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """SIGUSR1 traces the next steps, as long as the context lasts.
+
+        Args:
+            tell: takes a sentence when a trace begins or has ended.
+        """
+        self._listeners = [tell]
+        if threading.current_thread() is not threading.main_thread() or self._directory is None:
+            yield
+            return
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            self._is_asked = True
+
+        before = signal.signal(signal.SIGUSR1, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    @contextmanager
+    def around(self, number: int, settle: Callable[[], None]) -> Iterator[None]:
+        """Traces a step, if it is one of those.
+
+        Args:
+            number: of the step, counted from 1.
+            settle: waits for every step taken.
+        """
+        if self._is_asked and not self._is_on:
+            self._is_asked, self._steps = False, range(number, number + self._count)
+        if number not in self._steps:
+            yield
+            return
+        if not self._is_on:
+            settle()
+            assert self._directory is not None
+            jax.profiler.start_trace(self._directory)
+            self._is_on = True
+        with jax.profiler.StepTraceAnnotation("train_step", step_num=number):
+            yield
+        if number == self._steps[-1]:
+            settle()
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is still recorded, because the run ends before it."""
+        if self._is_on:
+            message = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
+            self._is_on, self._steps = False, range(0)
+            try:
+                jax.profiler.stop_trace()
+            except (OSError, RuntimeError) as error:
+                message = f"the trace is not written: {str(error).partition(chr(10))[0]}"
+            for tell in self._listeners:
+                tell(message)
+
+
+class MetricSums:
+    """Totals and weights of metrics, in float64.
+
+    Example:
+        >>> sums = MetricSums()
+        >>> sums.add({"loss": Weighted(6.0, 2.0)})
+        >>> sums.add({"loss": Weighted(1.0, 1.0)})
+        >>> sums.means
+        {'loss': 2.3333333333333335}
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+
+    def add(self, metrics: Mapping[str, Weighted]) -> None:
+        """Takes what `evaluate_sums` returns for a batch, and waits for it.
+
+        Args:
+            metrics: totals and weights.
+        """
+        for name, part in jax.device_get(dict(metrics)).items():
+            both = np.array([part.total, part.weight], np.float64)
+            self._sums[name] = self._sums.get(name, np.zeros(2)) + both
+
+    @property
+    def means(self) -> dict[str, float]:
+        """`sum(totals) / sum(weights)` of every metric; 0 where nothing weighs."""
+        return {n: float(total / w) if w else 0.0 for n, (total, w) in self._sums.items()}
+
+
+def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:
+    """Yields the items in order, each only after `lag` more have been made.
+
+    Args:
+        items: what to yield; arrays that are still being computed, for instance.
+        lag: how many to make ahead.
+
+    Example:
+        >>> list(delayed([1, 2, 3], lag=2))
+        [1, 2, 3]
+    """
+    waiting: collections.deque[_T] = collections.deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > lag:
+            yield waiting.popleft()
+    yield from waiting

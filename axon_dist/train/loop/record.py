@@ -1,0 +1,428 @@
+"""The record of a run: metrics, their history, where the seconds go, and the result."""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import jax
+
+from axon_dist.core.typing import Array
+from axon_dist.core.words import plural
+
+from ...step.state import FLAG, SPIKE, NonfiniteLoss, TrainState, is_lost
+from .limits import INTERRUPTIONS, LoopOptions
+from .metrics import MetricWriter
+from .progress import Progress, Status
+
+INITIALIZE, COMPILE, DATA, DEVICES = "initialize", "compile", "data", "devices"
+VALIDATE, SAVE, STEP, LOST, OTHER = "validation", "save", "step", "lost", "other"
+
+
+class TimeSheet:
+    """Adds up seconds by what they were spent on.
+
+    Args:
+        clock: returns the seconds; a test may pass its own.
+
+    Example:
+        >>> ticks = iter([0.0, 1.0, 4.0, 10.0])
+        >>> sheet = TimeSheet(lambda: next(ticks))
+        >>> with sheet.on(SAVE):
+        ...     pass
+        >>> sheet[SAVE], sheet.elapsed
+        (3.0, 10.0)
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._start = clock()
+        self._seconds: dict[str, float] = collections.defaultdict(float)
+
+    def __getitem__(self, kind: str) -> float:
+        return self._seconds[kind]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the sheet was begun."""
+        return self._clock() - self._start
+
+    @contextmanager
+    def on(self, kind: str) -> Iterator[None]:
+        """Counts what happens in the context as of a kind."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add(kind, self._clock() - start)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Counts seconds measured elsewhere."""
+        self._seconds[kind] += seconds
+
+    def by_kind(self, train_seconds: float) -> dict[str, float]:
+        """Every second since the beginning, each in one kind.
+
+        Args:
+            train_seconds: the sum from step to step; what is not `data` or `lost` of it is `step`.
+        """
+        named = (INITIALIZE, COMPILE, DATA, VALIDATE, SAVE, LOST)
+        seconds = {kind: self[kind] for kind in named}
+        seconds[STEP] = max(train_seconds - self[DATA] - self[LOST], 0.0)
+        return {**seconds, OTHER: max(self.elapsed - sum(seconds.values()), 0.0)}
+
+
+TRAIN, VALIDATION = "train", "validation"
+"""What the names of metrics begin with."""
+
+Curve: TypeAlias = tuple[tuple[int, float], ...]
+"""Pairs of step and value."""
+
+_RECENT_STEPS = 50
+_SKIPPED = f"{TRAIN}/skipped_steps"
+
+
+class Record:
+    """Takes metrics as device scalars, fetches them later, averages them and writes them.
+
+    The clock runs from `start_clock` to `stop_clock`, and stands while something is done `aside`,
+    so that compiling, validating and saving are not counted as training.
+
+    Args:
+        options: length and cadence of the run, and what its throughput counts.
+        first_step: steps taken before this run.
+        writers: take the records.
+        progress: takes a status after every fetched step.
+        device_bytes: bytes of the train state per device, to be shown.
+        utilization: from items per second to the share of the hardware's peak, if that is known.
+        skips: whether steps that were not finite are counted and left out; else the first of them
+            is `lost`, and nothing after it is taken.
+        tell: called with the number of steps taken, as a sign of life for the watchdog.
+        history: the records that writers took before the first step of this run, `step` beside
+            their metrics: what the curves begin with.
+        facts: from the number of steps taken, and of those that changed the state, to what more
+            is known of them, such as the learning rate.
+        sheet: where the time of the run goes.
+    """
+
+    def __init__(
+        self,
+        options: LoopOptions,
+        first_step: int,
+        writers: Sequence[MetricWriter],
+        progress: Progress,
+        device_bytes: int,
+        utilization: Callable[[float], float] | None,
+        skips: bool,
+        tell: Callable[[int], None],
+        history: Sequence[Mapping[str, Any]],
+        facts: Callable[[int, int], Mapping[str, float]],
+        sheet: TimeSheet,
+    ):
+        self.options, self.writers, self.progress = options, writers, progress
+        self.device_bytes, self.utilization, self.skips = device_bytes, utilization, skips
+        self._facts, self.sheet, self._tell = facts, sheet, tell
+        self.step_seconds, self._reported = array.array("d"), (0.0, 0.0, 0.0, 0)
+        self.lost: NonfiniteLoss | None = None
+        self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
+        self._skipped: list[str] = []
+        self.first_step = self.dispatched = self.step = first_step
+        self.rollbacks = 0
+        self._curves = [point for row in history for point in _points(row)]
+        self.latest: dict[str, float] = {}
+        self.validation: dict[str, float] = {}
+        self.train_seconds = 0.0
+        self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
+        self._window: list[dict[str, float]] = []
+        self._mark: float | None = None
+
+    @property
+    def items_per_second(self) -> float | None:
+        """Throughput over the whole run while the clock ran."""
+        items = self.options.items_per_step
+        if items is None or not self.train_seconds:
+            return None
+        return items * len(self.step_seconds) / self.train_seconds
+
+    @property
+    def _recent(self) -> Sequence[float]:
+        """The seconds of the last steps."""
+        return self.step_seconds[-_RECENT_STEPS:]
+
+    def start_clock(self) -> None:
+        """From now on time is training time."""
+        self._mark = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """From now on it is not; first waits for every step taken."""
+        self.settle()
+        self._mark = None
+
+    @contextmanager
+    def aside(self, kind: str) -> Iterator[None]:
+        """Counts what happens in the context as of a kind, and not as training.
+
+        No step may be under way.
+        """
+        start = time.perf_counter()
+        with self.sheet.on(kind):
+            yield
+        if self._mark is not None:
+            self._mark += time.perf_counter() - start
+
+    def add(self, metrics: Mapping[str, Array]) -> None:
+        """Takes the metrics of the next step, which may still be running."""
+        self.dispatched += 1
+        self.sign()
+        self._pending.append((self.dispatched, metrics))
+
+    def sign(self) -> None:
+        """Gives a sign of life to the watchdog."""
+        self._tell(self.dispatched)
+
+    def settle(self, keep: int = 0) -> None:
+        """Fetches all but the newest metrics; waits for the steps they come from.
+
+        Args:
+            keep: how many of the newest to leave on the devices.
+        """
+        while len(self._pending) > keep:
+            step, metrics = self._pending.popleft()
+            with self.sheet.on(DEVICES):
+                fetched = jax.device_get(dict(metrics))
+            self._take(step, {name: float(value) for name, value in fetched.items()})
+
+    def validated(self, metrics: Mapping[str, float]) -> None:
+        """Takes the loss and the other metrics of a validation after the last step."""
+        self._curves.append((VALIDATION, self.step, dict(metrics)))
+        means = {f"{VALIDATION}/{name}": value for name, value in metrics.items()}
+        self.latest = self.latest | means
+        self.validation = means
+        self._write(means)
+        self.progress.update(self.status())
+
+    @property
+    def train_curve(self) -> Curve:
+        """Step and mean training loss of every record."""
+        return self._curve(TRAIN, "loss")
+
+    @property
+    def validation_curve(self) -> Curve:
+        """Step and validation loss of every validation."""
+        return self._curve(VALIDATION, "loss")
+
+    def metric_curves(self) -> dict[str, tuple[Curve, Curve]]:
+        """Training and validation curve of every metric that was validated, but for the loss."""
+        metrics = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
+        names = sorted(metrics - {"loss"})
+        return {name: (self._curve(TRAIN, name), self._curve(VALIDATION, name)) for name in names}
+
+    @property
+    def scores(self) -> list[tuple[int, float]]:
+        """Step and score of every validation; less is better."""
+        sign = -1 if self.options.best_mode == "max" else 1
+        curve = self._curve(VALIDATION, self.options.best_metric.removeprefix(f"{VALIDATION}/"))
+        return [(step, sign * value) for step, value in curve]
+
+    def validations_since_best(self) -> int:
+        """How many validations ago the best one was; what is better by less does not count."""
+        best, at = math.inf, 0
+        scores = [score for _, score in self.scores]
+        for number, score in enumerate(scores, 1):
+            if score < best - self.options.min_delta:
+                best, at = score, number
+        return len(scores) - at
+
+    def _curve(self, kind: str, name: str) -> Curve:
+        points = ((step, means) for k, step, means in self._curves if k == kind)
+        return tuple((step, means[name]) for step, means in points if name in means)
+
+    def go_back(self, step: int) -> None:
+        """Drops the records after a step, from which the run continues."""
+        self._pending.clear()
+        self._window.clear()
+        if self._recent:
+            self.sheet.add(LOST, statistics.fmean(self._recent) * (self.step - step))
+        self.first_step = self.dispatched = self.step = step
+        self.lost, self.rollbacks = None, self.rollbacks + 1
+        self._curves = [point for point in self._curves if point[1] <= step]
+        self.start_clock()
+
+    def close_window(self) -> None:
+        """Writes the mean over the steps since the last record, if there are any."""
+        skipped = {_SKIPPED: float(self.skipped_steps)} if self.skips else {}
+        tells = self._tell_skipped()
+        if not self._window:
+            self._write(skipped if tells else {})
+            return
+        names = self._window[0]
+        means = {name: statistics.fmean(row[name] for row in self._window) for name in names}
+        self._window.clear()
+        self._curves.append((TRAIN, self.step, means))
+        losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
+        known = dict(self._facts(self.step, self.step - self.skipped_steps))
+        now = losses | skipped | self._speed() | self._shares() | known
+        self.latest = now | self.validation
+        self._write(now)
+
+    def _take(self, step: int, values: dict[str, float]) -> None:
+        lost = is_lost(values)
+        if self.lost is None and lost and not self.skips:
+            self.lost = NonfiniteLoss(step, values["loss"])
+        if self.lost is not None:
+            return
+        if self._mark is not None:
+            now = time.perf_counter()
+            self.step_seconds.append(now - self._mark)
+            self.train_seconds += now - self._mark
+            self._mark = now
+        self.step = step
+        if lost or values.get(SPIKE):
+            self.skipped_steps += 1
+            why = f"step {step}: the loss {values['loss']:.4g} or its gradient stands out"
+            self._skipped.append(str(NonfiniteLoss(step, values["loss"])) if lost else why)
+        else:
+            self._window.append({n: x for n, x in values.items() if n not in (FLAG, SPIKE)})
+        self.skips |= SPIKE in values
+        if step % self.options.log_every == 0 or step == self.options.num_steps:
+            self.close_window()
+        self.progress.update(self.status())
+
+    def _speed(self) -> dict[str, float]:
+        if not self._recent:
+            return {}
+        seconds, items = statistics.fmean(self._recent), self.options.items_per_step
+        speed = {"time/step_seconds": seconds}
+        if items is not None:
+            rate = speed[f"time/{self.options.item}_per_second"] = items / seconds
+            if self.utilization is not None:
+                speed["time/model_flops_utilization"] = self.utilization(rate)
+        return speed
+
+    def _shares(self) -> dict[str, float]:
+        """Where the time since the last record went, and that of the whole run so far."""
+        before, count = self._reported, len(self.step_seconds)
+        self._reported = now = self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count
+        train, data, devices = (now[index] - before[index] for index in range(3))
+        shares = {"time/unix": time.time(), "time/elapsed_seconds": self.sheet.elapsed}
+        if train <= 0:
+            return shares
+        mean = count - len(self._recent)  # the first step of `time/step_seconds`
+        spent = self.sheet.by_kind(self.train_seconds)
+        return {
+            **shares,
+            "time/slowest_step_seconds": max(self.step_seconds[min(before[3], mean) :]),
+            "time/data_share": min(data / train, 1.0),
+            "time/host_share": max(1 - (data + devices) / train, 0.0),
+            "time/goodput": spent[STEP] / self.sheet.elapsed,
+        }
+
+    def _write(self, metrics: Mapping[str, float]) -> None:
+        for writer in self.writers if metrics else ():
+            writer.write(self.step, metrics)
+
+    def _tell_skipped(self) -> bool:
+        """Notes the steps skipped since the last record; whether there were any."""
+        skipped, self._skipped = self._skipped, []
+        if skipped:
+            count = f"{plural(len(skipped), 'step')} skipped, {self.skipped_steps} so far"
+            self.progress.note(f"{count}; {skipped[0]}")
+        return bool(skipped)
+
+    def status(self) -> Status:
+        """The status of the run after its last fetched step."""
+        speed, item = self._speed(), self.options.item
+        seconds = speed.get("time/step_seconds")
+        left = self.options.num_steps - self.step
+        recent = self._window or [{"loss": value} for _, value in self.train_curve[-1:]]
+        validation_step, validation_loss = (self.validation_curve or [(None, None)])[-1]
+        return Status(
+            step=self.step,
+            num_steps=self.options.num_steps,
+            loss=statistics.fmean(row["loss"] for row in recent) if recent else None,
+            validation_loss=validation_loss,
+            validation_step=validation_step,
+            items_per_second=speed.get(f"time/{item}_per_second"),
+            item=item,
+            step_seconds=seconds,
+            seconds_left=seconds * left if seconds and left else None,
+            device_bytes=self.device_bytes,
+        )
+
+
+def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """What a record says about training and validation: kind, step and metrics."""
+    for kind in (TRAIN, VALIDATION):
+        metrics = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
+        # A number that JSON does not have was written as its name.
+        means = {name.removeprefix(f"{kind}/"): float(x) for name, x in metrics.items()}
+        means.pop("skipped_steps", None)
+        if means:
+            yield kind, row["step"], means
+
+
+FINISHED = "finished"
+"""The reason of a run that got to its last step."""
+EARLY = "early stopping"
+"""That of a run that its validations ended before it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    Args:
+        state: after the last step.
+        num_steps: steps that the state has taken.
+        first_step: those of them that it had taken before this call; the seconds and the throughput
+            are about the others.
+        reason: why the run ended, such as `finished` or `SIGINT`.
+        train_curve: pairs of step and mean training loss.
+        validation_curve: pairs of step and validation loss.
+        metric_curves: of every other metric of the loss function that is validated, its training
+            curve and its validation curve.
+        compile_seconds: until the first step was done, and the first batch validated.
+        train_seconds: of all later steps, validations and saves not counted.
+        items_per_second: over the train seconds; None if unknown.
+        device_bytes: of the train state, on the fullest device.
+        skipped_steps: steps whose batch changed nothing, because they were not finite.
+        rollbacks: how often the run went back to a checkpoint.
+        seconds: of this call, by what they were spent on: `initialize`, `compile`, `data` (waiting
+            for a batch), `step`, `validation`, `save`, `lost` (steps that a rollback undid) and
+            `other`.
+        step_percentiles: seconds per step that so many percent of the steps stay within, by
+            percent; empty where no step was timed.
+    """
+
+    state: TrainState
+    num_steps: int
+    reason: str
+    device_bytes: int
+    train_curve: Curve = ()
+    validation_curve: Curve = ()
+    compile_seconds: float = 0.0
+    train_seconds: float = 0.0
+    items_per_second: float | None = None
+    first_step: int = 0
+    skipped_steps: int = 0
+    rollbacks: int = 0
+    metric_curves: Mapping[str, tuple[Curve, Curve]] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    step_percentiles: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run got to its last step."""
+        return self.reason == FINISHED
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal ended the run, to this process or another one, before its last step."""
+        return self.reason in INTERRUPTIONS

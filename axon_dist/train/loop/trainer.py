@@ -1,0 +1,468 @@
+"""`Trainer`: takes the steps of a run, validates, reports, and stops cleanly."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from typing import NoReturn, TypeAlias
+
+from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
+from axon_dist.core.own_context import in_own_context
+from axon_dist.core.tree import bytes_per_device
+from axon_dist.core.typing import Batch
+from axon_dist.core.words import plural
+from axon_dist.mesh import agree, watch_steps
+
+from ...step import Nonfinite, TrainState, TrainStep
+from ...step import state as nonfinite
+from .limits import BATCHES, KINDS, STATE, LoopOptions, StopConsensus, Stops, stop_on_signals
+from .meters import LAG, MetricSums, StepProfile, delayed, percentiles, utilization_of
+from .metrics import MetricWriter
+from .progress import Progress, SilentProgress
+from .record import (
+    COMPILE,
+    DATA,
+    EARLY,
+    FINISHED,
+    INITIALIZE,
+    SAVE,
+    VALIDATE,
+    Record,
+    TimeSheet,
+    TrainResult,
+)
+
+ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
+"""Makes the batches of one validation."""
+
+_END_SECONDS = 30.0
+"""How much later than the others a process may reach the end of its data."""
+_END = object()
+"""What follows the last batch; no data can hold it."""
+NONFINITE = "nonfinite"
+"""The reason of a run that ends with an error."""
+_ADVICE = (
+    "Lower the learning rate, clip the gradients or look at the data; nonfinite='skip' goes past "
+    "such batches, 'rollback' back to a checkpoint"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """The loop around a step: `for batch in batches: state, metrics = step(state, batch)`.
+
+    Metrics are read two steps late. That keeps two steps queued on the devices while the host
+    loads and places the next batch, so that neither waits for the other, and bounds how far the
+    host runs ahead.
+
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the current step, with everything saved; a
+    validation that has begun ends without a result.
+
+    A loss or gradient that is not finite is handled by the `nonfinite` of the step. A step built
+    without it has changed its state by the time it is noticed: the run ends with an error, and
+    that state is not saved.
+
+    Args:
+        step: from `build_train_step`.
+        batches: what the step takes; the run ends early if they do.
+        options: length and cadence.
+        validation: makes the batches of one validation, of any sizes that the step takes: its
+            metrics are those of all samples, `sum(totals) / sum(weights)`; None does not validate.
+            Or several such functions by name: the metrics of `""` are called `validation/loss`,
+            those of a set `code` are called `validation/code/loss`.
+        writers: take the metrics.
+        progress: shows the run.
+        should_stop: reads the latest record of metrics before every step; the run ends on every
+            process as soon as it returns true on one. See below for the keys.
+        save: `save(state, number, score)` takes a state between two steps, the number of steps it
+            has taken, and how good it is by the `best_metric` of the options, less being better,
+            or None where it was not validated; must be done with the arrays when it
+            returns. It gets the last state too, however the run ends but by an error; where that
+            is a step that was not finite, the state before, if it is still there. All that
+            `batches` has handed out by then went into the state.
+        copy: `copy(state, number)` keeps a state where it can be restored sooner than what
+            `save` writes; must be done with the arrays when it returns.
+        give_back: takes how many of the last batches went into no state after all; called before
+            the last state of a run that stops because a step was not finite is saved.
+        go_back: returns the newest good state that was saved, or None if there is none; has to be
+            there where the step's `nonfinite` is `"rollback"`.
+        history: what the writers took in earlier legs of the run, up to the state that it resumes
+            from: the curves of the result begin with it.
+        facts: from the number of steps taken, and of those that changed the state, to what else a
+            record should say, such as the learning rate; computed on the host.
+        on_compiled: called once, after the first step, which compiles.
+        profile_dir: the folder for the traces that the options ask for, and SIGUSR1 sent to this
+            process: that traces its next `profile_steps` steps.
+
+    What `should_stop` reads is what the writers get: means over the last `log_every` steps, from
+    the first such record on, and the newest validation.
+
+        train/loss, train/...             each metric of the step, such as `train/grad_norm`
+        train/skipped_steps               so far; where the step's `nonfinite` is `"skip"`
+        time/step_seconds                 as soon as a step after the first was timed
+        time/tokens_per_second            beside it with `items_per_step`; named after `item`
+        time/model_flops_utilization      beside it with `peak_flops`
+        time/slowest_step_seconds         of the steps of the record and of the mean
+        time/data_share, time/host_share  of their time, what was spent waiting for batches, and
+                                          waiting neither for batches nor for devices
+        time/goodput                      of all time so far, what was spent in steps that count
+        time/elapsed_seconds, time/unix   since the call of `fit`, and of the clock
+        validation/loss, validation/...   each metric of the last validation
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> from flax import nnx
+        >>> from axon_dist.mesh import World
+        >>> from axon_dist.parallel import ddp
+        >>> from axon_dist.train import build_train_step
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
+        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
+        >>> batches = [{"x": np.ones((8, 2), np.float32)}] * 20
+        >>> trainer = Trainer(step=step, batches=batches, options=LoopOptions(num_steps=20))
+        >>> result = trainer.fit()
+        >>> result.reason, dict(result.train_curve)[20] < 0.01
+        ('finished', True)
+        >>> is_good = lambda record: record["train/loss"] < 0.5
+        >>> options = LoopOptions(num_steps=20, log_every=1)
+        >>> early = Trainer(step=step, batches=batches, options=options, should_stop=is_good).fit()
+        >>> early.reason, early.num_steps < 20
+        ('should_stop', True)
+    """
+
+    step: TrainStep
+    batches: Iterable[Batch]
+    options: LoopOptions
+    validation: ValidationSet | Mapping[str, ValidationSet] | None = None
+    writers: Sequence[MetricWriter] = ()
+    progress: Progress = SilentProgress()
+    should_stop: Callable[[Mapping[str, float]], bool] | None = None
+    save: Callable[[TrainState, int, float | None], None] | None = None
+    copy: Callable[[TrainState, int], None] | None = None
+    give_back: Callable[[int], None] | None = None
+    go_back: Callable[[], TrainState | None] | None = None
+    history: Sequence[Mapping[str, object]] = ()
+    facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
+    on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
+    profile_dir: str | None = None
+
+    @in_own_context
+    def fit(self, state: TrainState | None = None) -> TrainResult:
+        """Trains until the last step, the end of the data, or a reason to stop.
+
+        Args:
+            state: to continue from; None starts from `step.init()`. Its arrays are donated.
+
+        Returns:
+            The result, with the last state.
+
+        Raises:
+            ConfigError: when the options are not possible or need a function that is not there,
+                or there is no batch or no step left.
+            LaunchError: when the processes of a run have different options.
+            NonfiniteError: when a loss or gradient is not finite, and the step was not built to
+                skip it or go back.
+        """
+        for name, kind in KINDS.items():
+            kind.check("a Trainer", name, getattr(self, name))
+        STATE.check("fit", "state", state)
+        self.options.validate()
+        self._check_policy()
+        # A process that takes fewer steps would leave the others waiting for it.
+        agree(self.step.world, "loop", dataclasses.asdict(self.options))
+        sheet, options = TimeSheet(), self.options
+        profile = StepProfile(options.profile_at, options.profile_steps, self.profile_dir)
+        with (
+            self.progress,
+            closing(profile),
+            stop_on_signals(self._tell_signal) as request,
+            profile.on_signal(self.progress.note),
+            watch_steps(self.step.world) as tell,
+        ):
+            with self.progress.phase("initializing"), sheet.on(INITIALIZE):
+                batches, first = self._first_batch()
+                if state is None:
+                    self.step.check_rows(first)
+                    state = self.step.init()
+                record = self._record(state, tell, sheet)
+            if record.step >= options.num_steps:
+                raise ConfigError(
+                    f"the state has taken {record.step} steps and the run ends at step "
+                    f"{options.num_steps}; raise the number of steps"
+                )
+            first_step = record.first_step
+            with self.progress.phase("compiling the train step"), sheet.on(COMPILE):
+                state, metrics = self.step(state, first)
+                record.add(metrics)
+                record.settle()
+            self.on_compiled()
+            record.start_clock()
+            stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
+            state, ended = self._steps(state, batches, metrics, record, stops, profile)
+            reason = ended or stops.reason
+            self._finish(state, record, reason, stops)
+        return TrainResult(
+            state=state,
+            first_step=first_step,
+            num_steps=record.step,
+            reason=reason,
+            train_curve=record.train_curve,
+            validation_curve=record.validation_curve,
+            compile_seconds=sheet[COMPILE],
+            train_seconds=record.train_seconds,
+            items_per_second=record.items_per_second,
+            device_bytes=record.device_bytes,
+            skipped_steps=record.skipped_steps,
+            rollbacks=record.rollbacks,
+            metric_curves=record.metric_curves(),
+            seconds=sheet.by_kind(record.train_seconds),
+            step_percentiles=percentiles(record.step_seconds),
+        )
+
+    def _record(self, state: TrainState, tell: Callable[[int], None], sheet: TimeSheet) -> Record:
+        options = self.options
+        return Record(
+            options,
+            int(state.step),
+            self.writers,
+            self.progress,
+            bytes_per_device(state, None),
+            utilization_of(self.step, options.peak_flops, options.sequence_length),
+            self._policy is Nonfinite.SKIP,
+            tell,
+            self.history,
+            self.facts,
+            sheet,
+        )
+
+    @property
+    def _policy(self) -> Nonfinite | None:
+        return self.step.options.nonfinite
+
+    def _check_policy(self) -> None:
+        if self._policy is Nonfinite.ROLLBACK and self.go_back is None:
+            raise ConfigError(
+                "the step was built with nonfinite='rollback' and the trainer has no go_back; give "
+                "it a function that returns the newest state saved, or build the step to stop or "
+                "skip"
+            )
+        needed = {"save": "save_every", "copy": "copy_every", "validation": "eval_every"}
+        for name, option in needed.items():
+            steps = getattr(self.options, option)
+            if steps and getattr(self, name) is None:
+                raise ConfigError(
+                    f"the options have {option}={steps} and the trainer has no {name}, so nothing "
+                    f"would happen then; give it a {name} function, or leave {option} at 0"
+                )
+
+    def _first_batch(self) -> tuple[Iterator[Batch], Batch]:
+        batches = iter(self.batches)
+        first = next(batches, _END)
+        if first is _END:
+            raise ConfigError("there is no batch to train on; give the trainer at least one")
+        return batches, first
+
+    def _end_together(self, number: int) -> None:
+        """Raises where the data of this process ended, and that of the others did not.
+
+        They wait for it in the next step for good, and cannot be asked.
+        """
+        world = self.step.world
+        try:
+            agree(world, f"end of data after step {number}", {}, _END_SECONDS)
+        except LaunchError:
+            raise ConfigError(
+                f"the batches of process {world.process_index} ended after step {number} of "
+                f"{self.options.num_steps}, and the other processes have more; give every process "
+                "equally many"
+            ) from None
+
+    def _steps(
+        self,
+        state: TrainState,
+        batches: Iterator[Batch],
+        metrics: dict,
+        record: Record,
+        stops: Stops,
+        profile: StepProfile,
+    ) -> tuple[TrainState, str | None]:
+        """Takes all steps but the first; the last state, and why it ended, None after a request."""
+        options = self.options
+        cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
+        while True:
+            if any(_is_multiple(record.dispatched, cadence) for cadence in cadences):
+                # What is validated, saved or the result must be known to be finite.
+                record.settle()
+            if record.lost is not None:
+                earlier = self._go_back(record)
+                if earlier is None:
+                    return state, NONFINITE
+                state, metrics = earlier, {}
+            elif record.dispatched == self.options.num_steps:
+                return state, FINISHED
+            elif self._pause_after(record.dispatched, state, record, stops):
+                return state, None
+            elif self._has_lost_patience(record):
+                return state, EARLY
+            if stops.between_steps(record.latest):
+                return state, None
+            with record.sheet.on(DATA):
+                batch = next(batches, _END)
+            if batch is _END:
+                self._end_together(record.dispatched)
+                return state, "out of data"
+            record.sign()
+            with profile.around(record.dispatched + 1, record.settle):
+                state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
+                record.add(metrics)
+            record.settle(keep=LAG)
+
+    def _go_back(self, record: Record) -> TrainState | None:
+        """The state to continue from after a step that was not finite; None where the run stops."""
+        limit = self.options.max_rollbacks
+        if self._policy is not Nonfinite.ROLLBACK or record.rollbacks == limit:
+            return None
+        assert self.go_back is not None
+        state = self.go_back()
+        if state is None:
+            return None
+        lost, number = record.lost, int(state.step)
+        record.go_back(number)
+        self.progress.note(
+            f"{lost}: went back to step {number}, and on with the batches after that one "
+            f"(rollback {record.rollbacks} of {limit})"
+        )
+        return state
+
+    def _pause_after(self, number: int, state: TrainState, record: Record, stops: Stops) -> bool:
+        """Validates and saves between two steps, where it is time to; whether to stop then."""
+        has_stopped = False
+        if self.validation is not None and _is_multiple(number, self.options.eval_every):
+            has_stopped = not self._validate(state, record, stops)
+        if _is_multiple(number, self.options.save_every):
+            self._save(number, state, record)
+        if _is_multiple(number, self.options.copy_every):
+            self._copy(number, state, record)
+        return has_stopped
+
+    def _has_lost_patience(self, record: Record) -> bool:
+        """Whether the last validations have brought nothing better; the same on every process."""
+        options = self.options
+        if not options.patience or not _is_multiple(record.dispatched, options.eval_every):
+            return False
+        since = record.validations_since_best()
+        if since >= options.patience:
+            self.progress.note(
+                f"{options.best_metric} was best {plural(since, 'validation')} ago: stopping early"
+            )
+        return since >= options.patience
+
+    def _copy(self, number: int, state: TrainState, record: Record) -> None:
+        if self.copy is not None:
+            self._check_finite(number, state)
+            with record.aside(SAVE):
+                self.copy(state, number)
+
+    def _check_finite(self, number: int, state: TrainState) -> None:
+        if self._policy is None and not nonfinite.is_finite(state):
+            raise NonfiniteError(f"the parameters after step {number} are not finite. {_ADVICE}")
+
+    def _save(self, number: int, state: TrainState, record: Record) -> None:
+        if self.save is not None:
+            self._check_finite(number, state)
+            scores = dict(record.scores[-1:])
+            with record.aside(SAVE):
+                self.save(state, number, scores.get(number))
+
+    def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
+        """Validates; false where the run is to stop meanwhile, and there is no result."""
+        record.stop_clock()
+        compiled = record.sheet[COMPILE]
+        with record.sheet.on(VALIDATE):
+            means = self._validation_means(state, record, stops)
+        record.sheet.add(VALIDATE, compiled - record.sheet[COMPILE])
+        if means is None:
+            return False
+        record.validated(means)
+        record.start_clock()
+        return True
+
+    def _validation_means(
+        self, state: TrainState, record: Record, stops: Stops
+    ) -> dict[str, float] | None:
+        validation, means = self.validation, {}
+        assert validation is not None
+        sets = validation if isinstance(validation, Mapping) else {"": validation}
+        for name, make in sets.items():
+            is_first = not record.validation and not means
+            set_means = self._means_of(make, is_first, state, record, stops)
+            if set_means is None:
+                return None
+            means |= {f"{name}/{metric}".lstrip("/"): mean for metric, mean in set_means.items()}
+        best = self.options.best_metric.removeprefix("validation/")
+        if best not in means and (self.options.patience or best != "loss"):
+            hint = did_you_mean(best, means)
+            raise ConfigError(f"best_metric: the validation has no metric {best!r}.{hint}")
+        return means
+
+    def _means_of(
+        self, make: ValidationSet, is_first: bool, state: TrainState, record: Record, stops: Stops
+    ) -> dict[str, float] | None:
+        """The mean of every metric over one set; None where the run is to stop meanwhile."""
+        sums = MetricSums()
+        with self.progress.phase("compiling the validation") if is_first else nullcontext():
+            source = make()
+            BATCHES.check("a Trainer", "validation()", source)
+            batches = (record.sign() or batch for batch in source)
+            averages = self.step.options.ema is not None
+            batch_sums = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
+            with record.sheet.on(COMPILE) if is_first else nullcontext():
+                first = [*itertools.islice(batch_sums, 1)]
+            for metrics in delayed(itertools.chain(first, batch_sums), LAG):
+                sums.add(metrics)
+                record.sign()
+                if stops.meanwhile():
+                    self.progress.note(
+                        f"{stops.reason}: left the validation after step {record.step}"
+                    )
+                    return None
+        if not sums.means:
+            raise ConfigError("validation gave no batch; give at least one, or no validation")
+        return sums.means
+
+    def _finish(self, state: TrainState, record: Record, reason: str, stops: Stops) -> None:
+        record.stop_clock()
+        record.close_window()
+        if record.lost is not None:
+            self._stop_before(record.lost, state, record)
+        if reason == FINISHED and self.validation is not None:
+            self._validate(state, record, stops)
+        if reason != FINISHED and not _is_multiple(record.step, self.options.copy_every):
+            self._copy(record.step, state, record)
+        if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
+            self._save(record.step, state, record)
+
+    def _stop_before(
+        self, lost: nonfinite.NonfiniteLoss, state: TrainState, record: Record
+    ) -> NoReturn:
+        """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
+        remark = ""
+        if self._policy is not None:
+            remark = f"; the state is that of step {record.step}"
+            if self.give_back is not None:
+                self.give_back(record.dispatched - record.step)
+            is_saved = record.step == record.first_step
+            if not is_saved and not _is_multiple(record.step, self.options.save_every):
+                self._save(record.step, state, record)
+        gone_back = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
+        raise NonfiniteError(f"{lost}{gone_back}{remark}. {_ADVICE}")
+
+    def _tell_signal(self, name: str) -> None:
+        self.progress.note(f"{name}: stopping after this step (once more aborts)")
+
+
+def _is_multiple(number: int, cadence: int) -> bool:
+    """Whether it is time again; never where `cadence` is 0."""
+    return cadence > 0 and number % cadence == 0

@@ -1,0 +1,122 @@
+"""A run goes on from copies in memory; copies that nobody keeps are refused."""
+
+import functools
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.train.app import runs, train
+from axon_dist.train.app.resume import check_copies
+from axon_dist.train.app.runs import build_run, compiling_ahead, world_of_first
+from axon_dist.train.config import RunConfig
+
+CONFIG = {
+    "devices": {"emulate": 2},
+    "model": {"width": 8, "num_layers": 1, "num_heads": 2, "ffn_width": 8, "max_length": 16},
+    "train": {"steps": 6, "global_batch": 8, "eval_every": 0, "eval_batches": 1, "log_every": 1},
+    "checkpoint": {"every": 0, "memory_every": 2},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in texts:
+        path.write_text(f"{path.name}: the quick brown fox jumps over a lazy dog. " * 99)
+    files = {"files": [str(texts[0])], "validation_files": [str(texts[1])]}
+    data = files | {"sequence_length": 16}
+    return lambda name, **train: RunConfig.from_dict(
+        CONFIG
+        | {"data": data, "run_dir": str(tmp_path / name), "train": CONFIG["train"] | train}
+    )  # fmt: skip
+
+
+def losses(done):
+    return [loss for _, loss in done.result.train_curve]
+
+
+@pytest.mark.full
+def test_a_run_goes_on_from_its_copies_and_reads_no_checkpoint(config, tmp_path, monkeypatch):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("AXON_MEMORY", str(memory))
+    whole = train(config("whole"), resume="auto")
+    for path in memory.iterdir():
+        path.unlink()
+
+    def die(step, metrics):
+        if step == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        "axon_dist.train.loop.JsonlWriter.write", lambda self, step, row: die(step, row)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(config("cut"), resume="auto")
+    monkeypatch.undo()
+    monkeypatch.setenv("AXON_MEMORY", str(memory))
+    assert not list((tmp_path / "cut" / "checkpoints").glob("step_*"))
+    assert [path.name[:13] for path in memory.glob("*.copy")] == ["step_00000004"]
+    rest = train(config("cut"), resume="auto")
+    assert losses(rest) == losses(whole)[4:]
+    assert rest.result.first_step == 4
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_is_newer_than_the_copies_is_taken(config, tmp_path, monkeypatch):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("AXON_MEMORY", str(memory))
+    train(config("run", steps=3), resume="auto")
+    # The end of a run is saved, and not copied: step 3 is on the disk, step 2 in memory.
+    assert [path.name[:13] for path in memory.glob("*.copy")] == ["step_00000002"]
+    assert train(config("run"), resume="auto").result.first_step == 3
+
+
+def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
+    asked = config("run")
+    with pytest.raises(ConfigError, match=r"memory_every: got 2, and nothing keeps copies.*launch"):
+        check_copies(asked, {}, "auto")
+    with pytest.raises(ConfigError, match="which is no folder"):
+        check_copies(asked, {"AXON_MEMORY": str(tmp_path / "gone")}, "auto")
+    memory = {"AXON_MEMORY": str(tmp_path)}
+    with pytest.raises(ConfigError, match="only with --resume auto; add that"):
+        check_copies(asked, memory, None)
+    nowhere = RunConfig.from_dict({"checkpoint": {"memory_every": 2}})
+    with pytest.raises(ConfigError, match="only with a run_dir, in which it goes on; add that"):
+        check_copies(nowhere, memory, "auto")
+    check_copies(asked, memory, "auto")
+    check_copies(RunConfig(), {}, None)
+
+
+def test_nothing_is_compiled_ahead_where_nothing_can_be_lost(config, monkeypatch):
+    monkeypatch.setattr(
+        "axon_dist.train.app.runs._compile_ahead", lambda *given: pytest.fail("compiled")
+    )
+    run = build_run(config("run"))
+    with compiling_ahead(run.config, run.world, {"AXON_ELASTIC": "1"}, print) as begin:
+        begin()
+    assert np.array_equal(
+        world_of_first(run.config, run.world, 1).mesh.devices, run.world.mesh.devices
+    )
+
+
+def test_what_is_compiled_ahead_is_for_the_most_processes_that_can_go_on(monkeypatch):
+    def step_for(can, config, count):
+        if count not in can:
+            raise ConfigError(f"{count} do not divide")
+        return steps[count], ""
+
+    steps, told, world = mock.MagicMock(), [], mock.Mock(num_processes=8)
+    monkeypatch.setattr(runs, "world_of_first", lambda config, world, count: count)
+    monkeypatch.setattr(runs, "abstract_batch", lambda config: None)
+    for can in ({7}, {4, 2}, set()):
+        monkeypatch.setattr(runs, "step_for", functools.partial(step_for, can))
+        runs._compile_ahead(RunConfig(), world, told.append)
+    assert [call.args for call in steps.__getitem__.call_args_list] == [(7,), (4,)]
+    assert told == [
+        "4 processes would go on if one were lost, not more: 7 do not divide",
+        "no fewer processes could go on if one were lost: 7 do not divide",
+    ]

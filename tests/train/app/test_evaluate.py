@@ -1,0 +1,212 @@
+"""After training: a run is evaluated and goes on with texts as in plain JAX, on any mesh."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.data import TextLoader, TextSource, load_text
+from axon_dist.train.app import evaluate, generate_text, load_model, train
+from axon_dist.train.app.evaluate import of_text
+from axon_dist.train.cli.main import main
+from axon_dist.train.config import RunConfig
+
+LENGTH = 16
+MADE_UP = "data={{kind: synthetic_images, image_size: 16}}"
+
+
+def trained(folder, **changes):
+    """A run on a little text."""
+    for name, count in (("train", 40), ("validation", 37)):
+        (folder / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * count)
+    config = {
+        "run_dir": str(folder / "run"),
+        "mesh": "dp=1",
+        "devices": {"emulate": 1},
+        "model": {
+            "width": 16, "num_layers": 2, "num_heads": 2, "ffn_width": 16, "max_length": LENGTH,
+        },
+        "data": {
+            "files": [str(folder / "train.txt")],
+            "validation_files": [str(folder / "validation.txt")],
+            "sequence_length": LENGTH,
+        },
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "train": {"steps": 4, "global_batch": 8, "eval_every": 2, "eval_batches": 1},
+        "checkpoint": {"every": 2},
+    }  # fmt: skip
+    for section, keys in changes.items():
+        config[section] = {**config.get(section, {}), **keys} if isinstance(keys, dict) else keys
+    return train(RunConfig.from_dict(config)).directory.path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of four steps, in a pipeline, with dropout that has to rest."""
+    pipeline = {"ddp": {}, "pipeline": {"num_microbatches": 2}}
+    folder = tmp_path_factory.mktemp("eval")
+    return trained(folder, mesh="pp=2,dp=4", devices={"emulate": 8}, parallel=pipeline,
+                   model={"dropout": 0.2})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """A run of one step of one device, for what is refused."""
+    changes = {"model": {"num_layers": 1}, "train": {"steps": 1, "eval_every": 0}}
+    return trained(tmp_path_factory.mktemp("plain"), **changes)
+
+
+def greedy(run, prompt, num_tokens):
+    """The likeliest bytes behind a prompt, one after another, on one device."""
+    model, _ = load_model(run)
+    model.eval()
+    tokens = list(prompt.encode())
+    for _ in range(num_tokens):
+        filled = jnp.array([tokens + [0] * (LENGTH - len(tokens))])
+        tokens.append(int(model(filled)[0, len(tokens) - 1].argmax()))
+    return bytes(tokens[len(prompt) :]).decode(errors="replace")
+
+
+def plainly(run, step=None):
+    """Loss and accuracy over all validation windows at once, on one device."""
+    model, config = load_model(run, step)
+    model.eval()
+    data = config.data
+    source = TextSource(files=data.files, validation_files=data.validation_files)
+    stream = load_text(source).validation.astype(np.int32)
+    count = (len(stream) - 1) // LENGTH
+    assert count % 8, "a last batch that is not full"
+    starts = np.linspace(0, len(stream) - LENGTH - 1, count).astype(int)
+    windows = jnp.stack([stream[start : start + LENGTH + 1] for start in starts])
+    logits = jax.jit(lambda tokens: model(tokens))(windows[:, :-1])
+    log_probs = jax.nn.log_softmax(logits)
+    losses = -jnp.take_along_axis(log_probs, windows[:, 1:, None], -1)
+    return count, float(losses.mean()), float((logits.argmax(-1) == windows[:, 1:]).mean())
+
+
+@pytest.mark.full
+@pytest.mark.sample("another mesh")
+@pytest.mark.parametrize(
+    "where",
+    [
+        {},
+        {"one_device": True},
+        {"overrides": ("mesh=fsdp=4,tp=2", "parallel=[full_shard, tensor]")},
+    ],
+    ids=["its own mesh", "one device", "another mesh"],
+)
+def test_evaluation_is_plain_jax(run, where):
+    count, loss, accuracy = plainly(run)
+    found = evaluate(run, **where)
+    assert (found.num_samples, found.step, found.unit) == (count, 4, "nats/byte")
+    np.testing.assert_allclose(found.metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(found.metrics["accuracy"], accuracy, rtol=1e-5)
+    np.testing.assert_allclose(found.metrics["perplexity"], np.exp(loss), rtol=1e-5)
+    np.testing.assert_allclose(found.metrics["bits_per_byte"], loss / np.log(2), rtol=1e-5)
+
+
+@pytest.mark.full
+def test_the_command_prints_and_writes_the_same(run, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("validation: the quick brown fox jumps. " * 9)
+    json_file = tmp_path / "found.json"
+    arguments = ["eval", str(run), "train.global_batch=4", "--step", "2", "--one-device"]
+    assert main([*arguments, "--batches", "1", "--json", str(json_file)]) == 0
+    printed, written = capsys.readouterr().out, json.loads(json_file.read_text())
+    assert written["step"] == 2
+    assert written["num_samples"] == 4
+    for name, value in written["metrics"].items():
+        assert name.replace("_", " ") in printed
+        assert f"{value:.4f}" in printed
+    assert main([*arguments, "--data", str(tmp_path / "other.txt")]) == 0
+    assert "1 file of 0.00 MB for validation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "there is no run in 'nowhere', for it has no config.yaml; name a folder"),
+        (["{run}", "--step", "7"], "got step 7, and the checkpoints in '{run}/checkpoints' are of"),
+        (["{run}", "mesh=dp=3"], "mesh dp=3 needs 3 devices and got 1"),
+        (["{run}", "--data", "none.txt"], "data.files: 'none.txt' matches no file"),
+    ],
+)
+def test_mistakes_are_one_line(plain_run, capsys, arguments, message):
+    assert main(["eval", *(word.format(run=plain_run) for word in arguments)]) == 2
+    assert message.format(run=plain_run) in capsys.readouterr().err
+
+
+def test_images_that_are_made_up_are_in_no_files(plain_run):
+    made_up = ("model={kind: vit, preset: tiny}", MADE_UP.replace("{{", "{").replace("}}", "}"))
+    with pytest.raises(ConfigError, match=r"got files a.npz for a run whose data are not read"):
+        evaluate(plain_run, overrides=made_up, files=["a.npz"])
+
+
+MESHES = [(), ("mesh=fsdp=4,tp=2", "parallel=[full_shard, tensor]")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "overrides",
+    [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.full)],
+    ids=["its own mesh", "another mesh"],
+)
+def test_texts_are_those_of_one_device(run, overrides):
+    prompts = ["the quick", "fox"]
+    found = generate_text(run, prompts, 5, temperature=0, stops=False, overrides=overrides)
+    assert [done.text for done in found] == [greedy(run, prompt, 5) for prompt in prompts]
+    drawn = generate_text(run, prompts, 5, seed=3, top_p=0.9, overrides=overrides)
+    assert drawn == generate_text(run, prompts, 5, seed=3, top_p=0.9, one_device=True)
+
+
+@pytest.mark.full
+def test_the_command_goes_on_with_prompts(run, tmp_path, capsys):
+    arguments = ["generate", str(run), "--prompt", "the quick", "--prompt", "\x1bfox", "--tokens"]
+    file = tmp_path / "texts.json"
+    options = ["--one-device", "--past-end", "--seed", "1", "--top-k", "9", "--json", str(file)]
+    assert main([*arguments, "6", *options]) == 0
+    printed, written = capsys.readouterr().out, json.loads(file.read_text())
+    assert [text["num_tokens"] for text in written] == [6, 6]
+    assert "the quick" in printed
+    assert "fox" in printed
+    assert "\x1b" not in printed
+    want = generate_text(
+        run, ["the quick", "\x1bfox"], 6, top_k=9, seed=1, stops=False, one_device=True
+    )
+    assert [text["text"] for text in written] == [done.text for done in want]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "--prompt", "a"], "there is no run in 'nowhere'"),
+        (["{run}", "--prompt", ""], "prompt 0 is empty; it needs at least one token"),
+        (["{run}", "--prompt", "a" * 9], "a prompt of 9 tokens and 8 more are longer than"),
+        (["{run}", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0 or lie"),
+        (["{run}", "--prompt", "a", "data.tokenizer=no.json"], "data.tokenizer='no.json' is not"),
+        (
+            ["{run}", "--prompt", "a", "model={{kind: vit, preset: tiny}}", MADE_UP],
+            "is trained on images, and generating needs one of text; name another",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_in_generating_are_one_line(plain_run, capsys, arguments, message):
+    words = [word.format(run=plain_run) for word in arguments]
+    assert main(["generate", *words, "--tokens", "8", "--one-device"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bits_per_byte_count_the_bytes_behind_tokens(tmp_path):
+    words = {"[UNK]": 0, "quick": 1, "fox": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    (tmp_path / "train.txt").write_text("quick fox")
+    (tmp_path / "held.txt").write_text("fox quick fox ")
+    files = (str(tmp_path / "train.txt"),), (str(tmp_path / "held.txt"),)
+    text = load_text(TextSource(*files, tokenizer=str(tmp_path / "words.json")))
+    found = of_text(2.0, TextLoader(text, length=1, global_batch=1))
+    assert found["bits_per_byte"] == pytest.approx(2.0 / np.log(2) * 3 / 14)

@@ -1,0 +1,98 @@
+"""What a run has learned, read as a plain module."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from axon_dist.checkpoint import load_checkpoint, save_checkpoint
+from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.step.parts import take_apart
+from axon_dist.train.app import evaluate, load_model, train
+from axon_dist.train.app.run_model import load_arrays
+from axon_dist.train.app.runs import build_run
+from axon_dist.train.config import RunConfig
+
+
+def same(module, other):
+    for left, right in zip(
+        jax.tree.leaves(nnx.state(module)), jax.tree.leaves(nnx.state(other)), strict=True
+    ):
+        assert left.dtype == right.dtype
+        if jax.numpy.issubdtype(left.dtype, jax.dtypes.prng_key):
+            left, right = jax.random.key_data(left), jax.random.key_data(right)
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.full
+@pytest.mark.sample("ddp")
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({}, id="ddp"),
+        pytest.param(
+            {"mesh": "pp=2,dp=4", "parallel": {"ddp": {}, "pipeline": {"num_microbatches": 2}}},
+            id="pipeline",
+        ),
+    ],
+)
+def test_the_model_of_a_run_is_a_plain_module(tiny, change):
+    tiny["model"] |= {"num_layers": 2, "dropout": 0.1}
+    done = train(RunConfig.from_dict({**tiny, **change, "checkpoint": {"every": 3}}))
+    model: Any
+    earlier: Any
+    model, config = load_model(done.directory.path)
+    assert config == RunConfig.from_dict({**tiny, **change, "checkpoint": {"every": 3}})
+    newest = done.directory.checkpoints / "step_00000006"
+    built = build_run(config).step.merge(done.result.state)
+    same(model, built)
+    kernel = model.blocks[1].attention.q.kernel[...]
+    assert len(kernel.devices()) == 1
+    target = {"params": {"blocks": {1: {"attention": {"q": {"kernel": kernel}}}}}}
+    with pytest.raises(CheckpointError, match="is in the checkpoint and not here"):
+        load_checkpoint(newest, target, parts=("params",))
+    earlier, _ = load_model(done.directory.path, step=3)
+    assert not np.array_equal(kernel, earlier.blocks[1].attention.q.kernel[...])
+    losses = dict(done.result.validation_curve)
+    best, _ = load_model(done.directory.path, step="best")
+    same(best, model if losses[6] < losses[3] else earlier)
+
+
+def test_statistics_of_ranks_are_averaged_and_dtypes_stay(tmp_path):
+    parts, source = take_apart(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    params, buffers = source.arrays
+    params = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    of_ranks = jax.tree.map(lambda x: jax.numpy.stack([x, x + 3]), buffers)
+    save_checkpoint(tmp_path / "last", {"params": params, "buffers": of_ranks, "opt_state": 1})
+    here = of_ranks["mean"].sharding
+    where = jax.tree.map(lambda _: here, params)
+    loaded, statistics = load_arrays(tmp_path / "last", parts, where, here)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {jax.numpy.dtype("bfloat16")}
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 1.5), statistics, buffers)
+
+
+@pytest.mark.full
+def test_what_is_not_there_is_named(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no run in 'runs/none', for it has no config"):
+        load_model("runs/none")
+    done = train(RunConfig.from_dict({**tiny, "train": {**tiny["train"], "eval_every": 0}}))
+    with pytest.raises(CheckpointError, match=r"got step 5, and .* are of the steps 6; name one"):
+        load_model(done.directory.path, step=5)
+    (done.directory.checkpoints / "step_00000006").rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="there is no finished checkpoint in"):
+        load_model(done.directory.path)
+
+
+@pytest.mark.full
+def test_a_run_that_freezes_and_averages_is_one_model(tiny):
+    """Frozen parameters are read from where they are, and the average in place of the others."""
+    tiny |= {"trainable": "attention/", "checkpoint": {"every": 0}}
+    tiny["train"] |= {"steps": 2, "ema": 0.5, "eval_every": 2, "eval_batches": 1}
+    done = train(RunConfig.from_dict(tiny))
+    model, config = load_model(done.directory.path)
+    same(model, build_run(config).step.merge(done.result.state, ema=True))
+    measured = evaluate(done.directory.path, num_batches=1, one_device=True).metrics["loss"]
+    assert measured == pytest.approx(dict(done.result.validation_curve)[2], rel=1e-5)

@@ -1,0 +1,49 @@
+"""A step that really ran: its rows add up, and the page of its run shows them."""
+
+import json
+
+from axon_dist.inspect import Waterfall
+from axon_dist.train.app import report_page
+from axon_dist.train.cli.main import main
+
+
+def test_a_config_and_a_run(tiny, tmp_path, capsys):
+    tiny |= {"mesh": "dp=2", "devices": {"emulate": 8}, "parallel": "ddp"}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(json.dumps(tiny))
+    out = tmp_path / "waterfall.json"
+    assert main(["profile", str(folder), "mesh=dp=8", "--steps", "2", "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "matrix products below the peak" in text
+    assert "shared by 8 devices" in text
+    found = Waterfall.from_dict(json.loads(out.read_text()))
+    assert (found.num_steps, found.num_devices) == (2, 8)
+    total = found.useful_seconds + sum(loss.seconds for loss in found.losses)
+    assert abs(total / found.step_seconds - 1) < 0.01
+    lost = {loss.kind: loss for loss in found.losses}
+    assert lost["wire"].seconds > 0
+    assert lost["recomputed"].seconds == 0
+    assert any(line.source.startswith("layers.py") for line in lost["products"].places)
+    assert json.loads((folder / "waterfall.json").read_text()) == json.loads(out.read_text())
+    page = report_page(folder)
+    assert "From the peak to the step" in page
+    assert "layers.py" in page
+
+
+def test_a_broken_record_is_said(tiny, tmp_path):
+    (tmp_path / "config.yaml").write_text(json.dumps(tiny))
+    (tmp_path / "waterfall.json").write_text('{"losses": [{"kind": "<script>"}]}')
+    page = report_page(tmp_path)
+    assert "waterfall.json is broken: this is no waterfall" in page
+    assert "<script>&" not in page
+    (tmp_path / "waterfall.json").write_text("[")
+    assert "waterfall.json is broken: it is no JSON object" in report_page(tmp_path)
+
+
+def test_no_step_is_refused(tiny, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(tiny))
+    assert main(["profile", str(path), "--steps", "0"]) == 2
+    assert "num_steps=0" in capsys.readouterr().err
+    assert main(["profile", str(tmp_path / "none.yaml")]) == 2

@@ -1,0 +1,371 @@
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from axon_dist.checkpoint import read_manifest
+from axon_dist.checkpoint.layout import MANIFEST, MARKER, marker_of
+from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.data import TextLoader
+from axon_dist.step import TrainStep
+from axon_dist.train.app import RunDirectory, train
+from axon_dist.train.app.lock import locked
+from axon_dist.train.config import RunConfig, load_config
+
+
+@pytest.fixture
+def config(tiny, tmp_path):
+    """Six steps of two devices with dropout and a schedule, saved after each; overrides by key."""
+
+    def make(folder, **overrides):
+        data = tiny | {"run_dir": str(tmp_path / folder)}
+        data |= {"mesh": "dp=2", "devices": {"emulate": 2}}
+        data["model"] = tiny["model"] | {"dropout": 0.1}
+        data["optimizer"] = tiny["optimizer"] | {"schedule": {"name": "cosine", "warmup_steps": 1}}
+        data["train"] = tiny["train"] | {"log_every": 1}
+        data["checkpoint"] = {"every": 1, "keep": 9}
+        for key, value in overrides.items():
+            section, _, name = key.partition("__")
+            data[section] = {**data.get(section, {}), name: value} if name else value
+        return RunConfig.from_dict(data)
+
+    return make
+
+
+def bits(state):
+    plain = lambda x: (
+        jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
+    return [np.asarray(plain(leaf)).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def rows(done):
+    names = ("step", "train/loss", "train/grad_norm", "validation/loss")
+    lines = done.directory.metrics.read_text().splitlines()
+    return [{name: row[name] for name in names if name in row} for row in map(json.loads, lines)]
+
+
+def keep_only(done, *steps):
+    """As if the run had been killed after the last of these steps."""
+    for folder in done.directory.checkpoints.iterdir():
+        if int(folder.name.removeprefix("step_")) not in steps:
+            shutil.rmtree(folder)
+
+
+@pytest.fixture
+def tokens_seen(monkeypatch):
+    """Every batch that a loader hands out, in order."""
+    seen, hand_out = [], TextLoader.__next__
+
+    def watched(self):
+        batch = hand_out(self)
+        seen.append(batch["tokens"].tobytes())
+        return batch
+
+    monkeypatch.setattr(TextLoader, "__next__", watched)
+    return seen
+
+
+@pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.full)])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop):
+    console = Console(file=io.StringIO(), width=200)
+    saved = {"every": stop, "keep": 9}
+    whole = train(config("whole", checkpoint=saved), console, resume="auto")
+    assert "no checkpoint in" in console.file.getvalue()
+    assert "beginning at step 0" in console.file.getvalue()
+    expected = list(tokens_seen)
+    tokens_seen.clear()
+    cut = train(config("cut", checkpoint=saved))
+    keep_only(cut, stop)
+    assert tokens_seen == expected
+    tokens_seen.clear()
+
+    resumed = train(config("cut", checkpoint=saved), resume="auto")
+    assert bits(resumed.result.state) == bits(whole.result.state)
+    assert tokens_seen == expected[stop:]
+    assert rows(resumed) == rows(whole)
+    manifests = [read_manifest(done.directory.checkpoints / "step_00000006")
+                 for done in (whole, resumed)]  # fmt: skip
+    assert manifests[0].checksums == manifests[1].checksums
+    assert manifests[0].meta["data"] == manifests[1].meta["data"]
+
+
+OTHERS = {
+    "fsdp on 4": {"mesh": "fsdp=4", "devices": {"emulate": 4}, "parallel": "full_shard"},
+    "zero1 on 2": {"mesh": "dp=2", "devices": {"emulate": 2}, "parallel": "zero1"},
+    "one device": {"mesh": "dp=1", "devices": {"emulate": 1}},
+    "accumulated": {"train__accumulate": 1, "mesh": "dp=4", "devices": {"emulate": 4}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "other",
+    [pytest.param(name, marks=() if name == "fsdp on 4" else pytest.mark.full) for name in OTHERS],
+)
+def test_on_another_mesh_it_is_the_same_run_within_rounding(config, other):
+    whole = train(config("whole"))
+    keep_only(whole, 3)
+    before = rows(whole)
+    resumed = train(config("whole", **OTHERS[other]), resume="auto")
+    np.testing.assert_allclose(
+        [row["train/loss"] for row in rows(resumed) if "train/loss" in row],
+        [row["train/loss"] for row in before if "train/loss" in row],
+        rtol=1e-5,
+    )
+    assert resumed.result.num_steps == 6
+
+
+@pytest.mark.full
+def test_auto_falls_back_to_the_newest_good_checkpoint_and_says_so(config):
+    whole = train(config("run"))
+    good = bits(whole.result.state)
+    keep_only(whole, 2, 4)
+    file = max((whole.directory.checkpoints / "step_00000004").rglob("d/*"),
+               key=lambda path: path.stat().st_size)  # fmt: skip
+    file.write_bytes(file.read_bytes()[:-1])
+    console = Console(file=io.StringIO(), width=400)
+    resumed = train(config("run"), console, resume="auto")
+    text = console.file.getvalue()
+    assert "step_00000004': file arrays/" in text
+    assert "going back to the one before it" in text
+    assert "going on after step 2" in text
+    assert bits(resumed.result.state) == good
+
+
+@pytest.mark.full
+def test_a_finished_run_has_nothing_left(config):
+    whole = train(config("run"))
+    summary = whole.directory.summary.read_text()
+    console = Console(file=io.StringIO(), width=200)
+    again = train(config("run"), console, resume="auto")
+    assert bits(again.result.state) == bits(whole.result.state)
+    assert again.result.is_finished
+    assert "finished already: 6 of 6 steps are done" in console.file.getvalue()
+    assert whole.directory.summary.read_text() == summary
+
+
+@pytest.mark.full
+def test_a_finished_run_is_told_again_and_can_be_longer(config):
+    whole = train(config("run"))
+    whole.directory.summary.unlink()
+    train(config("run"), resume="auto")
+    assert json.loads(whole.directory.summary.read_text())["ended"] == "finished"
+    longer = train(config("run", train__steps=7), resume="auto")
+    assert longer.result.num_steps == 7
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("", marks=pytest.mark.full),
+        pytest.param("checkpoints", marks=pytest.mark.full),
+        "checkpoints/step_00000002",
+    ],
+)
+def test_from_a_path_into_a_new_folder(config, part):
+    first = train(config("first"))
+    keep_only(first, 2)
+    second = train(config("second"), resume=str(first.directory.path / part))
+    assert bits(second.result.state) == bits(first.result.state)
+    assert [row["step"] for row in rows(second) if "train/loss" in row] == [3, 4, 5, 6]
+    assert sorted(path.name for path in first.directory.checkpoints.iterdir()) == ["step_00000002"]
+
+
+@pytest.mark.full
+def test_auto_finds_the_newest_folder_of_a_run_without_one_of_its_own(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    train(config("x", run_dir="runs/tiny-20260101-000000", train__steps=2))
+    shutil.copytree("runs/tiny-20260101-000000", "runs/tiny-20260102-000000")
+    (tmp_path / "runs" / "tiny-20260103-000000").mkdir()
+    (tmp_path / "runs" / "tiny-er-20260104-000000" / "checkpoints").mkdir(parents=True)
+    resumed = train(config("x", run_dir=None, train__steps=3), resume="auto")
+    assert str(resumed.directory.path) == "runs/tiny-20260102-000000"
+    assert resumed.result.num_steps == 3
+
+
+@pytest.mark.full
+def test_what_cannot_be_resumed(config, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in '.*none'; name a checkpoint"):
+        train(config("run"), resume=str(tmp_path / "none"))
+    whole = train(config("whole", train__steps=2))
+    path = str(whole.directory.path)
+    with pytest.raises(CheckpointError, match=r"params/.* is float32\[.* restore it into"):
+        train(config("a", model__ffn_width=32), resume=path)
+    with pytest.raises(CheckpointError, match=r"opt_state/.* is in the checkpoint and not here"):
+        train(config("b", optimizer={"name": "sgd"}), resume=path)
+    with pytest.raises(ConfigError, match=r"taken with seed=0, this loader has seed=1"):
+        train(config("c", seed=1), resume=path)
+    manifest = whole.directory.checkpoints / "step_00000002"
+    with mock.patch("axon_dist.train.app.resume.read_manifest") as read:
+        read.return_value = mock.Mock(meta={})
+        with pytest.raises(CheckpointError, match="does not say how far in the data"):
+            train(config("d"), resume=str(manifest))
+
+
+@pytest.mark.full
+def test_checkpoints_of_two_runs_do_not_mix(config, tmp_path):
+    shared = {
+        "checkpoint__dir": str(tmp_path / "shared"),
+        "train__steps": 2,
+        "checkpoint__every": 0,
+    }
+    train(config("one", **shared))
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["step_00000002"]
+    with pytest.raises(ConfigError, match=r"checkpoint.dir: .* of another run; name another, or"):
+        train(config("two", **shared))
+
+
+@pytest.mark.full
+@pytest.mark.sample("sharded-False")
+@pytest.mark.parametrize(("kind", "background"), [("full", True), ("sharded", False)])
+def test_every_kind_of_saving(config, kind, background):
+    changes = {"checkpoint__type": kind, "checkpoint__background": background}
+    changes |= {"checkpoint__keep": 1, "checkpoint__best": 1, "checkpoint__every": 3}
+    done = train(config("run", **changes))
+    manifest = read_manifest(done.directory.checkpoints / "step_00000006")
+    assert manifest.type == kind
+    best = done.summary["best_validation_loss"]
+    scores = [read_manifest(path).score for path in done.directory.checkpoints.iterdir()]
+    assert best in scores
+
+
+def test_best_needs_validations(config):
+    with pytest.raises(ConfigError, match=r"checkpoint.best: got 1, .* multiple of train.eval_ev"):
+        config("run", checkpoint__best=1, checkpoint__every=2)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkeypatch):
+    from axon_dist.checkpoint import stores as store
+
+    begin = store.OrbaxStore.begin
+
+    def full_disk(self, folder, *others):
+        if folder.name != "step_00000002.tmp":
+            raise OSError(28, "No space left on device")
+        return begin(self, folder, *others)
+
+    monkeypatch.setattr(store.OrbaxStore, "begin", full_disk)
+    console = Console(file=io.StringIO(), width=400)
+    with pytest.raises(CheckpointError, match=r"last state is not saved: .*No space left on dev"):
+        train(config("run"), console)
+    text = console.file.getvalue()
+    assert text.count("No space left on device; what was saved before stays. Make room") == 5
+    assert "finished after 6 steps" in text
+
+    monkeypatch.undo()
+    assert train(config("run"), resume="auto").result.num_steps == 6
+
+
+@pytest.mark.full
+def test_what_refuses_to_go_on_changes_nothing(config, tmp_path):
+    done = train(config("run", train__steps=2))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"params/.* restore it into"):
+        train(config("run", model__ffn_width=32), resume="auto")
+    wanted = pytest.raises(ConfigError, match="in use by process")
+    with locked(done.directory.path, "run_dir", print), wanted:
+        train(config("run", train__steps=4), resume="auto")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_two_runs_do_not_save_into_one_folder(config, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    wanted = pytest.raises(ConfigError, match=r"checkpoint.dir: '.*shared' is in use by process")
+    with locked(shared, "checkpoint.dir", print), wanted:
+        train(config("one", checkpoint__dir=str(shared)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint.dir: cannot write to '.*': Not a director"):
+        train(config("two", checkpoint__dir=str(tmp_path / "file" / "checkpoints")))
+
+
+@pytest.mark.full
+def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
+    """Curves, summary and best validation begin where the run did; what changes is said."""
+    steady = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "constant"}}}
+    whole = train(config("whole", **steady))
+    first = train(config("run", train__steps=3, **steady))
+    lines = first.directory.metrics.read_text().splitlines(keepends=True)
+    lines.insert(1, "}{\n")
+    first.directory.metrics.write_text("".join(lines))
+    console = Console(file=io.StringIO(), width=400)
+    drawn = mock.Mock()
+    monkeypatch.setattr("axon_dist.train.app.training.plot_losses", drawn)
+    second = train(config("run", **steady), console, resume="auto")
+    text = console.file.getvalue()
+    assert text.count("config: train.steps: 3 -> 6") == 1
+    assert f"metrics.jsonl: 1 of {len(lines)} lines cannot be read and are dropped, the fir" in text
+    result = second.result
+    assert (result.first_step, result.num_steps, len(result.train_curve)) == (3, 6, 6)
+    assert drawn.call_args.args[1] == result.train_curve
+    assert rows(second) == rows(whole)
+    # The shorter leg validated its last step, too.
+    assert [step for step, _ in result.validation_curve] == [3, 6]
+    assert second.summary["best_validation_loss"] == whole.summary["best_validation_loss"]
+    assert load_config(second.directory.config).train.steps == 6
+    assert "time since step 3" in text
+
+
+@pytest.mark.full
+def test_a_folder_that_vanishes_ends_with_an_error_after_everything_is_kept(config, monkeypatch):
+    step = TrainStep.__call__
+
+    def vanishing(self, state, *args):
+        if int(state.step) == 3:
+            shutil.rmtree(here)
+        return step(self, state, *args)
+
+    run = config("run", checkpoint__background=False)
+    here = run.run_dir
+    monkeypatch.setattr(TrainStep, "__call__", vanishing)
+    with pytest.raises(ConfigError, match=r"'.*run' was removed or emptied while the run was writ"):
+        train(run)
+    found = {path.name for path in RunDirectory(Path(here)).path.iterdir()}
+    assert found >= {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints"}
+    assert train(run, resume="auto").result.num_steps == 6
+
+
+def saved_by_others(folder):
+    """As if another version of JAX had saved a checkpoint, on other devices, with other flags."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["versions"]["jax"] = "0.0.1"
+    manifest["mesh"] = {"dp": 7}
+    manifest["meta"]["settings"]["jax_enable_x64"] = "True"
+    text = json.dumps(manifest, indent=1).encode()
+    (folder / MANIFEST).write_bytes(text)
+    (folder / MARKER).write_bytes(marker_of(text))
+
+
+def test_a_resumed_run_says_what_it_changes(config, tiny):
+    cosine = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "cosine"}}}
+    first = train(config("first", train__steps=4, checkpoint__every=2, **cosine))
+    folder = first.directory.path / "checkpoints"
+    console = Console(file=io.StringIO(), width=400)
+    changed = config("second", train__steps=6, train__log_every=1, **cosine)
+    saved_by_others(folder / "step_00000002")
+    train(changed, console, resume=str(folder / "2"))
+    text = console.file.getvalue()
+    assert "going on after step 2 from" in text
+    assert "config: train.steps: 4 -> 6" in text
+    assert re.search(
+        r"config: learning rate: \S+ in step 2, (\S+) in step 3; before .* be (?!\1)", text
+    )
+    assert "log_every" not in text
+    assert f"changed since it was saved: jax 0.0.1 -> {jax.__version__}" in text
+    assert "changed since it was saved: mesh dp=7 -> dp=2" in text
+    assert "changed since it was saved: jax_enable_x64 True -> False" in text
+    assert text.count("changed since it was saved") == 3
+    with pytest.raises(CheckpointError, match=r"no checkpoint '3' in .* of the steps 2, 4; name"):
+        train(changed, resume=str(folder / "3"))

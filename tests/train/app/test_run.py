@@ -1,0 +1,359 @@
+import dataclasses
+import inspect
+import io
+import json
+import re
+import sys
+import types
+import typing
+from unittest import mock
+
+import numpy as np
+import PIL.Image
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+import yaml
+from array_record.python.array_record_module import ArrayRecordWriter
+from flax import nnx
+from jax.errors import JaxRuntimeError
+from rich.console import Console
+
+from axon_dist.checkpoint import read_manifest
+from axon_dist.core.errors import ConfigError, OutOfMemoryError, install_command
+from axon_dist.mesh import MeshSpec, World
+from axon_dist.train.app import config_plans, create_directory, train
+from axon_dist.train.app.runs import build_loader, build_run
+from axon_dist.train.app.summary import opening_lines
+from axon_dist.train.app.training import advice
+from axon_dist.train.cli.main import main
+from axon_dist.train.config import DATA, LOGGERS, MODELS, OPTIMIZERS, RATES, RunConfig, load_config
+from axon_dist.train.config.models import make_model
+from axon_dist.train.config.read import read
+
+
+def plain_console():
+    return Console(file=io.StringIO(), width=100)
+
+
+@pytest.mark.full
+def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
+    console = plain_console()
+    done = train(RunConfig.from_dict(tiny), console)
+    directory = done.directory
+    assert directory.path == tmp_path / "run"
+    names = {file.name for file in directory.path.iterdir()}
+    written = {"config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png"}
+    assert names == {*written, "checkpoints"}
+
+    rows = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    curve = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    validation = [row["step"] for row in rows if "validation/loss" in row]
+    assert tuple(curve) == done.result.train_curve
+    assert ([step for step, _ in curve], validation) == ([2, 4, 6], [3, 6])
+
+    summary = json.loads(directory.summary.read_text())
+    assert summary == done.summary
+    assert (summary["ended"], summary["steps"], summary["mesh"]) == ("finished", 6, "dp=8")
+    assert summary["validation_loss"] == done.result.validation_curve[-1][1]
+
+    program = json.loads(directory.program.read_text())
+    assert program["peak_bytes"] == sum(program["memory"].values())
+    assert program["memory"]["optimizer state"] == 2 * program["memory"]["parameters"] + 8
+    assert {row["axis"] for row in program["collectives"]} == {"dp"}
+    assert len(program["leaves"]) > 3
+
+    last = next(row for row in reversed(rows) if "train/loss" in row)
+    assert (last["seen/tokens"], last["seen/epoch"] > 0) == (6 * 8 * 16, True)
+    rates = RunConfig.from_dict(tiny).optimizer.rates(6)
+    assert last["optimizer/learning_rate"] == pytest.approx(float(rates[5]))
+    assert "time/model_flops_utilization" not in last  # nobody knows what a CPU computes
+    spent = sum(summary["seconds"].values())
+    assert summary["seconds"]["compile"] == summary["compile_seconds"]
+    assert last["time/elapsed_seconds"] <= spent
+
+    manifest = read_manifest(directory.checkpoints / "step_00000006")
+    assert (manifest.meta["step"], manifest.meta["data"]["samples_seen"]) == (6, 48)
+    assert RunConfig.from_dict(manifest.meta["config"]) == RunConfig.from_dict(tiny)
+    assert manifest.score == summary["validation_loss"]
+    assert any(name.startswith("opt_state/") for name in manifest.leaves)
+
+    text = console.file.getvalue()
+    for words in ("ddp on mesh dp=8 of 8 emulated", "6 steps of 8 x 16 tokens", "step 6/6",
+                  "finished after 6 steps", "nats/byte", f"run directory: {directory.path}",
+                  f"loss curves: {directory.plot}"):  # fmt: skip
+        assert words in text
+
+
+@pytest.mark.full
+def test_the_written_config_makes_the_same_run(tiny, tmp_path, capsys):
+    """Nor does a run without a console print."""
+    first = train(RunConfig.from_dict(tiny))
+    again = load_config(first.directory.config, [f"run_dir={tmp_path / 'again'}"])
+    assert train(again).result.train_curve == first.result.train_curve
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.full
+def test_a_run_goes_on_without_matplotlib_and_its_program_and_says_why(tiny):
+    console = plain_console()
+    with (
+        mock.patch("axon_dist.train.app.training.has_module", return_value=False),
+        mock.patch(
+            "axon_dist.train.app.training.read_program", side_effect=RuntimeError("no text")
+        ),
+    ):
+        done = train(RunConfig.from_dict(tiny), console)
+    assert done.result.is_finished
+    assert not done.directory.plot.exists()
+    assert f"loss curves: none ({install_command('plots')})" in console.file.getvalue()
+    assert not done.directory.program.exists()
+    assert "program.json is not written: RuntimeError: no text" in console.file.getvalue()
+
+
+def test_a_folder_holds_one_run(tiny):
+    config = RunConfig.from_dict(tiny)
+    create_directory(config)
+    with pytest.raises(ConfigError, match=r"run_dir: '.*run' holds a run already; name another"):
+        create_directory(config)
+
+
+def test_a_folder_that_cannot_be_made(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = RunConfig.from_dict(tiny | {"run_dir": str(tmp_path / "file" / "run")})
+    with pytest.raises(ConfigError, match=r"run_dir: cannot write to '.*': Not a directory; name"):
+        create_directory(config)
+
+
+def test_a_run_without_a_folder_gets_one_with_its_name(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = create_directory(RunConfig.from_dict(tiny | {"run_dir": None}))
+    assert str(directory.path).startswith("runs/tiny-")
+    assert yaml.safe_load(directory.config.read_text())["train"]["steps"] == 6
+
+
+@pytest.mark.full
+def test_other_processes_train_and_write_no_metrics(tiny, tmp_path):
+    console = plain_console()
+    with mock.patch("axon_dist.train.app.runs.Run.is_main", False):
+        done = train(RunConfig.from_dict(tiny), console)
+    assert done.result.is_finished
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints"}
+    assert console.file.getvalue() == ""
+
+
+def variants():
+    tables = (DATA, OPTIMIZERS, RATES, LOGGERS)
+    models = [kind.sizes for kind in MODELS.values()]
+    return [*models, *(cls for table in tables for cls in table.values())]
+
+
+def sections():
+    hints = typing.get_type_hints(RunConfig)
+    return [RunConfig, *(cls for cls in hints.values() if dataclasses.is_dataclass(cls))]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Configs of every kind of model and data of images, as plain data."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (40, 16, 16, 3)).astype(np.uint8)
+    files = {side: str(tmp_path / f"{side}.npz") for side in ("train", "held")}
+    for path in files.values():
+        np.savez(path, images=images, labels=np.arange(40) % 10)
+    read_ones = {"kind": "images", "files": [files["train"]], "image_size": 16}
+    rows = []
+    for number, image in enumerate(images[:20]):
+        path = tmp_path / "classes" / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(image).save(path)
+        rows.append({"image": {"bytes": path.read_bytes()}, "label": number % 2})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "images.parquet")
+    folder = {"kind": "image_folder", "files": [str(tmp_path / "classes")], "image_size": 16}
+    kept = {"cache": str(tmp_path / "kept"), "image_size": 16}
+    common = {
+        "mesh": "dp=8",
+        "devices": {"emulate": 8},
+        "train": {"steps": 2, "global_batch": 8, "eval_batches": 1, "log_every": 1},
+    }
+    return [
+        {"model": {"kind": kind, "preset": "tiny"}, "data": data, **common}
+        for kind, data in (
+            ("resnet", read_ones),
+            ("resnet", {**read_ones, "validation_files": [files["held"]]}),
+            ("vit", {"kind": "synthetic_images", "num_images": 64, "image_size": 16}),
+            ("vit", folder),
+            ("vit", {"kind": "image_records", "files": [str(tmp_path / "images.parquet")], **kept}),
+        )
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_on_images(pictures, tmp_path, number):
+    console = plain_console()
+    done = train(RunConfig.from_dict(pictures[number] | {"run_dir": str(tmp_path / "r")}), console)
+    assert done.result.is_finished
+    assert (done.summary["unit"], done.summary["item"]) == ("nats/image", "images")
+    rate = 8 / done.result.train_seconds
+    assert done.summary["items_per_second"] == pytest.approx(rate)
+    record = json.loads(done.directory.metrics.read_text().splitlines()[-2])
+    assert {"time/images_per_second"} < set(record)
+    told = console.file.getvalue()
+    assert "2 steps of 8 images of 16 x 16" in told
+    assert "images/s" in told
+    assert "tokens" not in told
+
+
+def every_kind_of_text(folder):
+    """A `data` section of each kind of tokens, and the files that it names."""
+    rows = [{"q": "to be, ", "a": "or not to be"}] * 40
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    np.save(folder / "ids.npy", np.arange(5000, dtype=np.uint16) % 250)
+    asked = {"prompt": "q", "response": "a", "sequence_length": 32}
+    of = lambda name: {"files": [str(folder / name)], "validation_fraction": 0.2}
+    words = tokenizers.models.WordLevel({"to": 0, "or": 1, "<end>": 2}, unk_token="to")
+    by_word = tokenizers.Tokenizer(words)
+    by_word.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    by_word.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer": str(folder / "tokenizer.json"), "end_token": "<end>"}
+    turns = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
+    chats = [{"turns": turns}] * 40
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), folder / "chats.parquet")
+    told = {"messages": "turns", "template": "plain", "sequence_length": 32}
+    for name in ("rows", "chats"):
+        table = pyarrow.parquet.read_table(folder / f"{name}.parquet")
+        with pyarrow.ipc.new_stream(folder / f"{name}.arrow", table.schema) as file:
+            file.write_table(table)
+        records = ArrayRecordWriter(str(folder / f"{name}.array_record"), "group_size:1")
+        [records.write(json.dumps(row).encode()) for row in table.to_pylist()]
+        records.close()
+    for kind in ("jsonl", "parquet", "array_record"):
+        yield {"kind": kind, **told, **of(f"chats.{kind}")}
+        yield {"kind": kind, **asked, **of(f"rows.{kind}")}
+        yield {"kind": kind, "text": "a", "sequence_length": 32, **named, **of(f"rows.{kind}")}
+    yield {"kind": "datasets", **asked, **of("rows.arrow")}
+    yield {"kind": "datasets", **told, **of("chats.arrow")}
+    yield {"kind": "datasets", "text": "a", "sequence_length": 32, **named, **of("rows.arrow")}
+    kept = {"tokenizer": named["tokenizer"], "cache": str(folder / "kept")}
+    yield {"kind": "text", "sequence_length": 32, **kept, **of("rows.jsonl")}
+    yield {"kind": "tokens", "sequence_length": 32, **of("ids.npy")}
+    sources = [{"kind": kind, **of("rows.jsonl")} for kind in ("jsonl", "text")]
+    sources[0] |= {"prompt": "q", "response": "a"}
+    yield {"kind": "mixture", "sequence_length": 32, "sources": sources, "weights": [2, 1]}
+
+
+@pytest.mark.full
+def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
+    """Records which fields a run reads, apart from checking and writing the config itself."""
+    schema = [cls for cls in {*sections(), *variants()} if not inspect.isabstract(cls)]
+    schema.remove(MeshSpec)
+    used = set()
+
+    def record(self, name):
+        caller = sys._getframe(1)
+        where, function = caller.f_globals["__name__"], caller.f_code.co_name
+        is_check = function == "validate" or function.startswith("_check")
+        if where not in ("axon_dist.train.config.read", "dataclasses") and not is_check:
+            used.add((type(self), name))
+        return object.__getattribute__(self, name)
+
+    tensorboard = types.SimpleNamespace(SummaryWriter=mock.MagicMock())
+    monkeypatch.setitem(sys.modules, "tensorboardX", tensorboard)
+    for name in ("wandb", "trackio", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
+    for cls in schema:
+        monkeypatch.setattr(cls, "__getattribute__", record)
+    tiny["model"] |= {"logits": "chunked"}
+    train(read(RunConfig, tiny | {"loggers": ["tensorboard", "wandb", "trackio", "mlflow"]}))
+    build_loader(read(RunConfig, {"data": {"max_bytes": 10**5}}), World.emulate(8))
+    for picture in pictures:
+        config = read(RunConfig, picture)
+        batch = next(build_loader(config, World.emulate(8)))
+        nnx.eval_shape(lambda config=config, x=batch["x"]: make_model(config.model, 0)(x))
+    for data in every_kind_of_text(tmp_path):
+        next(build_loader(read(RunConfig, {"data": data}), World.emulate(8)))
+    for name in OPTIMIZERS:
+        for schedule in RATES:
+            config = read(RunConfig, {"optimizer": {"name": name, "schedule": schedule}})
+            config.optimizer.build(10)
+
+    fields = {(cls, field.name) for cls in schema for field in dataclasses.fields(cls)}
+    assert {f"{cls.__name__}.{name}" for cls, name in fields - used} == set()
+
+
+def test_a_chip_that_is_known_needs_no_rate_for_utilization(tiny, chip):
+    config = RunConfig.from_dict(tiny)
+    run = build_run(config)
+    assert run.peak_flops == chip.rate("float32")
+    assert dataclasses.replace(run, config=_with_peak(config, 7.0)).peak_flops == 7.0
+
+
+def _with_peak(config, peak):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, peak_flops=peak))
+
+
+def test_a_device_without_memory_says_what_to_change(tiny, tmp_path):
+    full = JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+    tiny["train"] |= {"global_batch": 32}
+    with (
+        mock.patch("axon_dist.train.app.training._fit", side_effect=full),
+        pytest.raises(OutOfMemoryError) as caught,
+    ):
+        train(RunConfig.from_dict(tiny))
+    message = str(caught.value)
+    assert message.startswith("a device has no memory left (RESOURCE_EXHAUSTED: Out of memory all")
+    assert "parallel=full_shard; take less at a time, train.accumulate=2; recompute" in message
+    assert "'remat={interval: 1}'" in message
+    assert (tmp_path / "run" / "memory.prof").stat().st_size > 0
+    assert f"in '{tmp_path / 'run' / 'memory.prof'}'" in message
+
+
+def test_another_error_of_a_device_is_left_alone(tiny):
+    other = JaxRuntimeError("INTERNAL: something")
+    with (
+        mock.patch("axon_dist.train.app.training._fit", side_effect=other),
+        pytest.raises(JaxRuntimeError, match="INTERNAL: something"),
+    ):
+        train(RunConfig.from_dict(tiny))
+
+
+@pytest.mark.full
+def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
+    monkeypatch.setattr(config_plans, "MOST", 1)
+    monkeypatch.setattr(config_plans, "FEW", 0)
+    tiny |= {"mesh": "dp=2", "devices": {"emulate": 2}}
+    plans = advice(build_run(RunConfig.from_dict(tiny)))
+    assert re.match(r"axon plan would take ddp on mesh dp=2, .* GB on a emulated", plans[0])
+
+
+def test_an_axis_that_nothing_is_split_over_is_told(tiny):
+    line = "axis tp of the mesh is split by no strategy: its 2 ranks compute the same"
+    found = opening_lines(build_run(RunConfig.from_dict(tiny | {"mesh": "dp=4,tp=2"})))
+    assert [line in one for one in found].count(True) == 1
+    parallel = {"ddp": {}, "pipeline": {"num_microbatches": 2}}
+    deep = tiny | {"mesh": "dp=4,pp=2", "model": tiny["model"] | {"num_layers": 2}}
+    both = RunConfig.from_dict(deep | {"parallel": parallel})
+    assert not any("no strategy" in one for one in opening_lines(build_run(both)))
+
+
+def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny))
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["train", str(path), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "train.global_batch = 8", "further keys as by default",
+        "ddp on mesh dp=8 of 8 emulated", "768 tokens in all",
+        "each of 8 batch ranks (dp) takes 1 of 8 samples a step",
+        "memory per device, read from the compiled step:", "optimizer state",
+        f"{tmp_path / 'run' / 'program.json'}", "every 100 steps and at the end",
+    ):  # fmt: skip
+        assert words in out, words
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(["train", str(path), "--dry-run", "--resume", "auto"]) == 2
+    assert "--resume auto beside --dry-run" in capsys.readouterr().err

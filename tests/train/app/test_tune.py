@@ -1,0 +1,51 @@
+import json
+from typing import Any
+
+import pytest
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.train.app import Variant, tune, variants
+from axon_dist.train.cli.main import main
+from axon_dist.train.config import RunConfig
+
+TRIED = (
+    Variant("as configured"),
+    Variant("recompute nothing", remat=None, as_config=False),
+    Variant("no such option", options={"xla_no_such_option": True}),
+)
+
+
+@pytest.mark.full
+def test_rows_are_sorted_and_what_fails_says_why(tiny):
+    found = tune(RunConfig.from_dict(tiny), rounds=2, calls=1, tried=TRIED)
+    rows: tuple[Any, ...] = found.rows
+    first, second, last = rows
+    assert 0 < first.seconds <= second.seconds
+    assert first.spread[0] <= first.seconds <= first.spread[1]
+    assert (last.name, last.seconds) == ("no such option", None)
+    assert "xla_no_such_option" in last.failure
+    assert (found.items_per_step, found.item) == (8 * 16, "tokens")
+
+
+def test_nothing_that_runs_is_an_error(tiny):
+    with pytest.raises(ConfigError, match="no variant of the step runs here"):
+        tune(RunConfig.from_dict(tiny), 1, 1, TRIED[-1:])
+    with pytest.raises(ConfigError, match="rounds=0"):
+        tune(RunConfig.from_dict(tiny), 0)
+
+
+def test_every_kind_of_device_tries_what_is_recomputed():
+    for backend in ("cpu", "gpu", "tpu"):
+        names = [variant.name for variant in variants(backend)]
+        assert names[0] == "as configured"
+        assert len(set(names)) == len(names) >= 5
+
+
+@pytest.mark.full
+def test_the_verb_writes_its_figures(tiny, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(tiny))
+    out = tmp_path / "tuned.json"
+    assert main(["tune", str(config), "--rounds", "1", "--calls", "1", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["name"] for row in rows} == {variant.name for variant in variants("cpu")}

@@ -1,0 +1,56 @@
+"""What `verify` makes of two runs that differ."""
+
+import math
+
+import numpy as np
+import pytest
+
+from axon_dist.train.app.verify import Difference, Verification, _compare
+
+
+def verification(*params: Difference, tolerance: float = 1e-5) -> Verification:
+    return Verification("ddp", "dp=2", (Difference("loss of step 0", 0.0),), params, tolerance)
+
+
+def differences(got, want):
+    pairs = zip(got, want, strict=True)
+    names = {f"p{i}": pair for i, pair in enumerate(pairs)}
+    seen, expected = ({k: np.asarray(v[i]) for k, v in names.items()} for i in (0, 1))
+    return [row.relative for row in _compare(seen, expected)]
+
+
+def test_differences_are_relative_to_the_largest_element():
+    assert differences([[1.0, 100.5]], [[0.5, 100.0]]) == pytest.approx([0.005])
+    assert differences([[0.0, 0.0]], [[0.0, 0.0]]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        ([1.0, math.nan], [1.0, 2.0]),
+        ([1.0, 2.0], [1.0, math.nan]),
+        ([math.nan, 2.0], [math.nan, 2.0]),
+        ([1.0, math.inf], [1.0, 2.0]),
+        ([math.inf, 1.0], [math.inf, 1.0]),
+    ],
+)
+def test_what_is_not_finite_is_never_equal(got, want):
+    assert differences([got], [want]) == [math.inf]
+
+
+def test_one_row_beyond_the_tolerance_is_enough_wherever_it_stands():
+    near, far = Difference("a", 1e-6), Difference("b", 1e-4)
+    assert verification(near).passed
+    for rows in ([near, far], [far, near]):
+        assert not verification(*rows).passed
+        assert verification(*rows).worst is far
+    assert not verification(near, Difference("c", math.inf)).passed
+
+
+def test_a_row_may_be_off_by_a_few_times_what_rounding_moves_one_device_by():
+    """But never by much: a model that rounding alone throws far off proves nothing."""
+    assert not Difference("a", 2e-5).passes(1e-5)
+    assert Difference("a", 2e-5, rounding=6e-6).passes(1e-5)
+    assert not Difference("a", 3e-5, rounding=6e-6).passes(1e-5)
+    assert not Difference("a", 2e-3, rounding=1.0).passes(1e-5)
+    assert not Difference("a", math.nan, rounding=1.0).passes(1e-5)

@@ -1,0 +1,69 @@
+"""`axon data check`: samples, their speed against the step's, and padding."""
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.train.app import check_data
+from axon_dist.train.cli import runs
+from axon_dist.train.cli.main import main
+from axon_dist.train.config import RunConfig
+
+
+@pytest.fixture
+def sft(tiny, tmp_path):
+    """A config of prompts and responses, as plain data."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"q": "ask?", "a": "yes"}) + "\n" for _ in range(40)))
+    data = {"kind": "jsonl", "files": [str(path)], "prompt": "q", "response": "a"}
+    return tiny | {"data": data | {"sequence_length": 16}}
+
+
+@pytest.mark.full
+def test_what_is_shown_and_measured(sft):
+    found = check_data(RunConfig.from_dict(sft), num_samples=2, seconds=0.05)
+    # Two documents of 8 tokens in a row of 17, of each the last 4 are targets.
+    shown = "[ask?] yes\0\n[ask?] yes\0\n(1 of 17 tokens are padding)"
+    assert found.samples == (shown, shown)
+    assert found.padding == pytest.approx(1 / 17)
+    assert found.learned == pytest.approx(8 / 16)
+    assert found.samples_per_second > 0
+    assert found.needed_per_second > 0
+    assert found.item == "tokens"
+    slow = dataclasses.replace(found, samples_per_second=5.0, needed_per_second=10.0)
+    assert (slow.keeps_up, dataclasses.replace(slow, samples_per_second=11.0).keeps_up) == (
+        False,
+        True,
+    )
+    text = "\n".join(runs.data_lines(slow))
+    assert "loading: 5 samples/s by one thread" in text
+    assert "takes 10 samples/s on these devices: TOO SLOW: steps will wait for data (0.5" in text
+    assert "padding: 5.9 % of the tokens\ntargets: 50.0 % of the tokens" in text
+
+
+def test_the_verb(sft, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(sft))
+    options = ["--samples", "1", "--seconds", "0.01", "--no-step"]
+    assert main(["data", "check", str(path), "data.packed=false", *options]) == 0
+    shown = capsys.readouterr().out
+    # The end of a document is a byte that no terminal is to obey.
+    assert "--- sample 1\n[ask?] yes\N{REPLACEMENT CHARACTER}\n" in shown
+    assert "(9 of 17 tokens are padding)" in shown
+    assert "the step takes" not in shown
+
+
+def test_pictures_are_told_by_their_shape(tiny):
+    data = {"kind": "synthetic_images", "num_images": 40, "image_size": 16}
+    plain = tiny | {"model": {"kind": "vit", "preset": "tiny"}, "data": data}
+    found = check_data(RunConfig.from_dict(plain), 1, 0.01, with_step=False)
+    assert found.samples[0].startswith("x uint8[16, 16, 3], y=")
+    assert (found.padding, found.learned, found.keeps_up) == (None, None, None)
+
+
+def test_nothing_to_show_is_refused(tiny):
+    with pytest.raises(ConfigError, match="got num_samples=0, an int; give a whole number"):
+        check_data(RunConfig.from_dict(tiny), num_samples=0)

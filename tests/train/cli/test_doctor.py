@@ -1,0 +1,93 @@
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import pytest
+
+from axon_dist.core.errors import install_command
+from axon_dist.train.cli import machine
+from axon_dist.train.cli.main import main
+
+
+def test_says_what_is_here(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "Versions",
+        jax.__version__,
+        "emulated",
+        "dp=8",
+        "pp=2,dp=2,tp=2",
+        "Extras",
+        "no fused kernel",
+    ):
+        assert words in text
+
+
+def test_says_whether_the_chip_is_known(capsys, chip, monkeypatch):
+    told = "emulated: steps are compiled with 1 XLA option chosen for it"
+    assert machine.devices()["chip"] == told
+    monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", {})
+    assert machine.devices()["chip"] == "CPU: steps are compiled with the defaults of XLA"
+
+
+@pytest.mark.full
+def test_a_backend_that_does_not_start_is_told_and_exit_code_1():
+    done = subprocess.run(
+        [sys.executable, "-m", "axon_dist.train.cli", "doctor"],
+        env=os.environ | {"JAX_PLATFORMS": "none_such"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "does not start: Unable to initialize backend 'none_such'" in done.stdout
+    assert done.stderr == ""
+
+
+REQUIRES = {
+    "axon_dist": [
+        "jax>=0.10",
+        "there>=1; extra == 'a'",
+        "jax[gpu]>=1; extra == 'b'",
+        "gone; extra == 'c'",
+        'there; extra == "c"',
+    ],
+    "jax": ["plug-in[deep]==1; extra == 'gpu'", "other; extra == 'tpu'"],
+    "plug-in": ["driver; extra == 'deep'"],
+}
+
+
+@pytest.mark.parametrize(
+    ("installed", "missing"),
+    [
+        ({"axon_dist", "jax", "there", "plug-in", "driver", "gone"}, {}),
+        ({"axon_dist", "jax", "there", "plug-in"}, {"b": ("driver",), "c": ("gone",)}),
+        ({"axon_dist", "jax"}, {"a": ("there",), "b": ("plug-in",), "c": ("gone", "there")}),
+    ],
+)
+def test_extras_are_followed_into_extras_of_others(installed, missing):
+    with (
+        mock.patch.object(machine, "_version", lambda name: "1" if name in installed else None),
+        mock.patch("importlib.metadata.requires", REQUIRES.get),
+        mock.patch("importlib.metadata.metadata") as metadata,
+    ):
+        metadata.return_value.get_all.return_value = ["b", "a", "c"]
+        found = machine.extras()
+    assert list(found) == ["a", "b", "c"]
+    assert {name: lacks for name, lacks in found.items() if lacks} == missing
+
+
+def test_extras_of_a_package_that_is_not_installed(capsys):
+    with mock.patch.object(machine, "_version", return_value=None):
+        assert machine.extras() == {}
+        main(["doctor"])
+    assert "axon_dist is not installed: pip install ." in capsys.readouterr().out
+
+
+def test_the_command_that_installs_what_is_missing(capsys):
+    with mock.patch("axon_dist.train.cli.machine.extras", return_value={"loggers": ("wandb",)}):
+        main(["doctor"])
+    assert f"lacks wandb: {install_command('loggers')}" in capsys.readouterr().out

@@ -1,0 +1,201 @@
+import dataclasses
+import sys
+import types
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError
+from axon_dist.core.tree import leaves_with_paths
+from axon_dist.models import Transformer, next_token_loss
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.ops.precision import MixedPrecision
+from axon_dist.train.app import train
+from axon_dist.train.app.runs import build_run
+from axon_dist.train.app.steps import build_step, build_world, warn_of_vanishing
+from axon_dist.train.config import LOGGERS, RunConfig, build_strategy
+from axon_dist.train.loop import SilentProgress
+
+
+@pytest.mark.full
+def test_the_run_is_what_one_device_trains(tiny):
+    tiny["optimizer"] = {"name": "sgd", "learning_rate": 0.5, "schedule": "constant"}
+    tiny["train"] |= {"steps": 3, "log_every": 1, "clip_norm": 0.2, "accumulate": 1}
+    run = build_run(RunConfig.from_dict(tiny))
+    result = run.trainer(SilentProgress(), (), lambda *saving: None).fit()
+
+    config = run.config
+    model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    loss_fn = lambda p, batch: next_token_loss(nnx.merge(graph, p, rest), batch).mean
+    step = jax.jit(jax.value_and_grad(loss_fn))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.2), optax.sgd(0.5))
+    state = optimizer.init(params)
+    again = build_run(config).loader
+    for _, loss in result.train_curve:
+        expected, grads = step(params, next(again))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+
+@pytest.mark.full
+def test_seeds_change_weights_and_order(tiny):
+    first, second = (build_run(RunConfig.from_dict(tiny | {"seed": seed})) for seed in (0, 1))
+    assert not np.array_equal(next(first.loader)["tokens"], next(second.loader)["tokens"])
+    leaves = [jax.tree.leaves(run.step.init().params) for run in (first, second)]
+    assert any(not np.array_equal(*pair) for pair in zip(*leaves, strict=True))
+
+
+def test_units(tiny):
+    run = build_run(RunConfig.from_dict(tiny))
+    assert (run.unit, run.items_per_step, run.item) == ("nats/byte", 8 * 16, "tokens")
+    data = dataclasses.replace(run.config.data, tokenizer="x.json")
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    assert run.unit == "nats/token"
+
+
+def test_the_world_takes_what_there_is_without_emulation():
+    assert build_world(RunConfig.from_dict({"mesh": "dp=-1"})).size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"mesh": "dp=3"}, MeshError, r"mesh dp=3 needs 3 devices and got 8"),
+        ({"mesh": "tp=8"}, MeshError, r"add dp or fsdp, such as mesh=fsdp=1,tp=8"),
+        ({"devices": {"emulate": 16}}, BackendStartedError, r"wanted 16 emulated devices"),
+        (
+            {"train": {"global_batch": 12}},
+            ConfigError,
+            r"train.global_batch: got 12 samples, which do not divide over mesh dp=8 with "
+            r"num_microbatches=1; make it a multiple of 8, such as 16",
+        ),
+        ({"train": {"global_batch": 8, "accumulate": 2}}, ConfigError, r"a multiple of 16, such a"),
+        (
+            {"data": {"files": ["/none/*.txt"]}},
+            ConfigError,
+            r"data.files: '/none/\*.txt' matches",
+        ),
+        (
+            {"model": {"vocab_size": 100}},
+            ConfigError,
+            r"model.vocab_size: got 100, but the data has tokens up to 255; set it to at least 256",
+        ),
+    ],
+)
+def test_what_cannot_be_built(tiny, changes, error, message):
+    for section, values in changes.items():
+        merged = {**tiny[section], **values} if isinstance(values, dict) else values
+        tiny[section] = merged
+    if "files" in changes.get("data", {}):
+        del tiny["data"]["validation_files"]
+    with pytest.raises(error, match=message):
+        build_run(RunConfig.from_dict(tiny))
+
+
+def test_strategy_options_arrive(tiny, make_world):
+    world = make_world("dp=2,fsdp=4")
+    options = {"sync": "overlapped", "bucket_capacity": 123, "reduce_dtype": "bfloat16"}
+    strategy = build_strategy({"ddp": options}, None, world)
+    assert strategy.batch_axes == ("dp", "fsdp")
+    assert strategy.reduction.bucket_capacity == 123
+    assert strategy.reduction.sync.name == "OVERLAPPED"
+    config = RunConfig.from_dict(tiny | {"mesh": "dp=2,fsdp=4", "parallel": {"ddp": options}})
+    assert build_step(config, world).strategy.reduction == dataclasses.replace(
+        strategy.reduction, per="step"
+    )
+
+
+def test_precision_remat_and_loss_scale_arrive(tiny, world):
+    sections = {
+        "precision": "bf16", "remat": {"interval": "sqrt"}, "loss_scale": {"init_scale": 8.0}
+    }  # fmt: skip
+    step = build_step(RunConfig.from_dict(tiny | sections), world)
+    assert step.strategy.precision == MixedPrecision.bf16()
+    assert step.strategy.remat == ActivationCheckpointing("sqrt")
+    assert float(step.init().scaler.scale) == 8.0
+
+
+def test_weights_that_travel_in_fp8_are_asked_for_in_the_config(tiny, world):
+    asked = {"precision": {"compute": "bfloat16", "products": "fp8", "gather": "fp8"}}
+    config = RunConfig.from_dict(tiny | asked | {"mesh": "fsdp=8", "parallel": "full_shard"})
+    assert RunConfig.from_dict(config.to_dict()).precision == MixedPrecision.fp8(gather="fp8")
+    with pytest.raises(ConfigError, match=r"^precision: gather='fp8' sends weights"):
+        RunConfig.from_dict({"precision": {"gather": "fp8"}})
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_a_logger_that_is_not_installed(tiny, tmp_path, monkeypatch, logger):
+    monkeypatch.setitem(sys.modules, LOGGERS[logger].module, None)
+    message = r"the logger \w+ needs the module .*; run: pip install -e '.*\[loggers\]'"
+    with pytest.raises(ConfigError, match=message):
+        train(RunConfig.from_dict(tiny | {"loggers": [logger]}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_trained_is_a_key(tiny):
+    tiny |= {"trainable": "attention/", "frozen_dtype": "bfloat16"}
+    tiny["train"] |= {"ema": 0.5}
+    config = RunConfig.from_dict(tiny)
+    assert RunConfig.from_dict(config.to_dict()) == config
+    step = build_step(config, build_world(config))
+    trained, frozen = (jax.tree.leaves(x) for x in (step.parts.params, step.parts.frozen))
+    assert {path.split("/")[2] for path, _ in leaves_with_paths(step.parts.params)} == {"attention"}
+    assert {x.dtype for x in trained} == {np.dtype("float32")}
+    assert {x.dtype for x in frozen} == {np.dtype("bfloat16")}
+    assert step.options.ema == 0.5
+    other = RunConfig.from_dict(tiny | {"trainable": ["attention", "tail"]})
+    with pytest.raises(ConfigError, match="trainable='tail' finds nothing in the model"):
+        build_step(other, build_world(other))
+
+
+def test_options_of_the_compiler_reach_the_step_and_a_wrong_one_is_named(tiny, chip):
+    """Over those of the chip, which null takes away; and `build_step` has the last word."""
+    passes, _ = chip.options[0]
+    for given in ({"xla_cpu_enable_fast_math": False}, {passes: None}):
+        config = RunConfig.from_dict(tiny | {"compiler_options": given})
+        assert RunConfig.from_dict(config.to_dict()) == config
+        world = build_world(config)
+        found = build_step(config, world).compiler_options
+        expected = {passes: "algsimp", **given}
+        assert found == {name: x for name, x in expected.items() if x is not None}
+    last = build_step(config, world, compiler_options={passes: "dce"})
+    assert last.compiler_options == {passes: "dce"}
+    for given, message in (
+        ({"xla_bogus": 1}, r"emulated devices refuses its options.*'xla_bogus'"),
+        ({passes: [1]}, r"compiler_options has 'xla_disable_hlo_passes': \[1\]; names must be"),
+    ):
+        config = RunConfig.from_dict(tiny | {"compiler_options": given})
+        with pytest.raises(ConfigError, match=message) as error:
+            build_step(config, world)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"^compiler_options: got 3, which must be a section"):
+        RunConfig.from_dict(tiny | {"compiler_options": 3})
+
+
+def test_updates_that_vanish_in_the_dtype_of_the_weights_are_told():
+    stored = {"w": jax.ShapeDtypeStruct((4,), "bfloat16")}
+    step = types.SimpleNamespace(abstract_state=types.SimpleNamespace(params=stored))
+    slow = RunConfig.from_dict({"optimizer": {"name": "adamw", "learning_rate": 1e-5}})
+    with pytest.warns(UserWarning, match=r"stored in bfloat16, and updates of 1e-05"):
+        warn_of_vanishing(slow, step)
+    # A weight above what the warning says stays as it is, and a small one moves.
+    for weight, moves in ((0.0053, False), (0.001, True)):
+        number = np.asarray(weight, jax.numpy.bfloat16)
+        assert (number + np.asarray(1e-5, number.dtype) != number) == moves
+    fast = RunConfig.from_dict({"optimizer": {"name": "adamw", "learning_rate": 1e-3}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_vanishing(fast, step)
+
+
+def test_names_of_axes_are_a_key(tiny, make_world):
+    tiny |= {"axis_names": {"rows": ["dp"], "heads": []}, "mesh": "dp=2"}
+    step = build_step(RunConfig.from_dict(tiny), make_world("dp=2"), trains=False)
+    assert step.axis_names.meant("rows") == ("dp",)
+    assert step.axis_names.meant("heads") == ()

@@ -1,0 +1,82 @@
+"""Fewer processes than planned: the same global batch, no device holding more of it at a time."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_dist.mesh import World
+from axon_dist.parallel import ddp
+from axon_dist.train import build_train_step
+from axon_dist.train.app.runs import build_run, for_fewer, microbatches_for_fewer
+from axon_dist.train.config import RunConfig
+
+CONFIG = {
+    "devices": {"emulate": 4},
+    "model": {"width": 8, "num_layers": 1, "num_heads": 2, "ffn_width": 8, "max_length": 16},
+    "data": {"max_bytes": 10**5, "sequence_length": 8},
+    "train": {"global_batch": 24},
+}
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_the_batch_is_kept_and_no_device_holds_more(rows, accumulate, planned, ranks):
+    ranks = min(ranks, planned)
+    batch = rows * accumulate * planned * ranks
+    count = microbatches_for_fewer(batch, accumulate, planned, ranks)
+    assert count >= accumulate
+    assert batch % (count * ranks) == 0
+    most = batch // (accumulate * planned)
+    assert batch // (count * ranks) <= most
+    fewer = range(accumulate, count)
+    assert all(batch % (c * ranks) or batch // (c * ranks) > most for c in fewer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "accumulate"),
+    [
+        ({}, 2),
+        ({"mesh": {"dp": -1, "fsdp": 2}, "parallel": "hybrid_shard"}, 2),
+        ({"mesh": {"dp": 4}}, 1),
+        ({"mesh": {"dp": 2, "tp": -1}, "parallel": ["ddp", "tensor"]}, 1),
+    ],
+)
+def test_microbatches_follow_the_batch_axes_that_shrink(changes, accumulate):
+    config = RunConfig.from_dict(CONFIG | {"mesh": {"dp": -1}} | changes)
+    run = build_run(config)
+    real = dataclasses.replace(config, devices=dataclasses.replace(config.devices, emulate=None))
+    smaller = for_fewer(real, run.world, run.step, planned=8, present=4)
+    assert smaller.train == dataclasses.replace(config.train, accumulate=accumulate)
+    assert for_fewer(real, run.world, run.step, planned=4, present=4) == real
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs, norm):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = norm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "words"),
+    [
+        (nnx.LayerNorm, lambda y: jnp.mean(y**2), ""),
+        (nnx.LayerNorm, lambda y: jnp.mean(jnp.sort(y[:, 0])[:2]), "sort"),
+        (nnx.BatchNorm, lambda y: jnp.mean(y**2), "norm/mean"),
+    ],
+)
+def test_what_couples_samples_is_named(norm, loss, words):
+    world, shape = World.emulate(4), jax.ShapeDtypeStruct((24, 4), jnp.float32)
+    model = Normed(nnx.Rngs(0), norm)
+    loss_fn = lambda model, batch: loss(model(batch["x"]))
+    step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), world)
+    found = step.coupling({"x": shape})
+    assert words.lower() in found.lower()
+    assert bool(found) == bool(words)

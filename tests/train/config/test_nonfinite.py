@@ -1,0 +1,75 @@
+"""A run whose fourth batch has no finite loss."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axon_dist.checkpoint import read_manifest
+from axon_dist.core.errors import NonfiniteError
+from axon_dist.mesh import World
+from axon_dist.models import next_token_loss
+from axon_dist.train.app import train
+from axon_dist.train.app.runs import build_loader
+from axon_dist.train.config import MODELS, RunConfig
+from axon_dist.train.config.models import NextToken
+
+BAD = 4
+
+
+@pytest.fixture
+def config(tiny, texts, monkeypatch):
+    """Makes the loss of one batch of the run NaN; returns the config for a policy."""
+
+    def make(policy, **checkpoint):
+        data = dict(tiny)
+        data["train"] = tiny["train"] | {"nonfinite": policy, "log_every": 1, "eval_every": 0}
+        data["checkpoint"] = {"every": 0} | checkpoint
+        return RunConfig.from_dict(data)
+
+    # No window of it occurs twice.
+    (texts / "train.txt").write_text(" ".join(map(str, range(1000))))
+    loader = build_loader(make("stop"), World.emulate(8))
+    row = [next(loader)["tokens"] for _ in range(BAD)][-1][5].copy()
+
+    def poisoned(model, batch):
+        is_bad = jnp.all(batch["tokens"] == row, axis=-1).any()
+        loss = next_token_loss(model, batch)
+        poison = jnp.where(is_bad, jnp.nan, 0.0)
+        return type(loss)(loss.total + poison, loss.weight)
+
+    row_of_table = dataclasses.replace(MODELS["transformer"], task=NextToken(poisoned))
+    monkeypatch.setattr("axon_dist.train.config.models.MODELS", {"transformer": row_of_table})
+    return make
+
+
+def samples_at(done, step):
+    return read_manifest(done / "checkpoints" / f"step_{step:08}").meta["data"]["samples_seen"]
+
+
+@pytest.mark.full
+def test_a_run_that_stops_can_go_on_where_it_was(config, tmp_path):
+    with pytest.raises(NonfiniteError, match=r"step 4: the loss is nan; the state is that of st"):
+        train(config("stop"))
+    run = tmp_path / "run"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000003"]
+    assert samples_at(run, 3) == 24
+
+    with pytest.raises(NonfiniteError, match="step 4: the loss is nan"):
+        train(config("stop"), resume="auto")
+    done = train(config("skip"), resume="auto")
+    assert (done.summary["steps"], done.summary["skipped_steps"]) == (6, 1)
+    assert samples_at(run, 6) == 48
+
+
+@pytest.mark.full
+def test_a_run_that_goes_back(config, tmp_path):
+    done = train(config("rollback", every=2))
+    assert (done.summary["steps"], done.summary["rollbacks"]) == (6, 1)
+    # Batches 1 and 2, then 5 and later: 3 and 4 are given up.
+    assert samples_at(tmp_path / "run", 6) == 64
+    rows = [json.loads(line) for line in done.directory.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 3, 4, 5, 6]
+    assert all(np.isfinite(loss) for _, loss in done.result.train_curve)

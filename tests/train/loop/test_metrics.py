@@ -1,0 +1,157 @@
+import json
+import sys
+import types
+
+import pytest
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.train.loop import (
+    JsonlWriter,
+    MlflowWriter,
+    TensorBoardWriter,
+    TrackioWriter,
+    WandbWriter,
+    has_module,
+    require,
+)
+
+
+def test_jsonl_can_be_read_while_it_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.write(1, {"loss": 2.0})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": 2.0}
+    writer.write(2, {"loss": float("nan"), "norm": float("inf")})
+    writer.close()
+    last = path.read_text().splitlines()[-1]
+    assert json.loads(last) == {"step": 2, "loss": "nan", "norm": "inf"}
+
+
+def test_jsonl_adds_to_what_is_there(tmp_path):
+    for step in (1, 2):
+        writer = JsonlWriter(tmp_path / "m.jsonl")
+        writer.write(step, {})
+        writer.close()
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.skipif(not has_module("tensorboardX"), reason="needs the extra 'loggers'")
+def test_tensorboard_writes_event_files(tmp_path):
+    writer = TensorBoardWriter(tmp_path)
+    writer.write(3, {"train/loss": 1.5})
+    writer.close()
+    (events,) = tmp_path.glob("events*")
+    assert b"train/loss" in events.read_bytes()
+
+
+def test_wandb_gets_run_and_metrics(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, metrics, step):
+            calls.append(("log", metrics, step))
+
+        def finish(self):
+            calls.append(("finish",))
+
+    def init(**kwargs):
+        calls.append(("init", kwargs))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    writer = WandbWriter(tmp_path, project="p", name="n", config={"a": 1})
+    writer.write(3, {"loss": 1.5})
+    writer.close()
+    options = {"dir": str(tmp_path), "project": "p", "name": "n", "mode": "offline"}
+    assert calls == [
+        ("init", {**options, "config": {"a": 1}}),
+        ("log", {"loss": 1.5}, 3),
+        ("finish",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "make"),
+    [
+        ("tensorboardX", lambda path: TensorBoardWriter(path)),
+        ("wandb", lambda path: WandbWriter(path, project="p", name="n")),
+    ],
+)
+def test_a_missing_module_names_the_extra(tmp_path, monkeypatch, module, make):
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"needs the module '{module}', .* pip install -e '.*\[loggers\]'"
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path)
+
+
+def test_require_names_what_it_is_for():
+    with pytest.raises(ConfigError, match="a dream needs the module 'no_such', which is not inst"):
+        require("no_such", "plots", "a dream")
+
+
+def test_trackio_gets_run_and_metrics(monkeypatch):
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda metrics, step: calls.append(("log", metrics, step)),
+        finish=lambda: calls.append(("finish",)),
+    )
+    init = lambda **kwargs: calls.append(("init", kwargs)) or run
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+    writer = TrackioWriter(project="p", name="n", config={"a": 1})
+    writer.write(3, {"loss": 1.5})
+    writer.close()
+    assert calls == [
+        ("init", {"project": "p", "name": "n", "config": {"a": 1}}),
+        ("log", {"loss": 1.5}, 3),
+        ("finish",),
+    ]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_mlflow_gets_run_parameters_and_metrics(monkeypatch, is_known):
+    calls = []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            calls.append(tracking_uri)
+
+        def get_experiment_by_name(self, name):
+            return types.SimpleNamespace(experiment_id="known") if is_known else None
+
+        def create_experiment(self, name):
+            return f"new {name}"
+
+        def create_run(self, experiment_id, run_name):
+            calls.append((experiment_id, run_name))
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r"))
+
+        def log_param(self, run_id, key, value):
+            calls.append((run_id, key, value))
+
+        def log_metric(self, run_id, key, value, step):
+            calls.append((run_id, key, value, step))
+
+        def set_terminated(self, run_id):
+            calls.append((run_id, "ended"))
+
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Client))
+    writer = MlflowWriter("sqlite:///x", experiment="e", name="n", config={"a": {"b": 1}, "c": 2})
+    writer.write(3, {"train/loss": 1.5})
+    writer.close()
+    assert calls == [
+        "sqlite:///x", ("known" if is_known else "new e", "n"), ("r", "a.b", "1"), ("r", "c", "2"),
+        ("r", "train/loss", 1.5, 3), ("r", "ended"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "make"),
+    [
+        ("trackio", lambda: TrackioWriter(project="p", name="n")),
+        ("mlflow", lambda: MlflowWriter("x", experiment="e", name="n")),
+    ],
+)
+def test_writers_that_are_not_installed_say_how_to(monkeypatch, module, make):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"{module}.* pip install -e '.*\[loggers\]'"):
+        make()

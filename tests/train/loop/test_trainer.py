@@ -1,0 +1,447 @@
+import dataclasses
+import itertools
+import signal
+import threading
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.weighted import Weighted
+from axon_dist.mesh import World
+from axon_dist.parallel import ddp
+from axon_dist.step import StepOptions, build_train_step
+from axon_dist.train.loop import LoopOptions, SilentProgress, Trainer
+
+
+class ListWriter:
+    def __init__(self):
+        self.rows = []
+
+    def write(self, step, metrics):
+        self.rows.append((step, dict(metrics)))
+
+    def close(self):
+        pass
+
+    def curve(self, name):
+        return [(step, row[name]) for step, row in self.rows if name in row]
+
+
+class NotingProgress(SilentProgress):
+    def __init__(self):
+        self.notes, self.statuses, self.phases = [], [], []
+
+    def phase(self, text):
+        self.phases.append(text)
+        return super().phase(text)
+
+    def update(self, status):
+        self.statuses.append(status)
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FakeState:
+    step: Any
+    params: Any
+    frozen: Any = dataclasses.field(default_factory=dict)
+
+
+class FakeStep:
+    """Counts: the loss of step n is `losses[n - 1]`, and a hook runs before each step."""
+
+    def __init__(self, world, losses=None, before=lambda number: None):
+        self.options = StepOptions()
+        self.parts = types.SimpleNamespace(
+            params={"w": jnp.ones(3)}, frozen={}, abstract=nnx.Linear(1, 3, rngs=nnx.Rngs(0))
+        )
+        self.world, self.losses, self.before = world, losses, before
+        self.batches, self.taken = [], 0
+
+    def check_rows(self, batch):
+        self.checked = batch
+
+    def init(self):
+        return FakeState(jnp.int32(0), {"w": jnp.ones(3)})
+
+    def __call__(self, state, batch, was_nonfinite=None):
+        self.taken += 1
+        self.before(self.taken)
+        self.batches.append(batch)
+        loss = float(self.taken) if self.losses is None else self.losses[self.taken - 1]
+        return FakeState(state.step + 1, state.params), {"loss": jnp.float32(loss)}
+
+    def evaluate_sums(self, state, batch, *, ema=False):
+        return {"loss": Weighted(jnp.float32(batch + 100 * int(state.step)), jnp.float32(1))}
+
+
+def fit(step, num_steps, *, log_every=1, eval_every=0, save_every=0, state=None, **kwargs):
+    options = LoopOptions(
+        num_steps=num_steps, log_every=log_every, eval_every=eval_every, save_every=save_every
+    )
+    batches = kwargs.pop("batches", itertools.count())
+    return Trainer(step=step, batches=batches, options=options, **kwargs).fit(state)
+
+
+def test_equals_the_plain_loop(world):
+    data = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
+    loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), world, ema=0.5)
+    batches = [{"x": x} for x in data]
+    result = fit(step, 6, batches=batches, validation=lambda: batches[:2])
+
+    state, losses = step.init(), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert result.train_curve == tuple(enumerate(losses, start=1))
+    np.testing.assert_array_equal(result.state.params["kernel"], state.params["kernel"])
+    # Where there is a moving average, it is what a run is after.
+    evaluate = lambda batch: float(step.evaluate(state, batch, ema=True)["loss"])
+    validation = np.mean([evaluate(batch) for batch in batches[:2]])
+    assert result.validation_curve == ((6, pytest.approx(validation)),)
+    assert (result.reason, result.num_steps, result.is_finished) == ("finished", 6, True)
+    assert result.compile_seconds > 0
+    assert result.train_seconds > 0
+    # kernel and bias and their averages in float32, the step in int32; SGD keeps nothing.
+    assert result.device_bytes == 2 * 4 * (3 + 1) + 4
+
+
+def test_records_are_means_and_the_last_one_is_short(world):
+    writer = ListWriter()
+    result = fit(FakeStep(world), 7, log_every=3, writers=[writer])
+    assert writer.curve("train/loss") == [(3, 2.0), (6, 5.0), (7, 7.0)]
+    assert result.train_curve == ((3, 2.0), (6, 5.0), (7, 7.0))
+
+
+def test_validates_every_so_often_and_once_at_the_end(world):
+    writer = ListWriter()
+    step = FakeStep(world)
+    result = fit(step, 6, eval_every=2, validation=lambda: [1, 2, 3, 4], writers=[writer])
+    expected = [(number, 2.5 + 100 * number) for number in (2, 4, 6)]
+    assert writer.curve("validation/loss") == expected
+    assert list(result.validation_curve) == expected
+
+
+def test_never_more_than_three_steps_run_ahead(world):
+    ahead = []
+    progress = NotingProgress()
+
+    def before(number):
+        seen = progress.statuses[-1].step if progress.statuses else 0
+        ahead.append(number - 1 - seen)
+
+    fit(FakeStep(world, before=before), 20, progress=progress)
+    assert max(ahead) == 2
+    assert progress.statuses[-1].step == 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_step_under_way(world, number):
+    def before(step):
+        if step == 4:
+            signal.raise_signal(number)
+
+    saved, writer, progress = [], ListWriter(), NotingProgress()
+    step = FakeStep(world, before=before)
+    handler = signal.getsignal(number)
+    result = fit(
+        step, 100, log_every=10, eval_every=50, validation=lambda: [0], writers=[writer],
+        progress=progress, save=lambda *saving: saved.append(saving),
+    )  # fmt: skip
+    assert (result.reason, result.num_steps, step.taken) == (number.name, 4, 4)
+    assert not result.is_finished
+    assert [(int(state.step), number, loss) for state, number, loss in saved] == [(4, 4, None)]
+    assert writer.curve("train/loss") == [(4, 2.5)]
+    assert signal.getsignal(number) is handler
+    assert [note for note in progress.notes if note.startswith(f"{number.name}: stopping")]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "every", "expected"),
+    [(5, 2, [2, 4, 5]), (4, 2, [2, 4]), (3, 0, [3]), (1, 1, [1]), (2, 5, [2])],
+)
+def test_saves_now_and_then_and_at_the_end_once(world, num_steps, every, expected):
+    saved = []
+
+    def save(state, number, loss):
+        assert int(state.step) == number
+        saved.append(number)
+
+    result = fit(FakeStep(world), num_steps, save_every=every, save=save)
+    assert (saved, result.num_steps) == (expected, num_steps)
+
+
+def test_a_save_gets_the_validation_loss_of_its_own_state(world):
+    saved = []
+    fit(
+        FakeStep(world), 5, save_every=1, eval_every=2, validation=lambda: [1],
+        save=lambda state, number, loss: saved.append((number, loss)),
+    )  # fmt: skip
+    assert saved == [(1, None), (2, 201.0), (3, None), (4, 401.0), (5, 501.0)]
+
+
+def test_what_the_data_has_handed_out_at_a_save_went_into_the_state(world):
+    handed, step = [], FakeStep(world)
+
+    def batches():
+        for number in itertools.count():
+            handed.append(number)
+            yield number
+
+    def save(state, number, loss):
+        assert handed == step.batches == list(range(number))
+
+    fit(step, 4, save_every=1, save=save, batches=batches())
+
+
+@pytest.fixture
+def usual_interrupt():
+    """Python's own handler, which a process started in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_acts_as_usual(world, usual_interrupt):
+    def before(step):
+        if step == 2:
+            # Raised in this thread: two that are sent to the process may be taken for one.
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(FakeStep(world, before=before), 5)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_runs_outside_the_main_thread_too(world):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(fit(FakeStep(world), 3)))
+    thread.start()
+    thread.join()
+    assert results[0].reason == "finished"
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "save_every", "saved_at"), [(2, 0, 4), (2, 2, 4), (0, 0, 6)]
+)
+def test_a_signal_in_a_validation_ends_it_and_saves(world, eval_every, save_every, saved_at):
+    seen, saved, progress = [], [], NotingProgress()
+
+    def validation():
+        for number in range(100):
+            if len(progress.statuses) >= saved_at and number == 5:
+                signal.raise_signal(signal.SIGTERM)
+            seen.append(number)
+            yield number
+
+    result = fit(
+        FakeStep(world), 6, eval_every=eval_every, save_every=save_every, validation=validation,
+        save=lambda state, number, loss: saved.append((number, loss)), progress=progress,
+    )  # fmt: skip
+    assert seen[-1] == 5
+    assert result.num_steps == saved_at
+    assert saved[-1] == (saved_at, None)
+    assert result.reason == ("finished" if saved_at == 6 else "SIGTERM")
+    assert f"SIGTERM: left the validation after step {saved_at}" in progress.notes
+    assert [step for step, _ in result.validation_curve] == list(range(2, saved_at, 2))[:eval_every]
+
+
+def test_should_stop_reads_the_records(world):
+    step = FakeStep(world, losses=[5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.25, 0.1])
+    result = fit(step, 8, should_stop=lambda record: record["train/loss"] <= 3.0)
+    # The record of step 3 comes back two steps later.
+    assert (result.reason, result.num_steps) == ("should_stop", 5)
+
+
+def test_ends_with_the_data(world):
+    result = fit(FakeStep(world), 10, batches=[0, 1, 2])
+    assert (result.reason, result.num_steps) == ("out of data", 3)
+
+
+def test_goes_on_from_a_state_and_takes_only_the_batches_it_needs(world):
+    step, batches = FakeStep(world), iter(range(100))
+    result = fit(step, 5, state=FakeState(jnp.int32(3), {"w": jnp.ones(3)}), batches=batches)
+    assert (result.num_steps, step.taken) == (5, 2)
+    assert next(batches) == 2
+
+
+def test_phases_and_statuses(world):
+    progress = NotingProgress()
+    fit(FakeStep(world), 4, eval_every=2, validation=lambda: [7], progress=progress)
+    assert progress.phases == [
+        "initializing", "compiling the train step", "compiling the validation"
+    ]  # fmt: skip
+    last = progress.statuses[-1]
+    assert (last.step, last.num_steps, last.loss, last.validation_loss) == (4, 4, 4.0, 407.0)
+    assert last.device_bytes == 16
+    assert last.step_seconds > 0
+    assert last.items_per_second is None
+    assert progress.statuses[1].seconds_left > 0
+
+
+def test_throughput_and_utilization(world):
+    writer = ListWriter()
+    options = LoopOptions(num_steps=3, log_every=1, items_per_step=50, peak_flops=1e6)
+    result = Trainer(
+        step=FakeStep(world), batches=itertools.count(), options=options, writers=[writer]
+    ).fit()
+    assert result.items_per_second == pytest.approx(50 * 2 / result.train_seconds)
+    row = writer.rows[-1][1]
+    speed = row["time/tokens_per_second"]
+    assert speed == pytest.approx(50 / row["time/step_seconds"])
+    # 6 x 3 parameters x tokens per second, of 8 devices with 1e6 FLOP/s each.
+    assert row["time/model_flops_utilization"] == pytest.approx(18 * speed / 8e6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_steps": 0}, r"got num_steps=0, .* at least 1"),
+        ({"num_steps": 1, "log_every": 0}, r"log_every=0, .* at least 1"),
+        ({"num_steps": 1, "eval_every": -1}, r"eval_every=-1, .* at least 0"),
+        ({"num_steps": 1, "save_every": -1}, r"save_every=-1, .* at least 0"),
+        ({"num_steps": 1, "peak_flops": 1.0}, r"peak_flops=1.0 needs items_per_step in tokens"),
+    ],
+)
+def test_impossible_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LoopOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "function"),
+    [
+        ("save_every", "save", lambda state, number, loss: None),
+        ("eval_every", "validation", lambda: [0]),
+    ],
+)
+def test_a_rhythm_of_nothing(world, option, name, function):
+    message = rf"{option}=2 and the trainer has no {name}, .* give it a {name} .* leave {option}"
+    with pytest.raises(ConfigError, match=message):
+        fit(FakeStep(world), 3, **{option: 2})
+    assert fit(FakeStep(world), 3, **{option: 2, name: function}).is_finished
+    assert fit(FakeStep(world), 3).is_finished
+
+
+def test_what_should_stop_reads(world):
+    records, writer = [], ListWriter()
+    options = LoopOptions(num_steps=9, log_every=2, items_per_step=50, peak_flops=1e6)
+    Trainer(
+        step=FakeStep(world), batches=itertools.count(), options=options, writers=[writer],
+        should_stop=records.append,
+    ).fit()  # fmt: skip
+    assert records[0].keys() == {
+        "train/loss", "time/step_seconds", "time/tokens_per_second",
+        "time/model_flops_utilization", "time/slowest_step_seconds", "time/data_share",
+        "time/host_share", "time/goodput", "time/elapsed_seconds", "time/unix",
+    }  # fmt: skip
+    rows = [row for _, row in writer.rows]
+    assert all(record in rows for record in records)
+
+
+def test_should_stop_reads_validations_too(world):
+    has_seen = lambda record: record.get("validation/loss", 0) >= 400
+    result = fit(FakeStep(world), 9, eval_every=2, validation=lambda: [0], should_stop=has_seen)
+    assert (result.reason, result.num_steps) == ("should_stop", 4)
+
+
+class Curved(FakeStep):
+    """Validations of two sets, whose losses are written here."""
+
+    def __init__(self, world, losses):
+        super().__init__(world)
+        self.own = losses
+
+    def evaluate_sums(self, state, batch, *, ema=False):
+        value = self.own[int(state.step) - 1] * (1 if batch == 0 else -1)
+        return {"loss": Weighted(jnp.float32(value), jnp.float32(1))}
+
+
+@pytest.mark.parametrize(
+    ("options", "last", "scores"),
+    [
+        ({"patience": 2}, 4, [5, 3, 3, 4]),
+        ({"patience": 2, "min_delta": 3.0}, 3, [5, 3, 3]),
+        ({"patience": 2, "best_metric": "validation/code/loss", "best_mode": "max"}, 4,
+         [5, 3, 3, 4]),
+        ({"patience": 0}, 6, [5, 3, 3, 4, 6, 1]),
+    ],
+)  # fmt: skip
+def test_a_run_ends_early_and_is_best_by_any_metric_of_any_set(world, options, last, scores):
+    saved, writer, notes = [], ListWriter(), NotingProgress()
+    result = Trainer(
+        step=Curved(world, [5, 3, 3, 4, 6, 1]), batches=itertools.count(), writers=[writer],
+        options=LoopOptions(num_steps=6, eval_every=1, save_every=1, **options), progress=notes,
+        validation={"": lambda: [0], "code": lambda: [1]},
+        save=lambda state, number, score: saved.append((number, score)),
+    ).fit()  # fmt: skip
+    assert result.reason == ("early stopping" if last < 6 else "finished")
+    assert saved == list(enumerate(map(float, scores), 1))
+    assert writer.curve("validation/code/loss") == [(n, -float(x)) for n, x in enumerate(scores, 1)]
+    assert bool(notes.notes) == (last < 6)
+    assert not notes.notes or "was best 2 validations ago: stopping early" in notes.notes[0]
+
+
+def test_a_best_metric_that_no_validation_has(world):
+    with pytest.raises(ConfigError, match=r"no metric 'los'. Did you mean 'loss'\?"):
+        Trainer(
+            step=FakeStep(world), batches=itertools.count(), validation=lambda: [0],
+            options=LoopOptions(num_steps=2, best_metric="validation/los"),
+        ).fit()  # fmt: skip
+
+
+def test_a_signal_traces_the_next_steps(world, tmp_path):
+    hook = lambda number: number == 3 and signal.raise_signal(signal.SIGUSR1)
+    notes, options = NotingProgress(), LoopOptions(num_steps=8, profile_steps=2)
+    Trainer(
+        step=FakeStep(world, before=hook), batches=itertools.count(), options=options,
+        progress=notes, profile_dir=str(tmp_path),
+    ).fit()  # fmt: skip
+    assert notes.notes == [f"traced steps 4 to 5 into {tmp_path}"]
+    assert list(tmp_path.rglob("*.xplane.pb"))
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_spikes_are_counted_and_told_and_in_no_mean(world):
+    class Spiking(FakeStep):
+        def __call__(self, state, batch, was_nonfinite=None):
+            state, metrics = super().__call__(state, batch)
+            return state, metrics | {"spike": jnp.float32(self.taken == 3)}
+
+    writer, notes = ListWriter(), NotingProgress()
+    result = Trainer(
+        step=Spiking(world), batches=itertools.count(), writers=[writer], progress=notes,
+        options=LoopOptions(num_steps=4, log_every=2),
+    ).fit()  # fmt: skip
+    assert result.skipped_steps == 1
+    assert writer.curve("train/loss") == [(2, 1.5), (4, 4.0)]
+    assert writer.curve("train/skipped_steps") == [(2, 0.0), (4, 1.0)]
+    assert notes.notes == [
+        "1 step skipped, 1 so far; step 3: the loss 3 or its gradient stands out"
+    ]
+
+
+def test_nothing_to_do(world):
+    with pytest.raises(ConfigError, match="there is no batch to train on; give the trainer"):
+        fit(FakeStep(world), 1, batches=[])
+    with pytest.raises(ConfigError, match="has taken 3 steps and the run ends at step 3; raise"):
+        fit(FakeStep(world), 3, state=FakeState(jnp.int32(3), {}))
+    with pytest.raises(ConfigError, match="validation gave no batch; give at least one"):
+        fit(FakeStep(world), 1, validation=list)
+
+
+def test_works_on_any_world():
+    assert fit(FakeStep(World.emulate(2)), 2).reason == "finished"
