@@ -4,8 +4,7 @@ Nothing here runs a step; `step` builds it from the strategy. Imports `collectiv
 `jaxpr`, `ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
 """
 
-import importlib
-
+from ..core.lazy import moved
 from .context import ContextMode as ContextMode
 from .context import context_parallel as context_parallel
 from .data import ZERO as ZERO
@@ -75,17 +74,4 @@ from .wrappers import estimate as estimate
 from .wrappers import format_bytes as format_bytes
 from .wrappers import measure as measure
 
-GATHERS = frozenset(
-    (
-        *("GlobalGather", "LocalGather", "all_gather_by"),
-        *("only_axes", "reduce_by", "regather_in_backward"),
-    )
-)
-"""Names of `axon_dist.step.gather` that are found here too."""
-
-
-def __getattr__(name: str) -> object:
-    """How a step gathers weights lives in `step`, above this room; asked for here, it is found."""
-    if name in GATHERS:
-        return getattr(importlib.import_module("axon_dist.step.gather"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = moved(__name__, "axon_dist.step.gather")

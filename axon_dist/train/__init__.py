@@ -1,41 +1,10 @@
-"""Training in one import: names of `step` and of `loop`, which runs it; the code is there."""
+"""The command `axon`: its verbs, its configs, the runs that they describe, and the training loop.
 
-from axon_dist.step import BatchLayout as BatchLayout
-from axon_dist.step import Claims as Claims
-from axon_dist.step import Nonfinite as Nonfinite
-from axon_dist.step import Placed as Placed
-from axon_dist.step import PortableForm as PortableForm
-from axon_dist.step import StepOptions as StepOptions
-from axon_dist.step import TrainState as TrainState
-from axon_dist.step import TrainStep as TrainStep
-from axon_dist.step import build_train_step as build_train_step
-from axon_dist.step import deterministic_options as deterministic_options
-from axon_dist.train.loop import FINISHED as FINISHED
-from axon_dist.train.loop import JsonlWriter as JsonlWriter
-from axon_dist.train.loop import LiveProgress as LiveProgress
-from axon_dist.train.loop import LoopOptions as LoopOptions
-from axon_dist.train.loop import MetricWriter as MetricWriter
-from axon_dist.train.loop import PlainProgress as PlainProgress
-from axon_dist.train.loop import Progress as Progress
-from axon_dist.train.loop import SilentProgress as SilentProgress
-from axon_dist.train.loop import Status as Status
-from axon_dist.train.loop import StepTime as StepTime
-from axon_dist.train.loop import StopConsensus as StopConsensus
-from axon_dist.train.loop import StopRequest as StopRequest
-from axon_dist.train.loop import TensorBoardWriter as TensorBoardWriter
-from axon_dist.train.loop import Trainer as Trainer
-from axon_dist.train.loop import TrainResult as TrainResult
-from axon_dist.train.loop import WandbWriter as WandbWriter
-from axon_dist.train.loop import byte_size as byte_size
-from axon_dist.train.loop import bytes_per_device as bytes_per_device
-from axon_dist.train.loop import clock_time as clock_time
-from axon_dist.train.loop import duration as duration
-from axon_dist.train.loop import has_module as has_module
-from axon_dist.train.loop import make_progress as make_progress
-from axon_dist.train.loop import model_flops_utilization as model_flops_utilization
-from axon_dist.train.loop import plot_losses as plot_losses
-from axon_dist.train.loop import profile as profile
-from axon_dist.train.loop import require as require
-from axon_dist.train.loop import si as si
-from axon_dist.train.loop import stop_on_signals as stop_on_signals
-from axon_dist.train.loop import time_step as time_step
+The library below (`axon_dist.step`, `axon_dist.parallel` and the others) imports nothing of it.
+Start reading in `cli/verbs.py`, or in `app/training.py` for the way from a config to a run.
+`axon_dist.train` also gives the names of `step` that a training program needs.
+"""
+
+from ..core.lazy import names_of_stub
+
+__getattr__, __dir__ = names_of_stub(__name__, __file__)

@@ -30,8 +30,9 @@ class Module:
 
     @property
     def subpackage(self) -> str:
-        """The folder that the file is in, or "" for a file at the top."""
-        return self.path.parts[0] if len(self.path.parts) > 1 else ""
+        """The folder of the file, such as `step` or `train.cli`, or "" for a file at the top."""
+        folders = self.path.parts[:-1]
+        return ".".join(folders[:2] if folders[:1] == ("train",) else folders[:1])
 
     @property
     def name(self) -> str:

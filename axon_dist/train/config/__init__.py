@@ -1,11 +1,8 @@
 """A run as data: typed, checked when read, written back.
 
-Every other room takes values; only this one and those above know the config.
+The library takes values; only this subpackage and those above it know a config.
 Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds what they describe.
 """
-
-import importlib
-import warnings
 
 from .describe import Key as Key
 from .describe import Section as Section
@@ -47,14 +44,3 @@ from .sections import Trackio as Trackio
 from .sections import TrainConfig as TrainConfig
 from .sections import Wandb as Wandb
 from .user_code import UserCode as UserCode
-
-
-def __getattr__(name: str) -> object:
-    """Names of `app`, which is above this room, are still found here."""
-    if name == "SCHEDULES":
-        warnings.warn("config.SCHEDULES is called config.RATES", DeprecationWarning, stacklevel=2)
-        return RATES
-    app = None if name.startswith("_") else importlib.import_module("axon_dist.train.app")
-    if not hasattr(app, name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(app, name)

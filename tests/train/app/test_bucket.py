@@ -19,7 +19,7 @@ from tests.line import OWN
 
 from .test_resume import bits
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.fixture

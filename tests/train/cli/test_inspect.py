@@ -7,7 +7,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.train.cli.main import main
 from axon_dist.train.cli.values import check_output
 
-CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "pp4.yaml"
+CONFIG = pathlib.Path(__file__).parents[3] / "configs" / "pp4.yaml"
 
 
 def test_a_report_without_a_place_is_a_mistake_before_the_compilation(capsys, monkeypatch):

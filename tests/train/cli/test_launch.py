@@ -53,7 +53,7 @@ def test_mistakes(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-TEMPLATES = pathlib.Path(__file__).parents[2] / "configs" / "launch"
+TEMPLATES = pathlib.Path(__file__).parents[3] / "configs" / "launch"
 SCRIPTS = sorted(p for p in TEMPLATES.iterdir() if p.suffix in (".sh", ".sbatch"))
 
 

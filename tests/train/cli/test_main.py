@@ -10,7 +10,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.train.cli.main import CONFIG_KEYS, VERBS, _parse, main
 from axon_dist.train.config import completion_words
 
-QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
 def error_of(capsys, *arguments):

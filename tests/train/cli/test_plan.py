@@ -11,7 +11,7 @@ from axon_dist.train.app import config_plans
 from axon_dist.train.cli.main import main
 from axon_dist.train.cli.plans import config_of_size
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 
 
 def out_of(capsys, *arguments, code=0):

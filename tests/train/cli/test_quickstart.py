@@ -17,7 +17,7 @@ from axon_dist.models import Transformer
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig
 
-QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 SMALL = (
     "model.width=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=2",
     "model.ffn_width=32", "optimizer.schedule.warmup_steps=1",

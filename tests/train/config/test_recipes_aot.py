@@ -13,7 +13,7 @@ from axon_dist.train.app import examine
 from axon_dist.train.config import load_config
 
 pytestmark = pytest.mark.aot
-RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
+RECIPES = pathlib.Path(__file__).parents[3] / "configs" / "recipes"
 
 
 def compiled(recipe, target):

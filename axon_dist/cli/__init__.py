@@ -1,0 +1,1 @@
+"""The old name of `axon_dist.train.cli`."""

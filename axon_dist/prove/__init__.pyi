@@ -1,0 +1,13 @@
+from .check import MeshVariant as MeshVariant
+from .check import assert_mesh_invariant as assert_mesh_invariant
+from .check import prove as prove
+from .file import bisect_files as bisect_files
+from .file import prove_file as prove_file
+from .parting import Parting as Parting
+from .parting import bisect as bisect
+from .report import Finding as Finding
+from .report import Kind as Kind
+from .report import Output as Output
+from .report import Place as Place
+from .report import Report as Report
+from .strategies import prove_strategy as prove_strategy
