@@ -1,6 +1,6 @@
 """Names of a package that are imported when they are first used, listed in its type stub.
 
-`__init__.pyi` beside an `__init__.py` says which module defines each public name. Type checkers read
+`__init__.pyi` says which module defines each public name. Type checkers read
 it, and so does the package when a program asks for a name: the list is written once.
 """
 
