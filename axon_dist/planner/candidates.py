@@ -20,7 +20,6 @@ from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mea
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
 from ..core.weighted import Weighted
-from ..ir.kernel_work import useful_flops
 from ..mesh import SLOW_AXES, MeshSpec
 from ..mesh.chips import Hardware
 from ..nn import block_paths, mixes
@@ -28,6 +27,7 @@ from ..ops.precision import MixedPrecision, autocast, cast_floating
 from ..parallel import APART, EXPERTS, USUAL_EVERY, ZERO, ByExperts, ZeROStage, suggest_plan
 from ..schedule import PipelineSchedule, build_schedule
 from .device import liveness_program
+from .kernel_work import useful_flops
 from .placement import unsplit
 from .reading import idle_share
 

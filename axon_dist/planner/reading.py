@@ -21,13 +21,13 @@ from ..core.errors import ConfigError
 from ..core.files import host_memory
 from ..core.typing import Batch
 from ..core.words import byte_size
-from ..ir.kernel_work import KernelWork, kernel_work
 from ..mesh import World
 from ..mesh.chips import Hardware, machine_of
 from ..mesh.rates import AttentionShape, ProductShape, rates_of
 from ..nn import ActivationCheckpointing
 from ..schedule import Costs, build_schedule, simulate
 from .device import liveness_program
+from .kernel_work import KernelWork, kernel_work
 from .liveness import peak_of
 from .placement import ProductDims, Sent, Splits, of_spec
 

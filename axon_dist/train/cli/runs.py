@@ -1,4 +1,4 @@
-"""The verbs that take a config or a run: each calls one function of `axon_dist.train.app` and prints."""
+"""The verbs that take a config or a run: each calls one function of `train.app` and prints."""
 
 from __future__ import annotations
 

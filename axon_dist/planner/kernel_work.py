@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from ..planner.liveness import Written
-from ..planner.placement import IN_PLACE, LivenessProgram, Node, ProductDims
+from .liveness import Written
+from .placement import IN_PLACE, LivenessProgram, Node, ProductDims
 
 _TAKEN = frozenset({"gather", "dynamic_slice", "slice"})
 """Operations that read no more of their first operand than they return."""
