@@ -104,7 +104,7 @@ def map_with_path(function: Function, tree: PyTree, *rest: PyTree) -> PyTree:
     )
 
 
-def parted(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
+def partition(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
     """Divides nested dicts in two by the paths of their leaves.
 
     Args:
@@ -115,7 +115,7 @@ def parted(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
         The leaves that are at none of the paths, and those that are, as nested dicts.
 
     Example:
-        >>> parted({"a": 1, "b": {"c": 2, "d": 3}}, {"b/c"})
+        >>> partition({"a": 1, "b": {"c": 2, "d": 3}}, {"b/c"})
         ({'a': 1, 'b': {'d': 3}}, {'b': {'c': 2}})
     """
     if not paths:
@@ -131,16 +131,16 @@ def parted(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
     return others, named
 
 
-def joined(tree: PyTree, other: PyTree) -> PyTree:
+def combine(tree: PyTree, other: PyTree) -> PyTree:
     """Nested dicts with the leaves of both; the inverse of `parted`.
 
     Example:
-        >>> joined({"a": 1, "b": {"d": 3}}, {"b": {"c": 2}})
+        >>> combine({"a": 1, "b": {"d": 3}}, {"b": {"c": 2}})
         {'a': 1, 'b': {'d': 3, 'c': 2}}
     """
     if not (isinstance(tree, dict) and isinstance(other, dict)):
         raise ValueError("both trees have a leaf in one place")
-    shared = {key: joined(tree[key], other[key]) for key in tree.keys() & other.keys()}
+    shared = {key: combine(tree[key], other[key]) for key in tree.keys() & other.keys()}
     return {**tree, **other, **shared}
 
 

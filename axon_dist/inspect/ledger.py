@@ -273,7 +273,7 @@ class Ledger:
         if exposure:
             table.add_column("covered", no_wrap=True)
         table.add_column("source", overflow="fold")
-        for (*labels, each, coverage, source), rows in self._joined():
+        for (*labels, each, coverage, source), rows in self._combined():
             kind, axis, dtypes, flags = labels
             count = rows.num_executions()
             sizes = (byte_size(each), byte_size(each * count))
@@ -293,7 +293,7 @@ class Ledger:
         total, waited = self.seconds(exposure), self.waited(exposure)
         return f"{_ms(max(total - waited, 0.0))} of {_ms(total)} ms" if total else ""
 
-    def _joined(self) -> list[tuple[tuple, Ledger]]:
+    def _combined(self) -> list[tuple[tuple, Ledger]]:
         joined: dict[tuple, list[Collective]] = {}
         for row in self.rows:
             flags = ("+" if row.unknown_trip else "") + (" (branch)" if row.in_conditional else "")

@@ -298,7 +298,7 @@ def waterfall(
             f"{module.name!r}); give the trace and the program of one step"
         )
     time = spent(own, num_runs, rank)
-    return _joined(time, known, kinds, module, peak_flops, peak_source, device)
+    return _combined(time, known, kinds, module, peak_flops, peak_source, device)
 
 
 def _own(event: Event, module: Module, known: Mapping[str, _Operation]) -> Event:
@@ -377,7 +377,7 @@ def _kind(name: str, known: Mapping[str, _Operation]) -> str:
     return next((kind for kind, pattern in _KERNELS.items() if pattern.search(name)), "kernels")
 
 
-def _joined(
+def _combined(
     time: Spent,
     known: Mapping[str, _Operation],
     kinds: Mapping[str, str],

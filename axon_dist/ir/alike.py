@@ -22,7 +22,7 @@ from .walk import LOOPS, dtype_of, inners, interpret, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Alike:
+class UniformValue:
     """What is known of the elements of an array.
 
     Args:
@@ -39,9 +39,9 @@ class Alike:
         return self.value == 0
 
 
-UNKNOWN = Alike()
-ZERO = Alike(0.0)
-INFINITE = Alike(None, is_finite=False)
+UNKNOWN = UniformValue()
+ZERO = UniformValue(0.0)
+INFINITE = UniformValue(None, is_finite=False)
 
 # fmt: off
 _MOVES = (MOVES | KEEPS | {
@@ -54,7 +54,9 @@ _SUMS = frozenset(("cumsum", "psum", "psum_invariant"))
 # fmt: on
 
 
-def alike(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Alike]) -> list[Alike]:
+def alike(
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[UniformValue]
+) -> list[UniformValue]:
     """What is known of the outputs of a program.
 
     Args:
@@ -74,7 +76,7 @@ def alike(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Alike]) -> list[
     return interpret(jaxpr, known, inputs, _run, lambda atom: _of_array(atom.val))
 
 
-def _of_array(value: Any) -> Alike:
+def _of_array(value: Any) -> UniformValue:
     if not isinstance(value, (int, float, bool, np.ndarray, np.generic)):
         shape = getattr(value, "shape", None)
         if shape is None or math.prod(shape) > 4096:
@@ -89,10 +91,10 @@ def _of_array(value: Any) -> Alike:
     if not (array == first).all():
         return UNKNOWN
     # An infinite constant, such as that of a mask, does not come from a weight of 0.
-    return Alike(float(first))
+    return UniformValue(float(first))
 
 
-def _run(equation: JaxprEqn, operands: Sequence[Alike]) -> list[Alike]:
+def _run(equation: JaxprEqn, operands: Sequence[UniformValue]) -> list[UniformValue]:
     name = equation.primitive.name
     programs = inners(equation)
     if name == "scan":
@@ -106,11 +108,11 @@ def _run(equation: JaxprEqn, operands: Sequence[Alike]) -> list[Alike]:
     return [_of_operation(name, equation, operands)] * len(equation.outvars)
 
 
-def _scan(equation: JaxprEqn, operands: Sequence[Alike]) -> list[Alike]:
+def _scan(equation: JaxprEqn, operands: Sequence[UniformValue]) -> list[UniformValue]:
     (inner,) = inners(equation)
     shared, carry, rows = inner.parts(operands)
 
-    def turn(carry: list[Alike]) -> list[Alike]:
+    def turn(carry: list[UniformValue]) -> list[UniformValue]:
         return alike(inner.program.jaxpr, inner.program.consts, [*shared, *carry, *rows])
 
     settled = inner.settled(carry, turn, lambda a, b: _join([a, b]))
@@ -119,41 +121,41 @@ def _scan(equation: JaxprEqn, operands: Sequence[Alike]) -> list[Alike]:
     return [*settled[0], *settled[1]]
 
 
-def _join(values: Sequence[Alike]) -> Alike:
+def _join(values: Sequence[UniformValue]) -> UniformValue:
     if all(value == values[0] for value in values):
         return values[0]
-    return Alike(None, all(value.is_finite for value in values))
+    return UniformValue(None, all(value.is_finite for value in values))
 
 
-def _of_operation(name: str, equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+def _of_operation(name: str, equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     rule = _RULES.get(name, _computed if name in EACH else None)
     return _unknown(operands) if rule is None else rule(equation, operands)
 
 
-def _unknown(operands: Sequence[Alike]) -> Alike:
-    return Alike(None, all(value.is_finite for value in operands))
+def _unknown(operands: Sequence[UniformValue]) -> UniformValue:
+    return UniformValue(None, all(value.is_finite for value in operands))
 
 
-def _select(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+def _select(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     which, *cases = operands
     return cases[int(which.value)] if which.value is not None else _join(cases)
 
 
-def _product(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+def _product(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     if any(value.is_zero for value in operands):
         return ZERO if _unknown(operands).is_finite else INFINITE
     is_each = equation.primitive.name == "mul"
     return _computed(equation, operands) if is_each else _unknown(operands)
 
 
-def _logical(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+def _logical(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     absorbing = float(equation.primitive.name == "or")
     if dtype_of(equation.invars[0]) == jnp.bool_ and absorbing in {v.value for v in operands}:
-        return Alike(absorbing)
+        return UniformValue(absorbing)
     return _computed(equation, operands)
 
 
-def _quotient(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+def _quotient(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     above, below = operands
     if below.is_zero:
         # A scalar 0 / 0 is the mean over no weights, which is not used where all weights are zero.
@@ -164,7 +166,7 @@ def _quotient(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
     return _computed(equation, operands)
 
 
-def _sum(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+def _sum(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     if operands[0].value is None:
         return operands[0]
     summed = math.prod(shape_of(equation.invars[0]))
@@ -172,11 +174,11 @@ def _sum(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
     return dataclasses.replace(operands[0], value=operands[0].value * count)
 
 
-def _sum_of_zeros(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+def _sum_of_zeros(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     return ZERO if all(value.is_zero for value in operands) else _unknown(operands)
 
 
-_RULES: dict[str, Callable[[JaxprEqn, Sequence[Alike]], Alike]] = {
+_RULES: dict[str, Callable[[JaxprEqn, Sequence[UniformValue]], UniformValue]] = {
     **dict.fromkeys(_MOVES, lambda _, operands: operands[0]),
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_SUMS, _sum_of_zeros),
@@ -191,7 +193,7 @@ _RULES: dict[str, Callable[[JaxprEqn, Sequence[Alike]], Alike]] = {
 }
 
 
-def _computed(equation: JaxprEqn, operands: Sequence[Alike]) -> Alike:
+def _computed(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     """An elementwise operation, evaluated on the one number that each operand is."""
     if any(value.value is None for value in operands):
         return _unknown(operands)

@@ -135,7 +135,7 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
         names = [key for _, key in sorted(members)]
         fit = [n for n in names if any(isinstance(v, dict) for v in tree[n].values()) == composite]
         fitting.update(fit)
-        if len(fit) > 1 and _are_alike([tree[n] for n in fit]):
+        if len(fit) > 1 and _are_equal([tree[n] for n in fit]):
             blocks += [(n,) for n in fit]
             continue
         for each in fit:
@@ -148,7 +148,7 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
     return blocks
 
 
-def _are_alike(trees: Sequence[Mapping[str, PyTree]]) -> bool:
+def _are_equal(trees: Sequence[Mapping[str, PyTree]]) -> bool:
     """Whether each of some modules has most of its leaves like those of the one before."""
     leaves = list(map(flatten_dict, trees))
     return all(

@@ -211,7 +211,7 @@ def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[Part]:
     }
     slices = [_slice(jaxpr, maker, atom) for atom in jaxpr.outvars]
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    groups = _joined(slices, {n for n in {*maker.values()} if _is_large(jaxpr.eqns[n])})
+    groups = _combined(slices, {n for n in {*maker.values()} if _is_large(jaxpr.eqns[n])})
     parts = []
     for results in groups:
         numbers = sorted(set().union(*(slices[n] for n in results)))
@@ -255,7 +255,7 @@ def _inside(equation: JaxprEqn) -> list[JaxprEqn]:
     return [e for program in inner_programs(equation) for e in equations(program)]
 
 
-def _joined(slices: Sequence[set[int]], large: set[int]) -> list[list[int]]:
+def _combined(slices: Sequence[set[int]], large: set[int]) -> list[list[int]]:
     """Which results belong into one part: those that need the same large equation."""
     owner: dict[int, int] = {}
     group = list(range(len(slices)))

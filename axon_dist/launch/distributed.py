@@ -419,7 +419,7 @@ def keep_collectives_in_order(devices: Sequence[Any]) -> None:
     """
     is_at_risk = len(devices) > 1 and devices[0].platform == "cpu"
     if is_at_risk and not runs_cached_collectives_in_order():
-        keep_only(keeps_collectives_apart)
+        keep_only(orders_collectives)
 
 
 _COLLECTIVE = re.compile(
@@ -428,7 +428,7 @@ _COLLECTIVE = re.compile(
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
-def keeps_collectives_apart(hlo: str) -> bool:
+def orders_collectives(hlo: str) -> bool:
     """Whether no two collectives of a program can be confused, whatever their order.
 
     XLA:CPU matches the devices of a collective by its kind and channel, and orders collectives of
@@ -440,7 +440,7 @@ def keeps_collectives_apart(hlo: str) -> bool:
 
     Example:
         >>> line = "%a = f32[] collective-permute(%x), channel_id=1\\n"
-        >>> [keeps_collectives_apart(f"ENTRY %main {{\\n{lines}}}") for lines in (line, 2 * line)]
+        >>> [orders_collectives(f"ENTRY %main {{\\n{lines}}}") for lines in (line, 2 * line)]
         [True, False]
     """
     before, _, entry = hlo.rpartition("ENTRY ")

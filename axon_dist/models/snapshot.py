@@ -90,7 +90,7 @@ def _copied(place: Place, patterns: tuple[str, ...]) -> Path:
     return copy / file if is_file else copy
 
 
-def configs_beside(files: Files) -> list[Path]:
+def config_files(files: Files) -> list[Path]:
     """The configs beside files, each of them once."""
     several = [files] if isinstance(files, str | Path) or not isinstance(files, Sequence) else files
     paths = [as_path(fetched(path), "the weights", CheckpointError) for path in several]
@@ -213,7 +213,7 @@ def check_snapshot(
     check_fields(TransformerConfig, dict.fromkeys(differ := tuple(differ)))
     if not isinstance(model, Transformer):
         return
-    for file in configs_beside(files):
+    for file in config_files(files):
         try:
             theirs = hub_config(file)
         except (CheckpointError, UnsupportedError):
@@ -240,7 +240,7 @@ def token_ids(files: Files) -> dict[str, Any]:
         CheckpointError: when it cannot be read.
         UnsupportedError: when it is of a family without a row in `FORMATS`.
     """
-    entries = {key: x for file in configs_beside(files) for key, x in _read_config(file)[1].items()}
+    entries = {key: x for file in config_files(files) for key, x in _read_config(file)[1].items()}
     return {key: entries[key] for key in TOKEN_IDS if key in entries}
 
 

@@ -283,7 +283,7 @@ class _Chunked:
         rows = _of_rows(queries.segments), _of_rows(queries.positions)
         tiles = _numbered(_of_heads(queries.query, heads), *rows)
         out, log_weight = jax.lax.scan(of_queries, None, tiles)[1]
-        return _joined(out), _joined(log_weight)
+        return _combined(out), _combined(log_weight)
 
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
         heads, dtype = keys.key.shape[2], queries.query.dtype
@@ -319,8 +319,8 @@ class _Chunked:
 
         key_tiles = self._key_tiles(keys)
         of_query, of_kv = jax.lax.scan(of_keys, tiles[1].astype(jnp.float32) * 0, key_tiles)
-        of_key, of_value = (_joined(x[:, :, :, None]) for x in of_kv)
-        return _joined(of_query), of_key, of_value
+        of_key, of_value = (_combined(x[:, :, :, None]) for x in of_kv)
+        return _combined(of_query), of_key, of_value
 
     def _key_tiles(self, keys: Keys) -> Tile:
         rows = _of_rows(keys.segments), _of_rows(keys.positions)
@@ -533,7 +533,7 @@ def _of_rows(segments: Array | None) -> Array | None:
     return jnp.moveaxis(segments.reshape(segments.shape[0], _count(segments.shape[1]), -1), 1, 0)
 
 
-def _joined(tiles: Array) -> Array:
+def _combined(tiles: Array) -> Array:
     """Undoes `_of_heads`."""
     x = jnp.moveaxis(jnp.moveaxis(tiles, 4, 2), 0, 1)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, *x.shape[5:])

@@ -82,7 +82,7 @@ def _forward(
         new = merged(more, (out, log_weight))
         return tuple(x.at[mine].set(y) for x, y in zip(state, new, strict=True))
 
-    out, log_weight = map(_joined, _over_pairs(visit, states, _cut(segments), causal))
+    out, log_weight = map(_combined, _over_pairs(visit, states, _cut(segments), causal))
     out = out.astype(query.dtype)
     return out, (query, key, value, segments, out, log_weight)
 
@@ -102,7 +102,7 @@ def _backward(
         return tuple(x.at[at].add(new) for x, at, new in zip(sums, places, more, strict=True))
 
     gradients = _over_pairs(visit, gradients, _cut(segments), causal)
-    return *narrowed(map(_joined, gradients), (query, key, value)), None
+    return *narrowed(map(_combined, gradients), (query, key, value)), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -144,7 +144,7 @@ def _cut(x: Array) -> Array:
     return jnp.moveaxis(pieces, 1, 0)
 
 
-def _joined(x: Array) -> Array:
+def _combined(x: Array) -> Array:
     """Undoes `_pieces`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])

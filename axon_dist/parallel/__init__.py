@@ -36,13 +36,13 @@ from .plan import ByPlan as ByPlan
 from .plan import Plan as Plan
 from .plan import Rule as Rule
 from .plan import plan_of as plan_of
-from .plans import APART as APART
-from .plans import USUAL_EVERY as USUAL_EVERY
+from .plans import DEFAULT_SYNC_EVERY as DEFAULT_SYNC_EVERY
+from .plans import OUTER_LOOPS as OUTER_LOOPS
 from .plans import AutoWrapPolicy as AutoWrapPolicy
 from .plans import CPUOffload as CPUOffload
+from .plans import OuterLoop as OuterLoop
 from .plans import PipelinePlan as PipelinePlan
 from .plans import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
-from .plans import SlowPlan as SlowPlan
 from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
@@ -54,7 +54,7 @@ from .strategy import as_strategy as as_strategy
 from .strategy import compose as compose
 from .strategy import overlay as overlay
 from .strategy import per_layer as per_layer
-from .strategy import said_once as said_once
+from .strategy import resolve_setting as resolve_setting
 from .strategy import with_masters as with_masters
 from .strategy_rules import STRATEGY_RULES as STRATEGY_RULES
 from .strategy_rules import PlacedStrategy as PlacedStrategy

@@ -15,7 +15,7 @@ from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unkno
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
-from .plans import AutoWrapPolicy, CPUOffload, SlowPlan
+from .plans import AutoWrapPolicy, CPUOffload, OuterLoop
 from .strategy import Reduction, Strategy, axes_of
 
 
@@ -366,7 +366,7 @@ def _slow(
             f"step of its own, so give at most {every} fragments, or more steps"
         )
     optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    plan = SlowPlan(
+    plan = OuterLoop(
         axis,
         int(every),
         optax.with_extra_args_support(optimizer),

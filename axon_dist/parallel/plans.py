@@ -41,15 +41,15 @@ class PipelinePlan:
     keeps_residuals: bool = False
 
 
-APART = ("diloco", "local_sgd")
+OUTER_LOOPS = ("diloco", "local_sgd")
 """The strategies whose replicas train independently, by name."""
 
-USUAL_EVERY = 100
+DEFAULT_SYNC_EVERY = 100
 """The default number of steps between two outer steps; DiLoCo has 500 (arXiv:2311.08105)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SlowPlan:
+class OuterLoop:
     """How the replicas along a slow mesh axis train apart and synchronize.
 
     Each has separate parameters, moments and statistics. With the outer parameters θ, and θ_r
@@ -76,7 +76,7 @@ class SlowPlan:
         """Which fragments synchronize after so many steps.
 
         Example:
-            >>> plan = SlowPlan("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
+            >>> plan = OuterLoop("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
             >>> [plan.due(step) for step in range(1, 5)]
             [(), (0,), (), (1,)]
         """
@@ -96,7 +96,7 @@ class SlowPlan:
             The paths of each fragment.
 
         Example:
-            >>> plan = SlowPlan("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
+            >>> plan = OuterLoop("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
             >>> [sorted(part) for part in plan.parts({"a": 4, "b": 4, "c": 8})]
             [['a', 'b'], ['c']]
         """

@@ -19,12 +19,12 @@ from ..ir.units import block_paths, check_some
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
-from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
+from ..sharding import Merge, Policy, Replicate, WithMoments, same_for_rows
 from .plans import (
     AutoWrapPolicy,
     CPUOffload,
+    OuterLoop,
     PipelinePlan,
-    SlowPlan,
     TransformerAutoWrapPolicy,
 )
 
@@ -180,7 +180,7 @@ class Strategy:
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
     resident: tuple[str, ...] = ()
-    slow: SlowPlan | None = None
+    slow: OuterLoop | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -351,13 +351,13 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     parts = [as_strategy(strategy) for strategy in strategies]
     if not parts:
         raise ConfigError("compose() got no strategy; give it at least one")
-    said = {field: said_once(parts, field) for field in _SAID_ONCE}
+    said = {field: resolve_setting(parts, field) for field in _SAID_ONCE}
     return Strategy(
         name=" + ".join(part.name for part in parts),
-        batch_axes=_joined_axes(parts),
+        batch_axes=_combined_axes(parts),
         params=_merged([part.params for part in parts]),
         opt_state=_merged([part.opt_state for part in parts]),
-        reduction=_joined_reduction(parts),
+        reduction=_combined_reduction(parts),
         layers=tuple(layers for part in parts for layers in part.layers),
         resident=tuple(axis for part in parts for axis in part.resident),
         **said,
@@ -393,8 +393,8 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
     """
     return dataclasses.replace(
         strategy,
-        params=rows_alike(strategy.params, stacks),
-        opt_state=rows_alike(strategy.opt_state, stacks),
+        params=same_for_rows(strategy.params, stacks),
+        opt_state=same_for_rows(strategy.opt_state, stacks),
     )
 
 
@@ -432,7 +432,7 @@ def _merged(policies: Sequence[Policy]) -> Policy:
     return Merge(tuple(saying))
 
 
-def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
+def _combined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
     axes: dict[str, str] = {}
     layers = (one for part in parts for one in part.layers if one.splits_positions)
     of_positions = {axis for one in layers for axis in one.axes}
@@ -451,7 +451,7 @@ def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
     return tuple(sorted(axes, key=lambda axis: axis in resident))
 
 
-def _joined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
+def _combined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
     """Field by field what the parts say about the reduction; a default says nothing."""
     saying = [part for part in parts if part.reduction is not None]
     if not saying:
@@ -472,7 +472,7 @@ def _joined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
     return Reduction(**{name: value for name, (value, _) in said.items()})
 
 
-def said_once(parts: Sequence[Strategy], field: str) -> Any:
+def resolve_setting(parts: Sequence[Strategy], field: str) -> Any:
     """What the parts say about a field.
 
     Raises:

@@ -15,14 +15,14 @@ from .layout import Staged as Staged
 from .layout import Stages as Stages
 from .layout import buffers_together as buffers_together
 from .layout import flatten as flatten
-from .layout import has_apart as has_apart
+from .layout import has_split as has_split
 from .layout import nest as nest
 from .loss_trace import LossTrace as LossTrace
 from .loss_trace import buffers_over_time as buffers_over_time
 from .loss_trace import check_order as check_order
 from .loss_trace import mean_weight as mean_weight
 from .loss_trace import trace_loss as trace_loss
-from .loss_trace import with_joined_rows as with_joined_rows
+from .loss_trace import with_combined_rows as with_combined_rows
 from .optimizer import UnstackedOptimizer as UnstackedOptimizer
 from .stage import Data as Data
 from .stage import StageLoss as StageLoss
@@ -36,5 +36,5 @@ from .switch import stages_by_calls as stages_by_calls
 from .tables import Totals as Totals
 from .uniform import UniformStages as UniformStages
 from .vocabulary import lookups_in as lookups_in
-from .vocabulary import parted_by_tokens as parted_by_tokens
-from .vocabulary import with_parted_loss as with_parted_loss
+from .vocabulary import partition_by_tokens as partition_by_tokens
+from .vocabulary import with_partitioned_loss as with_partitioned_loss

@@ -164,23 +164,23 @@ class StackedBuffer:
     rows: list[PyTree]
 
 
-def has_apart(buffers: PyTree) -> bool:
+def has_split(buffers: PyTree) -> bool:
     """Whether some of these have been taken apart."""
     return any(
-        isinstance(leaf, StackedBuffer) for leaf in jax.tree.leaves(buffers, is_leaf=_is_apart)
+        isinstance(leaf, StackedBuffer) for leaf in jax.tree.leaves(buffers, is_leaf=_is_split)
     )
 
 
 def buffers_together(apart: PyTree, stack: Callable[[list[PyTree]], PyTree] = jnp.stack) -> PyTree:
-    """The inverse of `Stacks.buffers_apart`."""
+    """The inverse of `Stacks.split_buffers`."""
 
     def one(leaf):
         return stack(leaf.rows) if isinstance(leaf, StackedBuffer) else leaf
 
-    return jax.tree.map(one, apart, is_leaf=_is_apart)
+    return jax.tree.map(one, apart, is_leaf=_is_split)
 
 
-def _is_apart(leaf: object) -> bool:
+def _is_split(leaf: object) -> bool:
     return isinstance(leaf, StackedBuffer)
 
 
@@ -254,7 +254,7 @@ class Stacks:
 
         return nest({keys: one(keys, leaves) for keys, leaves in grouped.items()})
 
-    def buffers_apart(self, buffers: PyTree) -> PyTree:
+    def split_buffers(self, buffers: PyTree) -> PyTree:
         """A model's buffers, with the numbers that each block of a stack has as `StackedBuffer`.
 
         What random streams have, such as keys and counts, stays as it is.

@@ -343,7 +343,7 @@ def mean_weight(
     return jnp.where(mean == 0, 1.0, mean)
 
 
-def with_joined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def with_combined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The same function, whose products see all dims before the contracted ones as one.
 
         dot(x[batch, tokens, k], w[k, n])  ->  reshape(dot(reshape(x, [batch * tokens, k]), w))
@@ -364,7 +364,7 @@ def with_joined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     Example:
         >>> x, w = jax.numpy.ones((2, 3, 4)), jax.numpy.ones((4, 5))
-        >>> program = jax.make_jaxpr(with_joined_rows(lambda x, w: x @ w))(x, w)
+        >>> program = jax.make_jaxpr(with_combined_rows(lambda x, w: x @ w))(x, w)
         >>> [(str(e.primitive), e.outvars[0].aval.shape) for e in program.eqns]
         [('reshape', (6, 4)), ('dot_general', (6, 5)), ('reshape', (2, 3, 5))]
     """
@@ -383,7 +383,7 @@ class _JoinedRows:
     """Runs one program's equations; what several products share is joined once, and kept once."""
 
     def __init__(self):
-        self._joined: dict[int, tuple[Array, Array]] = {}
+        self._combined: dict[int, tuple[Array, Array]] = {}
         self._units: dict[int, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
@@ -428,10 +428,10 @@ class _JoinedRows:
             (result,) = eval_equation(equation, (x, w))
             return result
         # An id is of one array for as long as the array is held.
-        _, joined = self._joined.get(id(x), (x, x))
+        _, joined = self._combined.get(id(x), (x, x))
         if joined.ndim != x.ndim - rows + 1:
             joined = x.reshape(math.prod(x.shape[:rows]), *x.shape[rows:])
-            self._joined[id(x)] = x, joined
+            self._combined[id(x)] = x, joined
         dims = (tuple(range(1, joined.ndim)), of_w), batch
         matrices = equation.replace(params={**equation.params, "dimension_numbers": dims})
         (result,) = eval_equation(matrices, (joined, w))

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..core.tree import joined
+from ..core.tree import combine
 from ..core.typing import Array, Keys, PyTree
 from .layout import Stages, flatten, nest
 from .tables import Packing
@@ -217,7 +217,7 @@ class ModelStorage:
         """The inverse of `store`, exactly."""
         if self.untrained is None:
             return self.to_model(params)
-        return joined(self.trained.to_model(params), self.untrained.to_model(frozen))
+        return combine(self.trained.to_model(params), self.untrained.to_model(frozen))
 
     def packed(self, flat: Mapping[Keys, Array], chunk: int, rank: int) -> list[Array]:
         """What a rank has of a chunk in rows of chunks, zeros where it has none.

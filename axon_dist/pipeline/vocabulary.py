@@ -157,7 +157,7 @@ _BY_TOKENS = {1: 1, 4: 0}
 """The operands of the loss that have a dim of tokens: the kernel and the bias, and which dim."""
 
 
-def parted_by_tokens(
+def partition_by_tokens(
     trace: LossTrace, rest: Sequence[Keys], axis: str, size: int, embedding: bool = True
 ) -> dict[Keys, int]:
     """The parameters that every rank shall have its part of the vocabulary of, and their dims.
@@ -320,7 +320,7 @@ def _name(equation: Any) -> str:
     return "the results of the loss" if equation is None else repr(equation.primitive.name)
 
 
-def with_parted_loss(program: StageProgram, axis: str) -> StageProgram:
+def with_partitioned_loss(program: StageProgram, axis: str) -> StageProgram:
     """The program whose `last` takes a rank's part of the head, and gives the loss of all ranks."""
 
     def of_all(equation: Any, operands: Sequence[Array]) -> list[Array]:

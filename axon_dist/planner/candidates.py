@@ -24,7 +24,15 @@ from ..mesh import SLOW_AXES, MeshSpec
 from ..mesh.chips import Hardware
 from ..nn import block_paths, mixes
 from ..ops.precision import MixedPrecision, autocast, cast_floating
-from ..parallel import APART, EXPERTS, USUAL_EVERY, ZERO, ByExperts, ZeROStage, suggest_plan
+from ..parallel import (
+    DEFAULT_SYNC_EVERY,
+    EXPERTS,
+    OUTER_LOOPS,
+    ZERO,
+    ByExperts,
+    ZeROStage,
+    suggest_plan,
+)
 from ..schedule import PipelineSchedule, build_schedule
 from .device import liveness_program
 from .kernel_work import useful_flops
@@ -196,14 +204,14 @@ class SlowReplicas:
     """
 
     strategy: str = "diloco"
-    every: int = USUAL_EVERY
+    every: int = DEFAULT_SYNC_EVERY
     axis: str = "nodes"
 
     def __post_init__(self) -> None:
-        if self.strategy not in APART:
+        if self.strategy not in OUTER_LOOPS:
             raise ConfigError(
                 f"unknown strategy {self.strategy!r} over slow links."
-                f"{did_you_mean(self.strategy, APART)}"
+                f"{did_you_mean(self.strategy, OUTER_LOOPS)}"
             )
         if self.axis not in SLOW_AXES or self.every < 1:
             raise ConfigError(

@@ -152,7 +152,7 @@ class Reading:
             return sent.num_bytes
         return ROUNDS[sent.kind] * (1 - 1 / self._ranks(sent)) * sent.num_bytes
 
-    def _joined(self) -> dict[tuple[str, tuple[str, ...], int], list[int]]:
+    def _combined(self) -> dict[tuple[str, tuple[str, ...], int], list[int]]:
         """The sizes of the collectives of a kind over the same axes that run equally often."""
         sizes: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
         for sent, times in self.sends:
@@ -214,7 +214,7 @@ class Reading:
     def _transfers(self, hardware: Hardware) -> tuple[float, float, float]:
         """Seconds of all transfers, of those that are waited for, and of the others."""
         hidden, exposed = 0.0, 0.0
-        for (kind, axes, times), sizes in self._joined().items():
+        for (kind, axes, times), sizes in self._combined().items():
             one = Sent(kind, axes, sum(sizes))
             ranks, stride = self._ranks(one), self._stride(one)
             if ranks == 1:

@@ -50,7 +50,7 @@ def _factor(op: Operation, value: Value, operand: int) -> int | None:
     return None if value.dim is None else op.factors.factor(operand, value.dim)
 
 
-def _is_alike(op: Operation, table: Value, indices: Value) -> bool | None:
+def _is_equal(op: Operation, table: Value, indices: Value) -> bool | None:
     """Whether each sample has its own index; None where the samples are not counted in both."""
     factor = _factor(op, table, _TABLE)
     places = op.factors.dims(factor, op.factors.operands) if factor is not None else []
@@ -62,7 +62,7 @@ def _is_alike(op: Operation, table: Value, indices: Value) -> bool | None:
 
 def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
     numbers, dim = op.params["dimension_numbers"], table.dim
-    is_alike = _is_alike(op, table, indices)
+    is_alike = _is_equal(op, table, indices)
     if is_alike is not None:
         if is_alike:
             return op.moved(table)
@@ -101,7 +101,7 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
 def _written(op: Operation, table: Value, indices: Value) -> int | None:
     """The factor of the updates that counts the samples that they are written to."""
     numbers, dim = op.params["dimension_numbers"], table.dim or 0
-    is_alike = _is_alike(op, table, indices)
+    is_alike = _is_equal(op, table, indices)
     if is_alike is not None:
         return _factor(op, table, _TABLE) if is_alike else None
     targets = tuple(numbers.scatter_dims_to_operand_dims)

@@ -49,7 +49,7 @@ from .operation import (
     PairValues,
     Shapes,
     all_constant,
-    are_alike,
+    are_equal,
     are_equal_keys,
     constant,
     counts,
@@ -207,7 +207,7 @@ class Walk:
         try:
             result = self._loose(op, operands) if self._is_single else None
             is_known = name in SAMPLE_RULES or all_constant(operands)
-            if result is None and is_known and not are_alike(op):
+            if result is None and is_known and not are_equal(op):
                 result = coupled(f"takes `{name}` {RESIZED}", "")
             if result is not None:
                 return self._numbered(op, operands, [with_line(result, at)] * count)
@@ -383,7 +383,7 @@ class Walk:
             elif counters[slot]:
                 results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
             elif value == start[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(_joined(plus, first, more, at))
+                results.append(_combined(plus, first, more, at))
             else:
                 results.append(value if value.kind is Kind.COUPLED else bad)
         for value in outputs[len(carry) :]:
@@ -417,11 +417,11 @@ class Walk:
         results = by_branch[0]
         for others in by_branch[1:]:
             pairs = zip(results, others, strict=True)
-            results = [_joined(either, a, b, at) for a, b in pairs]
+            results = [_combined(either, a, b, at) for a, b in pairs]
         if which.is_rows:
             carried = [value.kind is Kind.CARRY for value in results]
             pairs = zip(results, carried, strict=True)
-            results = [v if acc else _joined(either, Value(Kind.ROWS), v, at) for v, acc in pairs]
+            results = [v if acc else _combined(either, Value(Kind.ROWS), v, at) for v, acc in pairs]
         return results
 
     def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
@@ -444,7 +444,7 @@ _KEEPS_NUMBER = RESHAPES | {
 """What changes nothing about what a value is."""
 
 
-def _joined(join: Callable[[Value, Value], Value], left: Value, right: Value, at: str) -> Value:
+def _combined(join: Callable[[Value, Value], Value], left: Value, right: Value, at: str) -> Value:
     """The join of two values, from two branches or from before and after an iteration."""
     for value in (left, right):
         if value.kind is Kind.COUPLED:
@@ -464,7 +464,7 @@ def _settled(
     loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], at: str
 ) -> tuple[list[Value], list[Value]]:
     """The fixed point of a loop's carry, and the loop's other results."""
-    fixed = loop.settled(carry, run, lambda one, other: _joined(either, one, other, at))
+    fixed = loop.settled(carry, run, lambda one, other: _combined(either, one, other, at))
     if fixed is not None:
         return fixed
     bad = [coupled("changes its dependence on the samples all the time", at)] * len(carry)

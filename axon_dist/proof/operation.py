@@ -174,12 +174,12 @@ _SIZED = frozenset(
 """Parameters that follow from sizes, which the rules compare, or that change no number."""
 
 
-def are_alike(op: Operation) -> bool:
+def are_equal(op: Operation) -> bool:
     """Whether the parameters of an operation are the same for a part and the whole, but for sizes.
 
     Example:
         >>> square = {"y": 2}
-        >>> are_alike(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
+        >>> are_equal(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
         False
     """
     for name, mine in op.params.items():

@@ -436,7 +436,7 @@ class RowsAlike(Wrapped):
         return Decision(spec, row.rule, f"of each of {shape[0]} stacked layers: {row.reason}")
 
 
-def rows_alike(policy: Policy, stacks: frozenset[Path]) -> Policy:
+def same_for_rows(policy: Policy, stacks: frozenset[Path]) -> Policy:
     """A policy whose flexible parts lay out stacked layers one by one.
 
     Args:
@@ -447,7 +447,7 @@ def rows_alike(policy: Policy, stacks: frozenset[Path]) -> Policy:
         The policy.
     """
     if isinstance(policy, Merge):
-        return Merge(tuple(rows_alike(part, stacks) for part in policy.policies))
+        return Merge(tuple(same_for_rows(part, stacks) for part in policy.policies))
     return RowsAlike(policy, stacks) if policy.flexible else policy
 
 

@@ -12,8 +12,8 @@ from .build import build_train_step as build_train_step
 from .build import leaves_remat_open as leaves_remat_open
 from .options import StepOptions as StepOptions
 from .parts import ModelLike as ModelLike
-from .parts import ModelParts as ModelParts
-from .parts import take_apart as take_apart
+from .parts import ModelSpec as ModelSpec
+from .parts import split_model as split_model
 from .parts import trainable_filter as trainable_filter
 from .rules import RULES as RULES
 from .spec import StepSpec as StepSpec

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, DivisibilityError, DTypeError, UnsupportedError
 from ..core.tree import (
     check_32_bits,
-    joined,
+    combine,
     leaves_with_paths,
-    parted,
+    partition,
     path_str,
     problem_of,
     shape_key,
@@ -29,13 +29,13 @@ from ..core.tree import (
 )
 from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
-from ..ir.alike import UNKNOWN, ZERO, Alike, alike
+from ..ir.alike import UNKNOWN, ZERO, UniformValue, alike
 from ..mesh import World
 from ..proof.lattice import OutputUse, Use
 from .loss_traces import Traces, scalars
 from .model_changes import batch_spec
 from .objective import evaluate
-from .parts import ModelParts
+from .parts import ModelSpec
 from .spec import StepSpec
 
 
@@ -311,14 +311,14 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
             f"{path_str(marked[0])!r}; only in a dict, or a dict in a dict, has it a name to be "
             "found by"
         )
-    rows, shared = parted(batch, {path_str(keys) for keys in marked})
+    rows, shared = partition(batch, {path_str(keys) for keys in marked})
     return rows, jax.tree.map(lambda one: _canonical(one.value), shared)
 
 
 def unwrapped(batch: Batch) -> Batch:
     """A batch as a loss function sees it, with what its samples have in common unwrapped."""
     samples, shared = apart(batch)
-    return joined(samples, shared) if shared else samples
+    return combine(samples, shared) if shared else samples
 
 
 def _canonical(value: Any) -> Any:
@@ -404,7 +404,7 @@ HOW = (
 )
 
 
-def check_fillings(parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str) -> None:
+def check_fillings(parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str) -> None:
     """Raises unless samples of weight 0 change nothing.
 
     Args:
@@ -438,7 +438,7 @@ def check_fillings(parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str
             )
 
 
-def _problem(use: OutputUse, total: Alike, weight: Alike, is_plain: bool) -> str:
+def _problem(use: OutputUse, total: UniformValue, weight: UniformValue, is_plain: bool) -> str:
     """How a number counts samples of weight 0; "" where it does not."""
     if is_plain and use.kind is Use.CONSTANT:
         return ""
@@ -458,8 +458,8 @@ def _problem(use: OutputUse, total: Alike, weight: Alike, is_plain: bool) -> str
 
 
 def _without_weights(
-    parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str
-) -> dict[str, tuple[Alike, Alike, bool]]:
+    parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str
+) -> dict[str, tuple[UniformValue, UniformValue, bool]]:
     """Total and weight of each number where no sample weighs anything, and whether it has none."""
     names: list[tuple[str, bool]] = []
 

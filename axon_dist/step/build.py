@@ -25,7 +25,7 @@ from ..parallel import (
     as_strategy,
     overlay,
     per_layer,
-    said_once,
+    resolve_setting,
     with_masters,
 )
 from ..planner import AUTO, knows_memory, read_step, recompute_least, usable_bytes
@@ -34,16 +34,16 @@ from ..sharding import FromMetadata, annotations_of
 from ..sharding.policy import NO_DIM
 from .batch import unwrapped
 from .options import StepKeywords, StepOptions, check_arguments, options_of, takes_step
-from .parts import ModelLike, ModelParts, stored_as, take_apart
+from .parts import ModelLike, ModelSpec, split_model, stored_as
 from .replicas import ReplicaForm
 from .rules import check_rules
 from .spec import StepSpec
-from .state_form import StateForm
+from .state_form import StateLayout
 from .step import TrainStep
 
 
 def strategy_for(
-    parts: ModelParts,
+    parts: ModelSpec,
     strategy: Strategy,
     precision: MixedPrecision | str | bool | None,
     remat: ActivationCheckpointing | None,
@@ -69,7 +69,7 @@ def strategy_for(
     """
     policy = None if precision is None else MixedPrecision.of(precision)
     asked = Strategy("build_train_step", precision=policy, remat=remat)
-    both = {field: said_once([strategy, asked], field) for field in ("precision", "remat")}
+    both = {field: resolve_setting([strategy, asked], field) for field in ("precision", "remat")}
     merged = dataclasses.replace(strategy, **both)
     reduction, dtypes = merged.reduction or Reduction(), merged.precision
     dtype = reduction.dtype or (parts.dtype if dtypes is None else dtypes.reduce_dtype)
@@ -112,7 +112,7 @@ def build_train_step(
 
     Args:
         model: an NNX module, or a zero-argument function that makes one; the arrays of the
-            latter are born sharded.
+            latter are init sharded.
         optimizer: any optax transformation; one that looks at the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
             of scalar metrics. One that has to be given a `step`, `loss_fn(model, batch, step)`, is
@@ -187,7 +187,7 @@ def build_train_step(
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
     with own_context(names):
-        parts, source = take_apart(model, trainable)
+        parts, source = split_model(model, trainable)
         resolved = strategy_for(parts, as_strategy(strategy), precision, remat, names)
         scales = resolved.precision is not None and resolved.precision.needs_scaling
         resolved_options = options_of(options, keywords, scales)
@@ -198,7 +198,7 @@ def build_train_step(
         example = None if batch is None else unwrapped(batch)
         spec = StepSpec(parts, loss_fn, extended, resolved, world, resolved_options, batch=example)
         check_rules(spec)
-        form = (StateForm if resolved.slow is None else ReplicaForm)(spec, source)
+        form = (StateLayout if resolved.slow is None else ReplicaForm)(spec, source)
         step = TrainStep(spec, form)
         _warn_of_whole(step)
         if batch is not None:

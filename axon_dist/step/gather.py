@@ -165,7 +165,7 @@ class Int8Gather:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Held:
+class Accumulated:
     """A whole weight with the gradients that microbatches before have left on this rank.
 
     Args:
@@ -185,7 +185,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReduceHeld:
+class ReduceAccumulated:
     """Reduces the gradients of all microbatches where the last one's gradient is made.
 
     Forward it gives the weight; on the way back the gradient of the weight is added to the sums
@@ -204,7 +204,7 @@ class ReduceHeld:
     wire: Any
     ndim: int
 
-    def __call__(self, bundle: Held) -> Array:
+    def __call__(self, bundle: Accumulated) -> Array:
         """Returns the weight; to be called once for each, or sums would count more than once."""
         spec = row_spec(self.spec, self.ndim, bundle.weight)
         # Rules that close over values of a trace are different for each weight.
@@ -247,12 +247,12 @@ def local_gather(spec: StepSpec, path: Path) -> LocalGather:
     return LocalGather(sharded, axes, spec.reduction.dtype, shape, has_grad)
 
 
-def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
+def reduce_accumulated(spec: StepSpec, path: Path) -> ReduceAccumulated | None:
     """How gradients that are summed per rank are reduced; None for a weight without one."""
     if path in spec.parts.frozen_paths:
         return None
     owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shapes[path])
-    return ReduceHeld(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
+    return ReduceAccumulated(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
 
 
 def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:

@@ -30,12 +30,12 @@ from ..ir.units import is_inside
 from ..sharding import spec_axes, specs
 from ..sharding.padding import for_region, like, stored_shape
 from .gather import (
-    Held,
+    Accumulated,
     all_gather_by,
     gathers_by_units,
     local_gather,
     only_axes,
-    reduce_held,
+    reduce_accumulated,
     reduce_tree,
 )
 from .microbatches import Draws, LastFn, SumsFn, accumulate, draws_of
@@ -291,7 +291,7 @@ class LocalPlan:
 
         Without units it runs the `plain` program of the others, on weights that reduce.
         """
-        reduce = functools.partial(reduce_held, self.spec)
+        reduce = functools.partial(reduce_accumulated, self.spec)
 
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             units = self.spec.changes.units
@@ -302,7 +302,11 @@ class LocalPlan:
                 slot = dict(leaves_with_paths(slots))
 
                 def bundle(path, weight):
-                    return Held(weight, addends[path], slot[path]) if path in addends else weight
+                    return (
+                        Accumulated(weight, addends[path], slot[path])
+                        if path in addends
+                        else weight
+                    )
 
                 def reduced(path, weight):
                     gather = reduce(path)

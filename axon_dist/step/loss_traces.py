@@ -43,7 +43,7 @@ from .objective import (
     is_one,
     mean_loss,
 )
-from .parts import ModelParts
+from .parts import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Traces:
 
     def __init__(
         self,
-        parts: ModelParts,
+        parts: ModelSpec,
         loss_fn: LossFn,
         adapt: Prepare | None = None,
         over_all: bool = True,
@@ -201,7 +201,7 @@ LOSS = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OfSums(PartLoss):
+class FunctionOfSums(PartLoss):
     """A loss function of which some numbers are replaced by the sums that they are computed of.
 
     Args:
@@ -272,7 +272,7 @@ def sum_name(number: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LossEnding:
+class Finalize:
     """Computes what a loss function of sums lacks, once these are of the whole batch.
 
     Args:
@@ -281,7 +281,7 @@ class LossEnding:
     """
 
     ending: Ending
-    loss_fn: OfSums
+    loss_fn: FunctionOfSums
 
     def numbers(self, sums: Sequence[Array]) -> dict[str, Array]:
         """What is computed of the sums of the whole batch, by name."""
@@ -298,7 +298,7 @@ class LossEnding:
         return jax.grad(loss)([jnp.asarray(x, jnp.float32) for x in sums])
 
     def leads(self, moving: Callable[[int], bool]) -> tuple[tuple[int, float], ...] | None:
-        """What is differentiated of a part in place of the loss; see `OfSums.leads`.
+        """What is differentiated of a part in place of the loss; see `FunctionOfSums.leads`.
 
         Args:
             moving: whether a sum moves with the parameters, by its number.

@@ -33,7 +33,7 @@ from ..parallel import (
 )
 from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
-from .parts import ModelParts, split_inputs
+from .parts import ModelSpec, split_inputs
 
 MakeGather: TypeAlias = Callable[[Path], Any]
 """The path of a parameter -> the function that gathers it; None where it is whole."""
@@ -62,7 +62,7 @@ class ModelChanges:
     """
 
     strategy: Strategy
-    parts: ModelParts
+    parts: ModelSpec
     units: frozenset[Path]
     loops: LoopRule = LoopRule()
     looped: frozenset[Path] = frozenset()

@@ -18,11 +18,11 @@ from flax import nnx
 
 from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
-from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, wide
+from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted, WithTerm
 from .options import LOSS_SCALE, METRICS
-from .parts import MEAN_WEIGHT, SHARED, STEP, ModelParts, split_inputs
+from .parts import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 from .state import FLAG
 
 
@@ -67,7 +67,7 @@ class PartLoss(abc.ABC):
 
 
 def evaluate(
-    parts: ModelParts,
+    parts: ModelSpec,
     loss_fn: LossFn,
     params: PyTree,
     buffers: PyTree,
@@ -102,7 +102,7 @@ def evaluate(
     shared = dict(buffers.get(SHARED, {}))
     mean_weight = shared.pop(MEAN_WEIGHT, None)
     samples = jax.tree.leaves(batch)[0].shape[0]
-    batch = joined(batch, shared) if shared else batch
+    batch = combine(batch, shared) if shared else batch
     returned = _called(loss_fn, model, batch, kwargs)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
@@ -346,7 +346,7 @@ class Sums:
         return grads, {"loss": mean_loss(self.loss), **metrics}
 
 
-def forward_of(parts: ModelParts, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
+def forward_of(parts: ModelSpec, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
     """The forward pass of a model as a function of its arrays."""
     return lambda params, buffers, batch: evaluate(parts, loss_fn, params, buffers, batch, prepare)
 
@@ -358,7 +358,7 @@ def beside(forward: Forward, frozen: PyTree) -> Forward:
         forward: of all parameters.
         frozen: those that nothing is differentiated by.
     """
-    return lambda params, *args: forward(joined(params, frozen), *args)
+    return lambda params, *args: forward(combine(params, frozen), *args)
 
 
 def gradient_sums(

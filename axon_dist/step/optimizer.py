@@ -37,12 +37,12 @@ from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
 from ..sharding.padding import cut, for_region, like, padded
-from .parts import ModelParts
+from .parts import ModelSpec
 from .storage import Storage
 
 
 def optimizer_for(
-    optimizer: optax.GradientTransformation, parts: ModelParts, storage: Storage, mesh: Mesh
+    optimizer: optax.GradientTransformation, parts: ModelSpec, storage: Storage, mesh: Mesh
 ) -> tuple[Any, Storage, Update | None]:
     """The optimizer for the stored form of a model's parameters.
 
@@ -119,7 +119,7 @@ class Update:
         return cls(optimizer, params, state, *trace(params, state, params, loss))
 
 
-def _fitting(optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts) -> Update:
+def _fitting(optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec) -> Update:
     """That of the optimizer itself, if it takes nested dicts, or shown an `nnx.State`.
 
     Masks and labels may be trees instead of functions, and then have the structure that
@@ -204,7 +204,7 @@ def updated(
 
 
 def _as_state(
-    optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
+    optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
     trained = {path for path, _ in leaves_with_paths(parts.params)}

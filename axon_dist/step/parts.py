@@ -20,10 +20,10 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError
 from ..core.modules import bridges_of, stacks_of
 from ..core.tree import (
+    combine,
     floating_dtype,
-    joined,
     leaves_with_paths,
-    parted,
+    partition,
     problem_of,
     shapes_of,
 )
@@ -153,7 +153,7 @@ def _words(trainable: Any) -> str:
 
 # The metaclass of modules hides `|` from type checkers.
 ModelLike: TypeAlias = Union[nnx.Module, Callable[[], nnx.Module]]  # noqa: UP007
-"""A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
+"""A module, or a function of no arguments that makes one (its arrays are then init sharded)."""
 
 LINEN_BOX = "linen_meta_type"
 """What `nnx.bridge` notes of a value with axes: how Linen is to box it."""
@@ -165,7 +165,7 @@ MEAN_WEIGHT = "axon_mean_weight"
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelParts:
+class ModelSpec:
     """The structure of a model and the shapes of its arrays.
 
     Args:
@@ -215,7 +215,7 @@ class ModelParts:
                     f"the parameter {path!r} has dtype {leaf.dtype}, of which there is no "
                     "gradient; keep it in an nnx.Variable instead of an nnx.Param"
                 )
-        weights = joined(self.params, self.frozen) if self.frozen else self.params
+        weights = combine(self.params, self.frozen) if self.frozen else self.params
         object.__setattr__(self, "weights", weights)
         shapes = {path: leaf.shape for path, leaf in leaves_with_paths(weights)}
         object.__setattr__(self, "shapes", shapes)
@@ -305,14 +305,14 @@ class Source:
     Args:
         arrays: (weights, buffers) of a module that exists; weights are trained and frozen.
         make: returns (weights, buffers) of a new one; to be jitted with the shardings that they
-            shall be born with.
+            shall be init with.
     """
 
     arrays: tuple[PyTree, PyTree] | None = None
     make: Callable[[], tuple[PyTree, PyTree]] | None = None
 
 
-def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[ModelParts, Source]:
+def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[ModelSpec, Source]:
     """Splits a model into structure and arrays, without making any array of a factory's model.
 
     Args:
@@ -328,7 +328,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             gradient.
 
     Example:
-        >>> parts, source = take_apart(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        >>> parts, source = split_model(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
         >>> parts.params["kernel"].shape
         (2, 3)
     """
@@ -348,8 +348,8 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
                 raise ConfigError(f"{name!r} of the model {problem}")
         params, buffers, frozen = jax.tree.map(jnp.asarray, trees)
-        parts = ModelParts(graphdef, *shapes_of((params, buffers, frozen)), others=others)
-        return parts, Source(arrays=(joined(params, frozen), buffers))
+        parts = ModelSpec(graphdef, *shapes_of((params, buffers, frozen)), others=others)
+        return parts, Source(arrays=(combine(params, frozen), buffers))
     if not callable(model) or isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
@@ -379,7 +379,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
 
     closed, shapes = jax.make_jaxpr(new, return_shape=True)()
     graphdef, others = structure
-    return ModelParts(graphdef, *shapes, others=others), Source(make=_values(new, closed, shapes))
+    return ModelSpec(graphdef, *shapes, others=others), Source(make=_values(new, closed, shapes))
 
 
 def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
@@ -390,7 +390,7 @@ def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
     def values() -> tuple[PyTree, PyTree]:
         trees = jax.tree.unflatten(layout, eval_jaxpr(closed, ())) if is_small else new()
         params, buffers, frozen = trees
-        return joined(params, frozen), buffers
+        return combine(params, frozen), buffers
 
     if not is_small:
         closed = None
@@ -408,8 +408,8 @@ def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def stored_as(
-    parts: ModelParts, source: Source, dtypes: MixedPrecision | None, frozen: Any = None
-) -> tuple[ModelParts, Source]:
+    parts: ModelSpec, source: Source, dtypes: MixedPrecision | None, frozen: Any = None
+) -> tuple[ModelSpec, Source]:
     """Parts and first values of a model in the dtypes that a policy keeps between steps.
 
     Args:
@@ -437,11 +437,11 @@ def stored_as(
     param, buffer = (None, None) if dtypes is None else (dtypes.param, dtypes.buffer)
 
     def recast(weights: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
-        trained, others = parted(weights, parts.frozen_paths)
-        return joined(cast(trained, param), cast(others, frozen)), cast(buffers, buffer)
+        trained, others = partition(weights, parts.frozen_paths)
+        return combine(cast(trained, param), cast(others, frozen)), cast(buffers, buffer)
 
     weights, buffers = jax.eval_shape(recast, parts.weights, parts.buffers)
-    params, others = parted(weights, parts.frozen_paths)
+    params, others = partition(weights, parts.frozen_paths)
     stored = dataclasses.replace(parts, params=params, buffers=buffers, frozen=others)
     if source.make is not None:
         make = source.make
@@ -449,7 +449,7 @@ def stored_as(
     return stored, Source(arrays=recast(*(source.arrays or ({}, {}))))
 
 
-def _forms(parts: ModelParts) -> dict[Path, Int8Form]:
+def _forms(parts: ModelSpec) -> dict[Path, Int8Form]:
     stacks = tuple(f"{stack}/" for stack in parts.stacks)
     candidates = {
         path: int8_form(path, leaf, stacked=int(path.startswith(stacks)))

@@ -33,9 +33,9 @@ from ..pipeline import (
     lookups_in,
     mean_weight,
     nest,
-    parted_by_tokens,
-    with_joined_rows,
-    with_parted_loss,
+    partition_by_tokens,
+    with_combined_rows,
+    with_partitioned_loss,
 )
 from ..pipeline import Totals as PipelineSums
 from ..sharding import axes_of, spec_axes, specs
@@ -47,7 +47,7 @@ from .objective import GradientArguments, GradientResult, Sums, evaluate
 from .spec import StepSpec
 from .storage import nested_metrics, traced, unit_paths
 
-Parted: TypeAlias = dict[int, int]
+Partitioned: TypeAlias = dict[int, int]
 """Of parameters outside the blocks that are split by the vocabulary, number and dim."""
 
 
@@ -169,13 +169,13 @@ class StagedPlan:
             ],
         )
 
-    def parted(self, buffers: PyTree, batch: Batch) -> Parted:
+    def parted(self, buffers: PyTree, batch: Batch) -> Partitioned:
         """The parameters split by the vocabulary, of a schedule that has actions for them."""
         trace = self.trace(buffers, batch, in_region=False)
         axis = self.pipeline.axis
         embedding = self.pipeline.schedule.splits_embedding
         rest, size = self.rows.rest, self.spec.mesh.shape[axis]
-        dims = parted_by_tokens(trace, rest, axis, size, embedding)
+        dims = partition_by_tokens(trace, rest, axis, size, embedding)
         return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
 
     def by_tokens(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
@@ -185,7 +185,7 @@ class StagedPlan:
             return spec
         return PartitionSpec(*(None,) * dim, axis)
 
-    def grad_specs(self, parted: Parted) -> tuple[PyTree, PyTree]:
+    def grad_specs(self, parted: Partitioned) -> tuple[PyTree, PyTree]:
         """The specs of rows and rest when they leave the manual region.
 
         A reduce-scatter in a region where other axes are automatic would first gather over these.
@@ -211,7 +211,7 @@ class StagedPlan:
         batch: Batch,
         scale: Any,
         draws: Draws | None,
-        parted: Parted,
+        parted: Partitioned,
     ) -> Any:
         """Runs on one rank: its stages and its samples in, reduced sums and new buffers out.
 
@@ -221,7 +221,7 @@ class StagedPlan:
         spec = self.spec
         drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
         stacks = spec.stored.storage.stacks
-        drawing = stacks.buffers_apart(drawing) if stacks.depths else drawing
+        drawing = stacks.split_buffers(drawing) if stacks.depths else drawing
         trace = self.trace(drawing, batch)
         lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted}) if parted else []
         looked_up = tuple(each.rows.result for each in lookups)
@@ -300,19 +300,19 @@ class StagedPlan:
         uniform = UniformStages.find(trace, self.rows) if trace.is_chain else None
         programs = (uniform or SwitchStages(trace, self.rows)).programs()
         if self.pipeline.schedule.splits_vocabulary:
-            programs = [with_parted_loss(program, self.pipeline.axis) for program in programs]
+            programs = [with_partitioned_loss(program, self.pipeline.axis) for program in programs]
         if not self.is_whole_mesh:
             return programs
         return [
             dataclasses.replace(
                 program,
-                middle=with_joined_rows(program.middle),
-                last=with_joined_rows(program.last),
+                middle=with_combined_rows(program.middle),
+                last=with_combined_rows(program.last),
             )
             for program in programs
         ]
 
-    def _reduce(self, sums: PipelineSums, parted: Parted) -> tuple[Any, Any]:
+    def _reduce(self, sums: PipelineSums, parted: Partitioned) -> tuple[Any, Any]:
         """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""
         row_specs, rest_specs = self.grad_specs(parted)
         wire, batch_axes = self.spec.reduction.dtype, self.spec.strategy.batch_axes

@@ -13,9 +13,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.reduction import all_mean
-from ..core.tree import joined, leaves_with_paths, num_params, parted
+from ..core.tree import combine, leaves_with_paths, num_params, partition
 from ..core.typing import Array, Metrics, Path, PyTree
-from ..parallel import SlowPlan
+from ..parallel import OuterLoop
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from ..sharding.padding import for_region, like, stored_shape
 from .batch import Placed
@@ -25,7 +25,7 @@ from .parts import Source
 from .separable import Separation
 from .spec import StepSpec
 from .state import FLAG, TrainState
-from .state_form import StateForm
+from .state_form import StateLayout
 from .update import one_step, unscaled_gradients, wide_copy
 
 ROWS = ("params", "opt_state", "buffers", "scaler")
@@ -110,7 +110,7 @@ class Outer:
     spec: StepSpec
 
     @property
-    def plan(self) -> SlowPlan:
+    def plan(self) -> OuterLoop:
         """When they synchronize, and how."""
         plan: Any = self.spec.strategy.slow
         return plan
@@ -169,9 +169,9 @@ class Outer:
 
         # Profilers show a compiled program by the name of its function.
         def outer_step(state: TrainState) -> TrainState:
-            rest, params = parted(state.params, paths)
-            rest_outer, outer = parted(state.outer, paths)
-            others, missing = parted(state.meeting.get("missing", {}), paths)
+            rest, params = partition(state.params, paths)
+            rest_outer, outer = partition(state.outer, paths)
+            others, missing = partition(state.meeting.get("missing", {}), paths)
             grads, missing = self._mean(outer, params, missing)
             states = list(state.meeting["opt_state"])
             with jax.named_scope("outer_optimizer"):
@@ -180,11 +180,11 @@ class Outer:
             params = jax.tree.map(
                 lambda o, p: jnp.broadcast_to(o.astype(p.dtype), p.shape), outer, params
             )
-            left = {"missing": joined(others, missing)} if missing else {}
+            left = {"missing": combine(others, missing)} if missing else {}
             return dataclasses.replace(
                 state,
-                params=joined(rest, params),
-                outer=joined(rest_outer, outer),
+                params=combine(rest, params),
+                outer=combine(rest_outer, outer),
                 meeting={"opt_state": tuple(states), **left},
             )
 
@@ -208,7 +208,7 @@ class Outer:
         return range(self.plan.fragments)
 
     def _part(self, tree: PyTree, number: int) -> PyTree:
-        return parted(tree, self.fragments[number])[1]
+        return partition(tree, self.fragments[number])[1]
 
     def _mean(self, outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
         """The mean of how far the replicas went, each device about its own shards alone."""
@@ -239,7 +239,7 @@ class Outer:
         return like(went, outer), like(late, missing)
 
 
-class ReplicaForm(StateForm):
+class ReplicaForm(StateLayout):
     """What the state of a step with several replicas looks like, and the model in it.
 
     The model of a state is the one with the outer parameters, those of the last outer step, and the
@@ -347,7 +347,7 @@ class ReplicaForm(StateForm):
     def around(
         self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
     ) -> TrainState:
-        """The first state with given parameters; see `StateForm.around`."""
+        """The first state with given parameters; see `StateLayout.around`."""
         one = super().around(stored, buffers, opt_state)
         count = self.spec.mesh.shape[self.outer.plan.axis]
         rows = _with_rows(one, lambda tree: jax.tree.map(lambda x: _repeated(x, count), tree))

@@ -29,7 +29,7 @@ from ..ir.walk import moves_with, sources_of
 from ..parallel import SUM_SAMPLES, keep_samples_apart
 from ..proof.lattice import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale
 from ..proof.operation import RESIZED
-from .loss_traces import ALONE, LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
+from .loss_traces import ALONE, LOSS, Finalize, FunctionOfSums, Traced, Traces, in_parts, sum_name
 from .model_changes import warn_of_parts
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Separation:
     is_per_rank: bool
     why: str = ""
     averaged: str = ""
-    complete: LossEnding | None = None
+    complete: Finalize | None = None
     means: frozenset[Path] = frozenset()
 
     def __str__(self) -> str:
@@ -233,7 +233,7 @@ class Separator:
             names.add(LOSS)
         if not names:
             return None
-        loss_fn: Any = OfSums(in_parts(self._loss_fn, use), frozenset(names))
+        loss_fn: Any = FunctionOfSums(in_parts(self._loss_fn, use), frozenset(names))
         traces = Traces(self._parts, loss_fn, self._traces(ranks).adapt)
         of_sums, traced = traces.use(batch, sizes), traces.of(batch, sizes[1])
         sums = [sum_name(number) for number in range(len(traced.ending.sums))]
@@ -243,7 +243,7 @@ class Separator:
         is_lost = ranks > 1 and self._obstacle(of_sums) != ""
         if is_lost or not all(one.is_separable for one in numbers):
             return None
-        completion = LossEnding(traced.ending, loss_fn)
+        completion = Finalize(traced.ending, loss_fn)
         if any(asked[name].kind is Use.WEIGHTED for name in sums):
             return None
         leads = completion.leads(functools.partial(self._moves, traced)) if LOSS in names else ()

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
-from ..core.tree import joined, shape_key, shapes_of
+from ..core.tree import combine, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, Path, PyTree
 from ..ir.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
 from ..ir.walk import equations
@@ -27,7 +27,7 @@ from ..sharding import Replicate, shardings
 from .model_changes import ModelChanges
 from .optimizer import DistributedUpdate, Update, optimizer_for
 from .options import AUTO, ELASTIC, StepOptions
-from .parts import ModelParts
+from .parts import ModelSpec
 from .separable import Separator
 from .storage import Storage, storage_of
 
@@ -249,7 +249,7 @@ class StepSpec:
             work.
     """
 
-    parts: ModelParts
+    parts: ModelSpec
     loss_fn: LossFn
     optimizer: optax.GradientTransformationExtraArgs
     strategy: Strategy
@@ -381,7 +381,7 @@ class StepSpec:
         optimizer, storage, update = optimizer_for(self.optimizer, self.parts, storage, self.mesh)
         params, frozen = jax.eval_shape(storage.store, self.parts.weights)
         # Of stages whose blocks are trained in part, trained and frozen rows share their paths.
-        shapes = joined(params, frozen) if storage.rows is None else params
+        shapes = combine(params, frozen) if storage.rows is None else params
         storage = dataclasses.replace(storage, shapes=shapes)
         update = Update.of(optimizer, params) if update is None else update
         policies = storage.strategy.params, storage.strategy.opt_state

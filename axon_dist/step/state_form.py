@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rich.console import Group
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.tree import joined, leaves_with_paths, map_with_path
+from ..core.tree import combine, leaves_with_paths, map_with_path
 from ..core.typing import Array, Function, Leaf, Metrics, Path, PyTree
 from ..mesh import agree, checksums, digest
 from ..ops.int8 import NUMBERS
@@ -40,7 +40,7 @@ from .batch import Placed
 from .init_programs import IN_FLIGHT, InParts
 from .model_changes import buffer_partition, mean_buffers, stack_buffers
 from .objective import GradientResult
-from .parts import ModelParts, Source
+from .parts import ModelSpec, Source
 from .spec import StepSpec
 from .state import TrainState
 from .update import one_step, unscaled_gradients, wide_copy
@@ -117,7 +117,7 @@ def placed_shape(x: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def weight_shapes(parts: ModelParts) -> dict[Path, jax.ShapeDtypeStruct]:
+def weight_shapes(parts: ModelSpec) -> dict[Path, jax.ShapeDtypeStruct]:
     """Every array of a model but those of random streams, by path.
 
     Args:
@@ -129,8 +129,8 @@ def weight_shapes(parts: ModelParts) -> dict[Path, jax.ShapeDtypeStruct]:
     return {path: leaf for path, leaf in both if path not in streams}
 
 
-class StateForm:
-    """What a `TrainState` looks like, is born, and goes from one step to the next; its model.
+class StateLayout:
+    """What a `TrainState` looks like, is init, and goes from one step to the next; its model.
 
     Args:
         spec: what the step is made of.
@@ -305,7 +305,7 @@ class StateForm:
         """
         parts, mesh = self.spec.parts, self.spec.mesh
         if self.spec.stored.storage.rows is None:
-            places = joined(*self._stored)
+            places = combine(*self._stored)
         else:
             places = shardings(LargestDim(tuple(mesh.axis_names)), parts.weights, mesh)
         by_path: dict[Path, Any] = dict(leaves_with_paths(places))
@@ -322,7 +322,7 @@ class StateForm:
         arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: arrays[path] for path in targets}
 
-    def born(self, weights: Mapping[Path, Array]) -> TrainState:
+    def init(self, weights: Mapping[Path, Array]) -> TrainState:
         """Makes the first state, every array where it lives.
 
         Args:
@@ -354,7 +354,7 @@ class StateForm:
             # Of the blocks of one row some may be trained and others frozen, at one place in each
             # tree.
             is_same = self.spec.stored.storage.rows is None
-            agree(world, "first parameters", checksums(joined(*first) if is_same else first))
+            agree(world, "first parameters", checksums(combine(*first) if is_same else first))
         self.claims.check(state)
         return state
 
@@ -367,7 +367,7 @@ class StateForm:
         if self.source.make is None:
             raise ConfigError(
                 "the step was given a module, whose arrays exist; give build_train_step a "
-                "function that makes the module, and its arrays are born where they live"
+                "function that makes the module, and its arrays are init where they live"
             )
         return self._factory.lower({})
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.own_context import AxisNames, in_context_of_step, in_own_context, readable_by_caller
-from ..core.tree import joined, leaves_with_paths, parted, shape_key, shapes_of
+from ..core.tree import combine, leaves_with_paths, partition, shape_key, shapes_of
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import FilledBatch, Weighted
 from ..core.words import byte_size
@@ -33,7 +33,7 @@ from .replicas import separation_of, shared_metrics
 from .separable import Separation
 from .spec import StepSpec
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
-from .state_form import Claims, StateForm, placed_shape
+from .state_form import Claims, StateLayout, placed_shape
 from .uneven import added, adds_up, pieces
 
 STEPS_IN_FLIGHT = 16
@@ -64,7 +64,7 @@ class TrainStep:
         form: what its states look like, and how the first one is made.
     """
 
-    def __init__(self, spec: StepSpec, form: StateForm):
+    def __init__(self, spec: StepSpec, form: StateLayout):
         self.spec = spec
         self.parts, self.strategy = spec.parts, spec.strategy
         self.world, self.options = spec.world, spec.options
@@ -175,7 +175,7 @@ class TrainStep:
 
     @in_context_of_step
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
-        """Makes the first state, every array born where it lives.
+        """Makes the first state, every array init where it lives.
 
         Args:
             weights: by path, arrays that take the place of the model's first values, as
@@ -191,7 +191,7 @@ class TrainStep:
         """
         weights = {} if weights is None else weights
         WEIGHTS.check("init", "weights", weights)
-        return self.form.born(weights)
+        return self.form.init(weights)
 
     @in_context_of_step
     def init_from(self, params: PyTree) -> TrainState:
@@ -211,7 +211,7 @@ class TrainStep:
         Raises:
             ConfigError: when they have not the structure of this step's parameters.
         """
-        state = self.form.born({})
+        state = self.form.init({})
         if jax.tree.structure(params) != jax.tree.structure(state.params):
             found, wanted = (
                 sorted(path for path, _ in leaves_with_paths(x)) for x in (params, state.params)
@@ -223,7 +223,7 @@ class TrainStep:
                 "load_checkpoint(path, step, parts='params') returns for this step"
             )
         state = dataclasses.replace(state, params=params)
-        return self.form.born(self.form.weights(state))
+        return self.form.init(self.form.weights(state))
 
     def _check(self, state: TrainState) -> None:
         """Whether a state is one of this step; its own last one is not looked at again."""
@@ -559,7 +559,7 @@ class TrainStep:
 
 
 def _on_stored(
-    run: Callable[[TrainState], TrainState], form: StateForm
+    run: Callable[[TrainState], TrainState], form: StateLayout
 ) -> Callable[[TrainState], TrainState]:
     """A function of states without padding, of states as they are stored."""
 
@@ -606,12 +606,12 @@ class PortableForm:
 
         to_model = functools.partial(
             _convert,
-            lambda params, frozen: parted(storage.weights(params, frozen), paths),
+            lambda params, frozen: partition(storage.weights(params, frozen), paths),
             optimizer.state_to_model,
         )
         to_rows = functools.partial(
             _convert,
-            lambda params, frozen: storage.store(joined(params, frozen)),
+            lambda params, frozen: storage.store(combine(params, frozen)),
             optimizer.state_from_model,
         )
         form, mesh = step.form, step.world.mesh
@@ -647,7 +647,9 @@ class PortableForm:
             buffers: the model's, on every device.
         """
         step, same, places = self._step, self._is_same, self._step.state_shardings
-        stored = step.storage.store(weights) if same else parted(weights, step.parts.frozen_paths)
+        stored = (
+            step.storage.store(weights) if same else partition(weights, step.parts.frozen_paths)
+        )
         state = step.form.around(stored, buffers, self.target.opt_state)
         if same and step.form.padding is not None:
             return jax.jit(step.form.padded, out_shardings=places)(state)

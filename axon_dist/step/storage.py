@@ -18,7 +18,7 @@ from flax import nnx
 
 from ..core.errors import UnsupportedError
 from ..core.modules import bridges_of, stacks_of
-from ..core.tree import joined, leaves_with_paths, map_with_path, parted
+from ..core.tree import combine, leaves_with_paths, map_with_path, partition
 from ..core.typing import Array, Batch, Function, Keys, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..ir.linen import linen_blocks, linen_modules, looped_inputs
@@ -37,14 +37,14 @@ from ..pipeline import (
     Stages,
     buffers_together,
     flatten,
-    has_apart,
+    has_split,
     stages_by_calls,
     trace_loss,
 )
 from ..sharding import InPlaceOf
 from ..sharding.padding import cut
 from .objective import Outcome, evaluate, weighed_metrics
-from .parts import ModelParts
+from .parts import ModelSpec
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that nobody calls: they only hold others."""
@@ -107,21 +107,21 @@ class Storage:
         """
         if self.rows is not None:
             return self.rows.store(self.stacks.apart(weights))
-        return parted(self.from_model(weights), self.frozen)
+        return partition(self.from_model(weights), self.frozen)
 
     def weights(self, params: PyTree, frozen: PyTree) -> PyTree:
         """The model's nested dict of all parameters; the inverse of `store`."""
         if self.rows is not None:
             return self.stacks.together(self.rows.restore(params, frozen))
-        return self.to_model(joined(params, frozen))
+        return self.to_model(combine(params, frozen))
 
     def forward(self, params: PyTree, frozen: PyTree) -> PyTree:
         """All parameters as a forward pass takes them: what is in eight bits may stay so."""
-        return joined(params, frozen) if self.rows is None else self.weights(params, frozen)
+        return combine(params, frozen) if self.rows is None else self.weights(params, frozen)
 
 
 def storage_of(
-    parts: ModelParts,
+    parts: ModelSpec,
     strategy: Strategy,
     loss_fn: LossFn | None = None,
     batch: Batch | None = None,
@@ -172,7 +172,7 @@ def storage_of(
 
 
 def _stages(
-    parts: ModelParts, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
+    parts: ModelSpec, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
 ) -> tuple[Stages, Stacks]:
     model = parts.abstract
     loops = {} if loss_fn is None or batch is None else loops_in(parts, loss_fn, batch)
@@ -354,7 +354,7 @@ def traced(
             inputs = stacks.together(params, Stacked), buffers_together(apart, Stacked)
             *results, after = layers(*inputs, batch)
             # As they came: where each block has its own, by themselves.
-            buffers = stacks.buffers_apart(after) if has_apart(apart) else after
+            buffers = stacks.split_buffers(after) if has_split(apart) else after
             return jax.tree.map(whole, (*results, buffers))
 
         program = of_rows
@@ -387,7 +387,7 @@ def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path],
     return frozenset(modules.values()), looped
 
 
-def loops_in(parts: ModelParts, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
+def loops_in(parts: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
     """The Linen modules whose parameters stack those of the layers that a loop of the loss calls.
 
     `nn.scan` gives no other sign of them: a kernel of three dims may be one layer's.
@@ -423,7 +423,7 @@ def loops_in(parts: ModelParts, loss_fn: LossFn, batch: Batch) -> dict[Keys, int
 
 
 def calls_in(
-    parts: ModelParts, loss_fn: LossFn, blocks: Sequence[Keys], stacks: Stacks, batch: Batch
+    parts: ModelSpec, loss_fn: LossFn, blocks: Sequence[Keys], stacks: Stacks, batch: Batch
 ) -> Calls:
     """The calls of blocks in the loss of a batch, on one device and without any array.
 

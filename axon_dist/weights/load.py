@@ -20,7 +20,7 @@ from ..mesh import agree
 from ..models.formats import rules_for
 from ..models.snapshot import Files, check_snapshot
 from ..models.weight_rules import WeightRules
-from ..step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
+from ..step import ModelLike, TrainState, TrainStep, split_model, weight_shapes
 from ..step.init_programs import InParts
 from .adapters import adapter_rules, fitted
 from .files import find_tensors
@@ -138,7 +138,7 @@ def load_weights(
         targets = model.weight_targets
         sources = wanted.of_step(model)
         return model.init({path: place(x, targets[path]) for path, x in sources.items()})
-    parts, source = take_apart(model)
+    parts, source = split_model(model)
     shapes = weight_shapes(parts)
     sources = wanted.find(parts.abstract, shapes)
     here = jnp.zeros(()).sharding

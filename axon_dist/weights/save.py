@@ -267,7 +267,7 @@ def save_adapters(
     plain = {p: x for p, x in weights.items() if p not in inside}
     everything = outgoing(plain, table)
     layers = _scales_of_layers(tensors, scales)
-    tensors, layers = _joined(tensors, everything, layers, plain)
+    tensors, layers = _combined(tensors, everything, layers, plain)
     trained = [p for p, _ in leaves_with_paths(step.parts.params)] if step is not None else []
     whole = _whole_modules(trained, modules, plain, everything, table)
     _check_whole(whole, layers, structure)
@@ -336,7 +336,7 @@ class JoinedAdapters(Outgoing):
         yield block.astype(self.dtype)
 
 
-def _joined(
+def _combined(
     tensors: list[Outgoing],
     everything: list[Outgoing],
     scales: Mapping[str, float],

@@ -12,7 +12,7 @@ from axon_dist.core.errors import LaunchError, MeshError
 from axon_dist.launch import distributed
 from axon_dist.launch.distributed import (
     keep_collectives_in_order,
-    keeps_collectives_apart,
+    orders_collectives,
     share_of,
     stated_share,
 )
@@ -54,7 +54,7 @@ def test_a_cache_that_mixes_collectives_up_keeps_some_programs_alone(in_order, m
     keep_collectives_in_order(jax.devices()[:1])
     assert not asked
     keep_collectives_in_order(jax.devices())
-    assert asked == ([] if in_order else [keeps_collectives_apart])
+    assert asked == ([] if in_order else [orders_collectives])
 
 
 def permutes(in_loop=False, times=1):
@@ -77,10 +77,10 @@ def permutes(in_loop=False, times=1):
 
 
 def test_programs_that_could_mix_collectives_up_are_not_kept():
-    assert keeps_collectives_apart("ENTRY %main {\n%a = f32[] sine(%x)\n}")
-    assert keeps_collectives_apart(permutes())
-    assert not keeps_collectives_apart(permutes(times=2)), "of one channel"
-    assert not keeps_collectives_apart(permutes(in_loop=True, times=0)), "in a loop"
+    assert orders_collectives("ENTRY %main {\n%a = f32[] sine(%x)\n}")
+    assert orders_collectives(permutes())
+    assert not orders_collectives(permutes(times=2)), "of one channel"
+    assert not orders_collectives(permutes(in_loop=True, times=0)), "in a loop"
 
 
 RING = """

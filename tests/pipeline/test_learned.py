@@ -14,7 +14,7 @@ from axon_dist.pipeline import (
     buffers_over_time,
     buffers_together,
     check_order,
-    has_apart,
+    has_split,
 )
 from axon_dist.schedule import Schedule, build_schedule
 
@@ -115,10 +115,10 @@ def test_what_is_read_needs_the_order_of_the_microbatches():
 def test_buffers_of_stacked_blocks_are_taken_apart_but_for_streams():
     stacks = Stacks(((("blocks",), 3),))
     whole = {"blocks": {"bias": jnp.ones((3, 2)), "count": jnp.arange(3)}, "norm": jnp.ones(3)}
-    apart = stacks.buffers_apart(whole)
+    apart = stacks.split_buffers(whole)
     assert [leaf.shape for leaf in jax.tree.leaves(apart)] == [(2,), (2,), (2,), (3,), (3,)]
-    assert has_apart(apart)
-    assert not has_apart(whole)
+    assert has_split(apart)
+    assert not has_split(whole)
     together = buffers_together(apart)
     assert jax.tree.structure(together) == jax.tree.structure(whole)
     assert jax.tree.map(jnp.shape, together) == jax.tree.map(jnp.shape, whole)

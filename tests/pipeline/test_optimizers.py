@@ -17,7 +17,7 @@ from axon_dist.inspect import collectives
 from axon_dist.parallel import ddp, pipelined
 from axon_dist.sharding import optimizer_shardings, shardings
 from axon_dist.step.optimizer import optimizer_for
-from axon_dist.step.parts import take_apart
+from axon_dist.step.parts import split_model
 from axon_dist.step.storage import storage_of
 
 WIDTH, NUM_STEPS = 40, 3
@@ -227,7 +227,7 @@ def test_what_works_along_the_stacked_layers_is_refused(name, make_world):
 
 
 def check_on(name, model, strategy, world):
-    parts, _ = take_apart(make(model))
+    parts, _ = split_model(make(model))
     params = nnx.to_pure_dict(nnx.state(make(model), nnx.Param))
     storage = storage_of(parts, strategy)
     optimizer, storage, _ = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
@@ -286,7 +286,7 @@ def test_the_state_of_blocks_lies_on_their_stages_ranks(make_world):
     strategy = compose(pipelined(2, 2), zero(1, min_elements=8))
     for name in ("adafactor", "novograd", "muon", "frozen layer, clip"):
         for model in ("rows", "vectors"):
-            parts, _ = take_apart(make(model))
+            parts, _ = split_model(make(model))
             storage = storage_of(parts, strategy)
             optimizer, storage, _ = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
             params = jax.eval_shape(storage.from_model, parts.params)
@@ -334,7 +334,7 @@ def test_static_masks_and_labels(form, strategy, make_world):
         optax.multi_transform(rates, names),
     )
     optimizer = make(matrices(tree), labels("bias")(tree))
-    parts, _ = take_apart(Net(MODELS["rows"]))
+    parts, _ = split_model(Net(MODELS["rows"]))
     world = make_world("pp=2" if strategy.pipeline else "dp=2")
     storage = storage_of(parts, strategy)
     fitting, _, _ = optimizer_for(optimizer, parts, storage, world.mesh)
@@ -372,7 +372,7 @@ def test_what_needs_whole_blocks_of_several_stages_is_refused(model, make_world)
 @pytest.mark.full
 def test_equal_blocks_are_updated_once_and_a_norm_is_one_reduction(make_world):
     """One program for all ranks, and no more communication than the norm of what is stored."""
-    parts, _ = take_apart(Net(MODELS["rows"]))
+    parts, _ = split_model(Net(MODELS["rows"]))
     world = make_world("pp=2")
     storage = storage_of(parts, pipelined(2, 2))
     clipped = optax.chain(CLIP, optax.adamw(1e-2))

@@ -17,12 +17,12 @@ from axon_dist.step.objective import (
     gradient_sums,
     mean_loss,
 )
-from axon_dist.step.parts import take_apart
+from axon_dist.step.parts import split_model
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2) / 10
 WEIGHT = np.array([1.0, 0.0, 2.0, 0.0, 0.0, 1.0], np.float32)
 KERNEL = jnp.asarray(np.float32([[0.7], [-0.4]]))
-PARTS, SOURCE = take_apart(nnx.Linear(2, 1, kernel_init=lambda *_: KERNEL, rngs=nnx.Rngs(0)))
+PARTS, SOURCE = split_model(nnx.Linear(2, 1, kernel_init=lambda *_: KERNEL, rngs=nnx.Rngs(0)))
 PARAMS, BUFFERS = SOURCE.arrays
 BATCH = {"x": X, "weight": WEIGHT}
 

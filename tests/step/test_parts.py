@@ -10,7 +10,7 @@ from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.tree import is_key
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.step.objective import buffers_like
-from axon_dist.step.parts import stored_as, take_apart
+from axon_dist.step.parts import split_model, stored_as
 
 
 class Net(nnx.Module):
@@ -33,7 +33,7 @@ def make():
 
 @pytest.mark.parametrize("is_made", [True, False], ids=["module", "factory"])
 def test_parts_hold_shapes_and_the_source_the_values(is_made):
-    parts, source = take_apart(make() if is_made else make)
+    parts, source = split_model(make() if is_made else make)
     assert parts.params["inner"]["kernel"] == jax.ShapeDtypeStruct((4, 4), jnp.float32)
     assert parts.shapes["inner/bias"] == (4,)
     assert {"norm", "drop"} <= parts.buffers.keys()
@@ -50,13 +50,13 @@ def test_parts_hold_shapes_and_the_source_the_values(is_made):
 
 def test_a_factory_makes_no_array():
     big = lambda: nnx.Linear(2**20, 2**20, rngs=nnx.Rngs(0))
-    parts, source = take_apart(big)
+    parts, source = split_model(big)
     assert parts.params["kernel"].shape == (2**20, 2**20)
     assert source.arrays is None
 
 
 def test_changing_a_merged_model_leaves_the_arrays():
-    parts, source = take_apart(make())
+    parts, source = split_model(make())
     params, buffers = source.arrays
     merged = parts.merge(params, buffers)
     merged.inner.kernel[...] = jnp.zeros((4, 4))
@@ -65,9 +65,9 @@ def test_changing_a_merged_model_leaves_the_arrays():
 
 def test_what_is_no_model_or_has_nothing_to_train():
     with pytest.raises(ConfigError, match=r"model is a int; give an nnx\.Module.*nnx\.bridge"):
-        take_apart(3)
+        split_model(3)
     with pytest.raises(ConfigError, match=r"no nnx\.Param.*lazy_init"):
-        take_apart(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+        split_model(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
 
 
 class Widening(nnx.Module):
@@ -85,7 +85,7 @@ class Widening(nnx.Module):
 
 
 def test_buffers_keep_structure_and_dtype():
-    parts, source = take_apart(Widening())
+    parts, source = split_model(Widening())
     params, buffers = source.arrays
     model = parts.merge(params, buffers)
     model(jnp.ones(2))
@@ -115,7 +115,7 @@ def test_a_buffer_that_a_cast_would_change_is_refused(old, new):
 @pytest.mark.parametrize("model", [make(), make], ids=["module", "factory"])
 def test_storage_dtypes(model):
     stored, source = stored_as(
-        *take_apart(model), MixedPrecision(param="bfloat16", buffer="float16")
+        *split_model(model), MixedPrecision(param="bfloat16", buffer="float16")
     )
     params, buffers = source.arrays if source.make is None else source.make()
     assert stored.dtype == jnp.bfloat16
@@ -126,7 +126,7 @@ def test_storage_dtypes(model):
 
 
 def test_parameters_promote_to_one_dtype():
-    parts, _ = take_apart(make())
+    parts, _ = split_model(make())
     assert parts.dtype == jnp.float32
 
 
@@ -139,8 +139,8 @@ class Table(nnx.Module):
 
 def test_parameters_without_a_gradient_and_factories_with_arguments():
     with pytest.raises(ConfigError, match=r"'table' has dtype int32.*nnx.Variable instead of"):
-        take_apart(Table())
+        split_model(Table())
     with pytest.raises(ConfigError, match=r"without arguments \(missing .*'in_features'"):
-        take_apart(nnx.Linear)
+        split_model(nnx.Linear)
     with pytest.raises(ConfigError, match=r"model is a Dense.*goes through nnx.bridge.ToNNX"):
-        take_apart(linen.Dense(3))
+        split_model(linen.Dense(3))

@@ -26,7 +26,7 @@ from axon_dist.models import (
 from axon_dist.parallel import keep_samples_apart
 from axon_dist.proof.lattice import Use
 from axon_dist.step.loss_traces import Traces
-from axon_dist.step.parts import take_apart
+from axon_dist.step.parts import split_model
 
 from ..contracts.models import CASES, token_batch, transformer
 from ..contracts.reference import assert_close, train
@@ -36,7 +36,7 @@ IMAGES = {"x": np.zeros((4, 16, 16, 3), np.uint8), "y": np.zeros(4, np.int32)}
 
 def found(make, loss_fn, batch):
     """The use, where a rank has two of six samples."""
-    return Traces(take_apart(make)[0], loss_fn).use(batch, (2, 6))
+    return Traces(split_model(make)[0], loss_fn).use(batch, (2, 6))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,7 +48,7 @@ def test_the_models_of_the_contracts_are_separable(name):
 def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
     config = ExpertConfig(count=4, z_loss=0.1, bias_rate=0.1)
     make = lambda: transformer(experts=config, vocab_size=32)
-    traces = Traces(take_apart(make)[0], next_token_loss, keep_samples_apart)
+    traces = Traces(split_model(make)[0], next_token_loss, keep_samples_apart)
     apart = traces.use(token_batch(0), (2, 6))
     assert apart.coupled == ""
     assert apart.loss.kind is Use.WEIGHTED

@@ -1,4 +1,4 @@
-"""The one step builder: pure, jitted once, donated, and what is born, claimed and evaluated."""
+"""The one step builder: pure, jitted once, donated, and what is init, claimed and evaluated."""
 
 import dataclasses
 
@@ -23,8 +23,8 @@ from axon_dist.inspect import bytes_per_device, memory
 from axon_dist.models import MLP
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import TransformerAutoWrapPolicy
-from axon_dist.step.parts import take_apart
-from axon_dist.step.state_form import StateForm
+from axon_dist.step.parts import split_model
+from axon_dist.step.state_form import StateLayout
 
 WIDTH = 16
 
@@ -394,14 +394,14 @@ def test_a_state_that_breaks_the_claim_is_an_error(world, field, title):
     whole = jax.device_put(getattr(state, field), NamedSharding(world.mesh, P()))
     with pytest.raises(ClaimError, match=rf"{title} under zero3(.|\n)*kernel .* instead of .* as"):
         step.claims.check(dataclasses.replace(state, **{field: whole}))
-    # Also for arrays that were born elsewhere than claimed.
+    # Also for arrays that were init elsewhere than claimed.
     places = dataclasses.replace(
         step.state_shardings, **{field: jax.tree.map(lambda x: x.sharding, whole)}
     )
-    form = StateForm(step.spec, take_apart(make_mlp())[1])
+    form = StateLayout(step.spec, split_model(make_mlp())[1])
     form.__dict__["places"] = places
     with pytest.raises(ClaimError, match=rf"{title} under zero3"):
-        form.born({})
+        form.init({})
 
 
 def test_flattened_moments_are_split_too(world):

@@ -16,7 +16,7 @@ from axon_dist.mesh import World, abstract_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
 from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
-from axon_dist.parallel.plans import APART
+from axon_dist.parallel.plans import OUTER_LOOPS
 from axon_dist.planner import (
     AXES,
     DATA_PARALLEL,
@@ -178,7 +178,7 @@ def plan_config(
         ConfigError: where no mesh of all the devices divides the batch, or each is refused.
     """
     size = hardware.memory_bytes if device_bytes is None else device_bytes
-    apart = _apart_in(config, hardware.num_nodes(num_devices))
+    apart = _outer_loop_of(config, hardware.num_nodes(num_devices))
     search = _Search(config, hardware, num_devices, size, *apart, tell=tell)
     refused: dict[str, str] = {}
     plans = search.plans(MOST, refused)
@@ -292,9 +292,9 @@ class _Search:
             yield dataclasses.replace(self, apart=apart, replicas=nodes, changed=changed)
 
 
-def _apart_in(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
+def _outer_loop_of(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
     """How the replicas of a config that have outer steps synchronize, and how many they are."""
-    named = next((name for name in APART if name in (config.parallel or {})), None)
+    named = next((name for name in OUTER_LOOPS if name in (config.parallel or {})), None)
     if named is None:
         return None, 1
     options = config.parallel[named]

@@ -162,7 +162,7 @@ def read_program(run: Run) -> dict[str, Any]:
         "peak_bytes": step_report.memory.peak,
         "warnings": step_report.warnings(),
         "flops": dataclasses.asdict(step_report.flops),
-        "collectives": _joined(step_report.collectives.to_rows()),
+        "collectives": _combined(step_report.collectives.to_rows()),
         "wire_bytes_by_axis": step_report.collectives.by_axis(),
         "is_cpu": run.world.is_cpu,
         "leaves": _leaves(run.step.claims),
@@ -204,7 +204,7 @@ _KINDS: Mapping[str, str] = {
 }
 
 
-def _joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _combined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Collectives that differ in nothing but their name, as one row with a count."""
     total: Counter[str] = Counter()
     for row in rows:

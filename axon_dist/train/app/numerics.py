@@ -34,7 +34,7 @@ NumericsCase: TypeAlias = Callable[[Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sentinel:
+class NumericsProgram:
     """One operation.
 
     Args:
@@ -127,70 +127,84 @@ def _repeated(x: Array, kernel: Array) -> Array:
     return jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ kernel), x)
 
 
-SENTINELS: MappingProxyType[str, Sentinel] = MappingProxyType(
+SENTINELS: MappingProxyType[str, NumericsProgram] = MappingProxyType(
     {
-        "conv": Sentinel(_convolution(1), (3, 8, 8)),
-        "conv_strided": Sentinel(_convolution(1, window_strides=(2,)), (3, 8, 8)),
-        "conv_dilated": Sentinel(_convolution(1, rhs_dilation=(2,)), (3, 8, 8), core=False),
-        "conv_valid": Sentinel(_convolution(1, padding="VALID"), (3, 8, 8), core=False),
-        "conv_transposed": Sentinel(
+        "conv": NumericsProgram(_convolution(1), (3, 8, 8)),
+        "conv_strided": NumericsProgram(_convolution(1, window_strides=(2,)), (3, 8, 8)),
+        "conv_dilated": NumericsProgram(_convolution(1, rhs_dilation=(2,)), (3, 8, 8), core=False),
+        "conv_valid": NumericsProgram(_convolution(1, padding="VALID"), (3, 8, 8), core=False),
+        "conv_transposed": NumericsProgram(
             _convolution(1, padding=((1, 2),), lhs_dilation=(2,)), (3, 8, 8), core=False
         ),
-        "conv_grouped": Sentinel(_convolution(1, groups=2), (3, 4, 8)),
-        "conv_depthwise": Sentinel(_convolution(1, groups=8), (3, 1, 8)),
-        "conv_multiplied": Sentinel(_convolution(1, groups=8), (3, 1, 16), core=False),
-        "conv_causal": Sentinel(_convolution(1, groups=8, padding=((3, 0),)), (4, 1, 8)),
-        "conv2d": Sentinel(_convolution(2, image=True), (3, 3, 4, 8)),
-        "conv2d_strided": Sentinel(
+        "conv_grouped": NumericsProgram(_convolution(1, groups=2), (3, 4, 8)),
+        "conv_depthwise": NumericsProgram(_convolution(1, groups=8), (3, 1, 8)),
+        "conv_multiplied": NumericsProgram(_convolution(1, groups=8), (3, 1, 16), core=False),
+        "conv_causal": NumericsProgram(_convolution(1, groups=8, padding=((3, 0),)), (4, 1, 8)),
+        "conv2d": NumericsProgram(_convolution(2, image=True), (3, 3, 4, 8)),
+        "conv2d_strided": NumericsProgram(
             _convolution(2, image=True, window_strides=(2, 2)), (3, 3, 4, 8), core=False
         ),
-        "conv2d_depthwise": Sentinel(_convolution(2, 4, image=True), (3, 3, 1, 4)),
-        "conv_patches": Sentinel(
+        "conv2d_depthwise": NumericsProgram(_convolution(2, 4, image=True), (3, 3, 1, 4)),
+        "conv_patches": NumericsProgram(
             _convolution(2, image=True, padding="VALID", window_strides=(2, 2)), (2, 2, 4, 8)
         ),
-        "dot": Sentinel(lambda x, k: x @ k),
-        "dot_over_positions": Sentinel(lambda x, k: jnp.einsum("btd,ts->bsd", x, k)),
-        "dot_of_all": Sentinel(lambda x, k: x.reshape(len(x), -1) @ k, (64, 8), core=False),
-        "dot_of_samples": Sentinel(lambda x, k: jnp.einsum("btd,bsd->bts", x @ k, x)),
-        "dot_of_experts": Sentinel(lambda x, k: jnp.einsum("btd,edf->betf", x, k), (2, 8, 4)),
-        "ragged_dot": Sentinel(_ragged, (2, 8, 8)),
-        "attention": Sentinel(_attend, (8, 24)),
-        "recurrent": Sentinel(_recurrent),
-        "repeated": Sentinel(_repeated, core=False),
-        "rematerialised": Sentinel(jax.checkpoint(lambda x, k: jnp.tanh(x @ k) @ k), core=False),
-        "chosen": Sentinel(_conditional, core=False),
-        "solve": Sentinel(lambda x, k: jnp.linalg.solve(_matrix(k), x.swapaxes(1, 2))),
-        "cholesky": Sentinel(lambda x, k: x @ jnp.linalg.cholesky(_matrix(k)), core=False),
-        "fft": Sentinel(lambda x, k: jnp.abs(jnp.fft.rfft(x @ k, axis=1)) ** 2),
-        "embedding": Sentinel(lambda x, k: k[_numbers(x)]),
-        "taken_along": Sentinel(
+        "dot": NumericsProgram(lambda x, k: x @ k),
+        "dot_over_positions": NumericsProgram(lambda x, k: jnp.einsum("btd,ts->bsd", x, k)),
+        "dot_of_all": NumericsProgram(lambda x, k: x.reshape(len(x), -1) @ k, (64, 8), core=False),
+        "dot_of_samples": NumericsProgram(lambda x, k: jnp.einsum("btd,bsd->bts", x @ k, x)),
+        "dot_of_experts": NumericsProgram(
+            lambda x, k: jnp.einsum("btd,edf->betf", x, k), (2, 8, 4)
+        ),
+        "ragged_dot": NumericsProgram(_ragged, (2, 8, 8)),
+        "attention": NumericsProgram(_attend, (8, 24)),
+        "recurrent": NumericsProgram(_recurrent),
+        "repeated": NumericsProgram(_repeated, core=False),
+        "rematerialised": NumericsProgram(
+            jax.checkpoint(lambda x, k: jnp.tanh(x @ k) @ k), core=False
+        ),
+        "chosen": NumericsProgram(_conditional, core=False),
+        "solve": NumericsProgram(lambda x, k: jnp.linalg.solve(_matrix(k), x.swapaxes(1, 2))),
+        "cholesky": NumericsProgram(lambda x, k: x @ jnp.linalg.cholesky(_matrix(k)), core=False),
+        "fft": NumericsProgram(lambda x, k: jnp.abs(jnp.fft.rfft(x @ k, axis=1)) ** 2),
+        "embedding": NumericsProgram(lambda x, k: k[_numbers(x)]),
+        "taken_along": NumericsProgram(
             lambda x, k: jnp.take_along_axis(x @ k, _numbers(x)[..., None], 2), core=False
         ),
-        "scattered": Sentinel(lambda x, k: jnp.zeros((8, 8)).at[_numbers(x)].add(x @ k)),
-        "segments": Sentinel(_segments, core=False),
-        "sorted": Sentinel(lambda x, k: jnp.sort(x @ k, axis=1) * jnp.arange(8.0)),
-        "top": Sentinel(lambda x, k: jax.lax.top_k(x @ k, 3)[0] * jnp.arange(3.0), core=False),
-        "rolled": Sentinel(lambda x, k: jnp.roll(x @ k, 1, axis=1) * x),
-        "flipped": Sentinel(lambda x, k: jnp.flip(x @ k, axis=1) * x, core=False),
-        "shifted": Sentinel(lambda x, k: (x @ k)[:, 1:] * x[:, :-1]),
-        "padded": Sentinel(lambda x, k: jnp.pad(x @ k, ((0, 0), (2, 1), (0, 3))), core=False),
-        "joined": Sentinel(
+        "scattered": NumericsProgram(lambda x, k: jnp.zeros((8, 8)).at[_numbers(x)].add(x @ k)),
+        "segments": NumericsProgram(_segments, core=False),
+        "sorted": NumericsProgram(lambda x, k: jnp.sort(x @ k, axis=1) * jnp.arange(8.0)),
+        "top": NumericsProgram(
+            lambda x, k: jax.lax.top_k(x @ k, 3)[0] * jnp.arange(3.0), core=False
+        ),
+        "rolled": NumericsProgram(lambda x, k: jnp.roll(x @ k, 1, axis=1) * x),
+        "flipped": NumericsProgram(lambda x, k: jnp.flip(x @ k, axis=1) * x, core=False),
+        "shifted": NumericsProgram(lambda x, k: (x @ k)[:, 1:] * x[:, :-1]),
+        "padded": NumericsProgram(
+            lambda x, k: jnp.pad(x @ k, ((0, 0), (2, 1), (0, 3))), core=False
+        ),
+        "joined": NumericsProgram(
             lambda x, k: jnp.concatenate([x @ k, x[:, :2]], 1) * jnp.arange(10.0)[:, None],
             core=False,
         ),
-        "norm": Sentinel(_normal),
-        "softmax": Sentinel(lambda x, k: jax.nn.softmax(x @ k, axis=1) * x, core=False),
-        "logsumexp": Sentinel(lambda x, k: jax.nn.logsumexp(x @ k, axis=(1, 2)), core=False),
-        "largest": Sentinel(lambda x, k: (x @ k).max(1), core=False),
-        "batch_norm": Sentinel(lambda x, k: (x @ k - (x @ k).mean((0, 1))) * jnp.arange(8.0)),
-        "summed_up": Sentinel(lambda x, k: jnp.cumsum(x @ k, axis=1)),
-        "multiplied_up": Sentinel(lambda x, k: jnp.cumprod(jnp.tanh(x @ k), axis=1), core=False),
-        "associative": Sentinel(
+        "norm": NumericsProgram(_normal),
+        "softmax": NumericsProgram(lambda x, k: jax.nn.softmax(x @ k, axis=1) * x, core=False),
+        "logsumexp": NumericsProgram(lambda x, k: jax.nn.logsumexp(x @ k, axis=(1, 2)), core=False),
+        "largest": NumericsProgram(lambda x, k: (x @ k).max(1), core=False),
+        "batch_norm": NumericsProgram(
+            lambda x, k: (x @ k - (x @ k).mean((0, 1))) * jnp.arange(8.0)
+        ),
+        "summed_up": NumericsProgram(lambda x, k: jnp.cumsum(x @ k, axis=1)),
+        "multiplied_up": NumericsProgram(
+            lambda x, k: jnp.cumprod(jnp.tanh(x @ k), axis=1), core=False
+        ),
+        "associative": NumericsProgram(
             lambda x, k: jax.lax.associative_scan(lambda a, b: a * 0.5 + b, x @ k, axis=1),
             core=False,
         ),
-        "mean_pooled": Sentinel(functools.partial(_pooled, start=0.0, reduce=jax.lax.add)),
-        "max_pooled": Sentinel(functools.partial(_pooled, start=-math.inf, reduce=jax.lax.max)),
+        "mean_pooled": NumericsProgram(functools.partial(_pooled, start=0.0, reduce=jax.lax.add)),
+        "max_pooled": NumericsProgram(
+            functools.partial(_pooled, start=-math.inf, reduce=jax.lax.max)
+        ),
     }
 )
 """All operations by name."""
@@ -290,7 +304,7 @@ class Guarded(nnx.Module):
         rngs: source of the weights.
     """
 
-    def __init__(self, sentinel: Sentinel, rngs: nnx.Rngs):
+    def __init__(self, sentinel: NumericsProgram, rngs: nnx.Rngs):
         def draw(*shape):
             return nnx.Param(0.5 * jax.random.normal(rngs.params(), shape))
 

@@ -23,13 +23,13 @@ from axon_dist.checkpoint import (
 )
 from axon_dist.core.errors import AxonDistError, CheckpointError, ConfigError
 from axon_dist.core.files import Place, as_path, as_place, kind_at
-from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
+from axon_dist.core.tree import combine, is_key, leaves_with_paths, map_with_path, partition
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.data import Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.nn import merge_lora
 from axon_dist.ops.int8 import NUMBERS, SCALE, Int8Form, narrowed, widened
-from axon_dist.step import ModelParts, take_apart
+from axon_dist.step import ModelSpec, split_model
 from axon_dist.step.replicas import mean_rows
 from axon_dist.weights import (
     MAX_FILE,
@@ -87,7 +87,7 @@ def load_model(
     """
     config = run_config(run, trust=trust)
     folder = find_checkpoint(run, config, step, tell)
-    parts, _ = take_apart(functools.partial(model_of, config))
+    parts, _ = split_model(functools.partial(model_of, config))
     here = jnp.zeros(()).sharding
     shardings = jax.tree.map(lambda _: here, parts.weights)
     return parts.merge(*load_arrays(folder, parts, shardings, here)), config
@@ -168,7 +168,7 @@ def find_checkpoint(
 
 
 def load_arrays(
-    checkpoint: Place, parts: ModelParts, shardings: PyTree, buffer_sharding: Sharding
+    checkpoint: Place, parts: ModelSpec, shardings: PyTree, buffer_sharding: Sharding
 ) -> tuple[PyTree, PyTree]:
     """Reads the parameters and the buffers of a model from a checkpoint, and nothing else.
 
@@ -210,7 +210,7 @@ def load_arrays(
     params = next(name for name in preferred if any(path.startswith(f"{name}/") for path in saved))
 
     def divided(tree):
-        return dict(zip((params, "frozen"), parted(tree, frozen), strict=True))
+        return dict(zip((params, "frozen"), partition(tree, frozen), strict=True))
 
     everywhere = jax.tree.map(lambda _: buffer_sharding, parts.buffers)
     wanted = {name: tree for name, tree in divided(weights).items() if tree}
@@ -232,7 +232,7 @@ def load_arrays(
         return value.mean(0) if _is_per_rank(saved[path], leaf) else value
 
     loaded = map_with_path(to_model, wanted, loaded)
-    weights = joined(loaded.get(params, {}), loaded.get("frozen", {}))
+    weights = combine(loaded.get(params, {}), loaded.get("frozen", {}))
     weights = widened(weights, {p: form for p, form in forms.items() if p not in parts.int8})
     weights = narrowed(weights, {p: form for p, form in parts.int8.items() if p not in forms})
     return weights, loaded["buffers"]

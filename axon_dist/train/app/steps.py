@@ -25,7 +25,7 @@ from axon_dist.mesh import World, agree, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
-from axon_dist.parallel import SlowPlan, Strategy
+from axon_dist.parallel import OuterLoop, Strategy
 from axon_dist.planner import AUTO, read_step, recompute_least, usable_bytes
 from axon_dist.step import TrainStep, build_train_step, leaves_remat_open, trainable_filter
 
@@ -83,7 +83,7 @@ def build_step(
     metrics: tuple[str, ...] = ("loss", "grad_norm"),
     loss_fn: LossFn | None = None,
     compiler_options: Mapping[str, OptionValue | None] | None = None,
-    slow: Callable[[SlowPlan | None], SlowPlan | None] = lambda slow: slow,
+    slow: Callable[[OuterLoop | None], OuterLoop | None] = lambda slow: slow,
     trains: bool = True,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.

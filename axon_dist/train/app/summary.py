@@ -20,7 +20,7 @@ from axon_dist.optim import matrices
 from axon_dist.parallel import ContextMode
 from axon_dist.planner import AUTO, read_step, usable_bytes
 from axon_dist.planner.reading import LADDER, recomputing_line
-from axon_dist.step import ModelParts, TrainStep, leaves_remat_open
+from axon_dist.step import ModelSpec, TrainStep, leaves_remat_open
 from axon_dist.train.loop import TrainResult
 
 from ..config import Decaying, RunConfig, abstract_batch
@@ -93,7 +93,7 @@ def _decay_line(run: Run) -> str | None:
     )
 
 
-def parameters_of(parts: ModelParts) -> str:
+def parameters_of(parts: ModelSpec) -> str:
     """How many parameters a model has, and what is trained and frozen of them."""
     count = f"{si(num_params(parts.weights), 'B')} parameters"
     if not parts.frozen:

@@ -22,7 +22,7 @@ from axon_dist.core.typing import Path, PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
 from axon_dist.ops.precision import without_gathers
-from axon_dist.parallel import SlowPlan, ddp
+from axon_dist.parallel import OuterLoop, ddp
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from ...core.own_context import in_own_context
@@ -34,7 +34,7 @@ COMPARED = ("loss", "grad_norm")
 """The metrics that are compared, beside the parameters."""
 
 
-def synchronizing_soon(slow: SlowPlan | None) -> SlowPlan | None:
+def synchronizing_soon(slow: OuterLoop | None) -> OuterLoop | None:
     """The plan with an outer step after every second step, uncompressed.
 
     Compressed outer gradients equal nothing that one device computes.

@@ -16,7 +16,7 @@ from axon_dist.core.files import as_place
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.ops.precision import GradScaler, MixedPrecision
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
-from axon_dist.parallel.plans import USUAL_EVERY
+from axon_dist.parallel.plans import DEFAULT_SYNC_EVERY
 from axon_dist.planner.reading import Remat
 
 from ...core.typing import JsonDict
@@ -67,7 +67,10 @@ _OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
 _REQUIRED: MappingProxyType[str, tuple[str, object]] = MappingProxyType(
     {
         "num_microbatches": ("the number of parts that a batch is cut into", 8),
-        "every": ("the steps that replicas take on their own before they synchronize", USUAL_EVERY),
+        "every": (
+            "the steps that replicas take on their own before they synchronize",
+            DEFAULT_SYNC_EVERY,
+        ),
     }
 )
 """Options without a default: what they are, and a value to show."""
