@@ -44,8 +44,10 @@ from .plans import OuterLoop as OuterLoop
 from .plans import PipelinePlan as PipelinePlan
 from .plans import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
 from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
+from .registry import OTHER_NAMES as OTHER_NAMES
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
+from .registry import resolve_name as resolve_name
 from .strategy import AdaptLayers as AdaptLayers
 from .strategy import HasStrategy as HasStrategy
 from .strategy import Reduction as Reduction

@@ -266,3 +266,38 @@ STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
 The signature of a row is what a config may set under the name: its annotations are the types of the
 options.
 """
+
+OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("dp", "data_parallel", "distributed_data_parallel"), "ddp"),
+        **dict.fromkeys(("fsdp", "fsdp2", "fully_sharded_data_parallel"), "full_shard"),
+        **dict.fromkeys(("hybrid", "hsdp"), "hybrid_shard"),
+        **dict.fromkeys(("tp", "tensor_parallel"), "tensor"),
+        **dict.fromkeys(("sp", "sequence", "sequence_parallel"), "tensor"),
+        **dict.fromkeys(("cp", "context_parallel"), "context"),
+        **dict.fromkeys(("ep", "expert_parallel", "experts", "moe"), "expert"),
+        **dict.fromkeys(("pp", "pipelined", "pipeline_parallel"), "pipeline"),
+    }
+)
+"""Names under which users of Python, of meshes and of other libraries know a strategy."""
+
+IMPLIED_OPTIONS: MappingProxyType[str, Mapping[str, Any]] = MappingProxyType(
+    dict.fromkeys(("sp", "sequence", "sequence_parallel"), MappingProxyType({"sequence": True}))
+)
+"""Options that one of `OTHER_NAMES` implies."""
+
+
+def resolve_name(name: str) -> tuple[str, dict[str, Any]]:
+    """The key of `STRATEGIES` that a name means, and the options that it implies.
+
+    Args:
+        name: a key of `STRATEGIES` or of `OTHER_NAMES`; any other name is returned as it is.
+
+    Example:
+        >>> resolve_name("fsdp"), resolve_name("sequence")
+        (('full_shard', {}), ('tensor', {'sequence': True}))
+    """
+    if name in STRATEGIES:
+        return name, {}
+    known = name.lower()
+    return OTHER_NAMES.get(known, name), dict(IMPLIED_OPTIONS.get(known, {}))

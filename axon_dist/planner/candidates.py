@@ -27,6 +27,7 @@ from ..ops.precision import MixedPrecision, autocast, cast_floating
 from ..parallel import (
     DEFAULT_SYNC_EVERY,
     EXPERTS,
+    OTHER_NAMES,
     OUTER_LOOPS,
     ZERO,
     ByExperts,
@@ -177,14 +178,13 @@ DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
 
 ALIASES: MappingProxyType[str, str] = MappingProxyType(
     {
+        **{name: known for name, known in OTHER_NAMES.items() if known in DATA_PARALLEL},
         "no_shard": "ddp",
-        "dp": "ddp",
         "shard_grad_op": "zero2",
         "zero3": "full_shard",
-        "fsdp": "full_shard",
     }
 )
-"""Other names of the same strategies."""
+"""Other names of the same strategies, and the strategies that need the same memory."""
 
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 """The axes within a replica, outer to inner."""

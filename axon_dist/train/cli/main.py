@@ -244,8 +244,9 @@ def _check_keys(arguments: argparse.Namespace) -> None:
         path, section = sections.pop()
         names = {key.removeprefix(path) for key in keys if key.startswith(path)}
         names = {name for name in names if "." not in name}
-        if not names or "factory" in names:
-            # Names chosen by the user, or keys that depend on the kind of the section.
+        if not names or "factory" in names or path == "parallel.":
+            # Names chosen by the user, keys that depend on the kind of the section, or strategies,
+            # which have several names.
             continue
         for key, value in section.items():
             is_known = key in names or any(other.endswith(f".{key}") for other in keys)

@@ -15,7 +15,7 @@ from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.core.files import as_place
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.ops.precision import GradScaler, MixedPrecision
-from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
+from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose, resolve_name
 from axon_dist.parallel.plans import DEFAULT_SYNC_EVERY
 from axon_dist.planner.reading import Remat
 
@@ -48,22 +48,6 @@ from .sections import (
 StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Options by strategy name."""
 
-_OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
-    {
-        "dp": "ddp",
-        "fsdp": "full_shard",
-        "fsdp2": "full_shard",
-        "hsdp": "hybrid_shard",
-        "tp": "tensor",
-        "cp": "context",
-        "ep": "expert",
-        "experts": "expert",
-        "moe": "expert",
-        "pp": "pipeline",
-    }
-)
-"""Names from elsewhere, mesh axes among them, and the strategy that an error then points to."""
-
 _REQUIRED: MappingProxyType[str, tuple[str, object]] = MappingProxyType(
     {
         "num_microbatches": ("the number of parts that a batch is cut into", 8),
@@ -77,7 +61,9 @@ _REQUIRED: MappingProxyType[str, tuple[str, object]] = MappingProxyType(
 
 
 def strategy_options(value: object) -> StrategyOptions:
-    """Reads `ddp`, `[full_shard, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
+    """Reads `ddp`, `[fsdp, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
+
+    Names of `parallel.OTHER_NAMES` become those of `parallel.STRATEGIES`.
 
     Raises:
         ValueError: for anything else, none, or a strategy that is named twice.
@@ -106,7 +92,18 @@ def strategy_options(value: object) -> StrategyOptions:
             raise ValueError(
                 f"{name} has {options!r:.80} under it, which must be a section of its options"
             )
-    return MappingProxyType({str(name): dict(options or {}) for name, options in value.items()})
+    resolved: dict[str, dict[str, Any]] = {}
+    written: dict[str, str] = {}
+    for name, options in value.items():
+        strategy, implied = resolve_name(str(name))
+        if strategy in resolved:
+            raise ValueError(
+                f"got {written[strategy]} and {name}, which are both {strategy}; a strategy "
+                "applies once, so name it once"
+            )
+        written[strategy] = str(name)
+        resolved[strategy] = {**implied, **(options or {})}
+    return MappingProxyType(resolved)
 
 
 def build_strategy(
@@ -144,7 +141,7 @@ def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, J
     """
     for name in parallel:
         if name not in STRATEGIES:
-            hint = did_you_mean(_OTHER_NAMES.get(name.lower(), name), STRATEGIES)
+            hint = did_you_mean(name, STRATEGIES)
             raise ConfigError(f"parallel.{name:.80}: there is no such strategy.{hint}")
     return {
         name: read_options(

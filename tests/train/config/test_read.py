@@ -98,7 +98,7 @@ def test_unions_complain_about_the_part_that_was_meant():
 
 
 def test_a_key_that_stands_a_level_too_high():
-    with pytest.raises(ConfigError, match=r"Did you mean 'optimizer.learning_rate'\? Valid: ch"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'optimizer.learning_rate'\? Valid: axis"):
         RunConfig.from_dict({"learning_rate": 0.1})
     with pytest.raises(ConfigError, match=r"Did you mean 'train.steps'\? Valid: "):
         RunConfig.from_dict({"steps": 3})

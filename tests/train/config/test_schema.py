@@ -6,10 +6,10 @@ import pytest
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.models import TransformerConfig
-from axon_dist.parallel import STRATEGIES
+from axon_dist.parallel import OTHER_NAMES, STRATEGIES
 from axon_dist.train.app.steps import config_facts
 from axon_dist.train.config import DATA, MODELS, OPTIMIZERS, RunConfig
-from axon_dist.train.config.schema import read_strategies
+from axon_dist.train.config.schema import read_strategies, strategy_options
 from axon_dist.train.config.sections import LOGGERS, Wandb
 
 FULL = {
@@ -89,13 +89,7 @@ def test_shorthands():
         ({"optimizer": {"name": "sgd", "b1": 0.9}}, r"^optimizer.b1: there is no such key. Valid"),
         ({"optimizer": {"schedule": "cosin"}}, r"^optimizer.schedule.name: .* 'cosine'\?"),
         ({"parallel": "dpp"}, r"^parallel.dpp: there is no such strategy. Did you mean 'ddp'\?"),
-        ({"parallel": "fsdp"}, r"^parallel.fsdp: there is no such .* Did you mean 'full_shard'\?"),
-        ({"parallel": "FSDP2"}, r"^parallel.FSDP2: .* Did you mean 'full_shard'\?"),
-        ({"parallel": ["ddp", "tp"]}, r"^parallel.tp: .* Did you mean 'tensor'\? Valid: context, "),
-        ({"parallel": "cp"}, r"^parallel.cp: .* Did you mean 'context'\?"),
-        ({"parallel": "pp"}, r"^parallel.pp: .* Did you mean 'pipeline'\?"),
-        ({"parallel": "hsdp"}, r"^parallel.hsdp: .* Did you mean 'hybrid_shard'\?"),
-        ({"parallel": "dp"}, r"^parallel.dp: .* Did you mean 'ddp'\?"),
+        ({"parallel": ["tp", "sequence"]}, r"got tp and sequence, which are both tensor"),
         (
             {"parallel": ["ddp", "tensor", "ddp"]},
             r"^parallel: got \['ddp', 'tensor', 'ddp'\], in which ddp stands twice; .* it once",
@@ -179,6 +173,27 @@ def test_every_section_is_frozen():
     for cls in schema_types(RunConfig()):
         if dataclasses.is_dataclass(cls):
             assert cls.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("fsdp", {"full_shard": {}}),
+        ("FSDP2", {"full_shard": {}}),
+        (["hsdp", "tp"], {"hybrid_shard": {}, "tensor": {}}),
+        ({"sequence": {"rings": True}}, {"tensor": {"sequence": True, "rings": True}}),
+        ({"pipelined": {"num_microbatches": 4}}, {"pipeline": {"num_microbatches": 4}}),
+        (["ddp", "context_parallel"], {"ddp": {}, "context": {}}),
+    ],
+)
+def test_a_strategy_is_known_by_its_names(written, read):
+    assert strategy_options(written) == read
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_other_names_mean_a_strategy(name):
+    assert OTHER_NAMES[name] in STRATEGIES
+    assert name not in STRATEGIES
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
