@@ -1,16 +1,22 @@
-"""YAML as sections of plain values, strict and bounded. Plain Python: importing it is cheap."""
+"""YAML 1.2 as sections of plain values, read by ruamel.yaml within bounds, and written.
+
+Importing this file is cheap, because the command `axon` reads a config before it imports JAX.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-import re
-from collections.abc import Hashable, Mapping, Sequence
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from yaml.composer import ComposerError
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, ComposerError
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from .errors import ConfigError
 from .files import as_path, read_text
@@ -39,7 +45,11 @@ def read_yaml(path: str | Path, *, links: bool = True) -> JsonDict:
 
 
 def sections_of(text: str, what: str) -> JsonDict:
-    """The same of the text of a file.
+    """Reads the text of a YAML file that holds a section of keys.
+
+    Args:
+        text: of the file.
+        what: what errors call it.
 
     Raises:
         ConfigError: as `read_yaml` does.
@@ -96,87 +106,76 @@ _DEEPEST = 100
 _MOST_VALUES = 100_000
 """A config has some hundreds; aliases of aliases can make billions of a few lines."""
 
-_TAG = "tag:yaml.org,2002:"
-_MERGE = f"{_TAG}merge"
-"""The tag of the key `<<`."""
 
-_OF_1_1 = re.compile(r"[-+]?0[0-7_]+|.*:.*|yes|no|on|off", re.IGNORECASE)
-"""Plain numbers and truths of YAML 1.1, by which PyYAML reads, that are none, or others, in 1.2."""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may occur only once; PyYAML would use the last one silently.
-
-    Keys of a section override those that `<<` merges into it.
-    """
+class _BoundedComposer(Composer):
+    """Refuses values nested deeper than `_DEEPEST`; parsing thousands of levels takes minutes."""
 
     _depth = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Reads a value and all within it; parsing thousands of levels would take minutes."""
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        """Reads a value and all within it."""
         if self._depth > _DEEPEST:
             problem = f"values within values, more than {_DEEPEST} deep"
-            raise ComposerError(None, None, problem, self.get_mark())
+            raise ComposerError(None, None, problem, self.parser.peek_event().start_mark)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
-    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """Reads a value that has none within it, and that all versions of YAML read alike."""
-        is_plain = self.peek_event().implicit[0]
-        node = super().compose_scalar_node(anchor)
-        is_known = node.tag in (f"{_TAG}{kind}" for kind in ("bool", "int", "float"))
-        if is_plain and is_known and _OF_1_1.fullmatch(node.value):
-            problem = (
-                f"{node.value:.40} is one thing in YAML 1.1 and another in 1.2; write true, false "
-                "or the plain number, or put a text in quotes"
-            )
-            raise ComposerError(None, None, problem, node.start_mark)
-        return node
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Puts what `<<` brings in front of the keys of a section; reading it begins with this."""
-        # Called again for a section that others merge, with its `<<` expanded already.
-        if not hasattr(node, "is_checked"):
-            node.is_checked = True  # type: ignore[attr-defined]
-            self._check_keys([key for key, _ in node.value if key.tag != _MERGE])
-        super().flatten_mapping(node)
+def to_yaml(data: object, *, in_one_line: bool = False) -> str:
+    """Plain values as YAML, in the order in which sections have their keys.
 
-    def _check_keys(self, nodes: list[yaml.Node]) -> None:
-        seen = set()
-        for node in nodes:
-            key = self.construct_object(node, deep=True)
-            if not isinstance(key, Hashable):
-                problem = f"the key {key!r:.80} is no text"
-            elif key in seen:
-                problem = f"the key {key!r:.80} occurs twice"
-            else:
-                seen.add(key)
-                continue
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    Args:
+        data: sections, lists, texts, numbers, truths and None.
+        in_one_line: writes `{a: 1, b: [2, 3]}` without a line break at the end.
+
+    Example:
+        >>> print(to_yaml({"train": {"steps": 10}}), end="")
+        train:
+          steps: 10
+        >>> to_yaml({"train": {"steps": 10}}, in_one_line=True)
+        '{train: {steps: 10}}'
+    """
+    writer = YAML(typ="safe", pure=True)
+    writer.default_flow_style = in_one_line
+    writer.sort_base_mapping_type_on_output = False  # Keeps the order of keys.
+    writer.width = 10**6
+    writer.allow_unicode = False
+    stream = io.StringIO()
+    writer.dump(data, stream)
+    text = stream.getvalue()
+    return text.removesuffix("...\n").rstrip("\n") if in_one_line else text
 
 
 def _parse(text: str, what: str) -> Any:
-    """What a text says; the caller may change it."""
+    """Reads a text of YAML; the caller may change the result."""
     return copy.deepcopy(_parsed(text, what))
 
 
-# A command looks for misspelt keys first, and reads the same config again.
+# `axon` looks for misspelt keys first, and reads the same config again.
 @functools.lru_cache(maxsize=4)
 def _parsed(text: str, what: str) -> object:
     try:
-        loader = _StrictLoader(text)
-        root = loader.get_single_node()
+        reader = YAML(typ="safe", pure=True)
+        reader.Composer = _BoundedComposer
+        constructor, _ = reader.get_constructor_parser(io.StringIO(text))
+        root = constructor.composer.get_single_node()
         _check_size(root, what)
-        data = None if root is None else loader.construct_document(root)
+        data = None if root is None else constructor.construct_document(root)
         _check_plain(data, what)
         return data
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+    except DuplicateKeyError as error:
+        line, key = error.problem_mark.line + 1, str(error.problem).split('"')[1]
+        raise ConfigError(
+            f"{what} is not YAML in line {line}: the key {key!r:.80} occurs twice",
+            code="yaml-duplicate-key",
+        ) from error
+    except YAMLError as error:
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         line = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-        raise ConfigError(f"{what} is not YAML{line}: {problem}") from error
+        raise ConfigError(f"{what} is not YAML{line}: {problem}", code="yaml-syntax") from error
     except RecursionError as error:
         raise ConfigError(
             f"{what} has values within values, too deep to be read; a config has a handful of "
@@ -185,12 +184,12 @@ def _parsed(text: str, what: str) -> object:
     except ConfigError:
         raise
     except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:
-        # PyYAML does not catch the errors of Python about invalid dates, infinite numbers, and a
+        # ruamel.yaml lets through Python's errors about invalid dates, infinite numbers, and a
         # tag such as !!bool on another value.
         raise ConfigError(f"{what} has a value that cannot be read: {error}") from error
 
 
-def _check_size(root: yaml.Node | None, what: str) -> None:
+def _check_size(root: Node | None, what: str) -> None:
     """Counts values as often as aliases repeat them, before any is made.
 
     Raises:
@@ -198,7 +197,7 @@ def _check_size(root: yaml.Node | None, what: str) -> None:
     """
     sizes: dict[int, int] = {}
 
-    def size(node: yaml.Node) -> int:
+    def size(node: Node) -> int:
         if id(node) not in sizes:
             # What is asked for while it is counted is inside itself.
             sizes[id(node)] = _MOST_VALUES + 1
@@ -212,10 +211,10 @@ def _check_size(root: yaml.Node | None, what: str) -> None:
         )
 
 
-def _inside(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
+def _inside(node: Node) -> list[Node]:
+    if isinstance(node, MappingNode):
         return [part for pair in node.value for part in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
+    return node.value if isinstance(node, SequenceNode) else []
 
 
 def _check_plain(data: object, what: str) -> None:
@@ -241,7 +240,7 @@ def _check_plain(data: object, what: str) -> None:
             data.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{what} has a text that is none, {data!r:.80}: half a character; correct it"
+                f"{what} contains an unpaired surrogate, {data!r:.80}; correct its encoding"
             ) from error
     elif not isinstance(data, (str, int, float, bool, type(None))):
         raise ConfigError(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-import yaml
-
 from ..core.errors import LaunchError
+from ..core.plain_yaml import sections_of
 from .job import FINAL, PORT, REQUEUED, RESTARTS, SAVE_SECONDS, Job, commented
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -168,7 +167,7 @@ def check(text: str) -> str | None:
     Raises:
         LaunchError: naming the first field that is wrong.
     """
-    data = yaml.safe_load(text)
+    data = sections_of(text, "the JobSet")
     if (data.get("apiVersion"), data.get("kind")) != ("jobset.x-k8s.io/v1alpha2", "JobSet"):
         raise LaunchError("the manifest is not a JobSet of jobset.x-k8s.io/v1alpha2")
     for problem in _problems(data["spec"], _SPEC, "spec"):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 
-import yaml
-
 from ..core.errors import LaunchError
+from ..core.plain_yaml import sections_of
 from .job import PORT, REQUEUED, RESTARTS, Job, commented
 
 
@@ -58,7 +57,7 @@ def check(text: str) -> str | None:
         schemas = importlib.import_module("sky.utils.schemas")
     except ImportError:
         return None
-    data = yaml.safe_load(text)
+    data = sections_of(text, "the task")
     try:
         jsonschema.validate(data, schemas.get_task_schema())
         jsonschema.validate(data["resources"], schemas.get_resources_schema())

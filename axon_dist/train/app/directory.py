@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import yaml
 from flax.traverse_util import flatten_dict
 
 from axon_dist.core.checks import is_whole
@@ -35,7 +34,7 @@ from axon_dist.core.files import (
 )
 from axon_dist.core.typing import JsonDict
 
-from ...core.plain_yaml import read_yaml
+from ...core.plain_yaml import read_yaml, to_yaml
 from ..config import RunConfig
 from .lock import LOCK, Lease, locked
 
@@ -202,7 +201,7 @@ class RunDirectory:
             FileExistsError: when there is one.
             OSError: when it cannot be written; nothing of it stays.
         """
-        text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+        text = to_yaml(config.to_dict())
         descriptor = open_regular(self.config, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             with open(descriptor, "wb") as file:
@@ -215,7 +214,7 @@ class RunDirectory:
 
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.yaml`, whole or not at all."""
-        self._replace(self.config, yaml.safe_dump(config.to_dict(), sort_keys=False))
+        self._replace(self.config, to_yaml(config.to_dict()))
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Writes `summary.json`, whole or not at all."""

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import yaml
 from flax.traverse_util import flatten_dict
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import MeshError
 from axon_dist.core.files import as_place
+from axon_dist.core.plain_yaml import to_yaml
 from axon_dist.core.tree import bytes_per_device, num_bytes
 from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, report, target_devices
@@ -282,7 +282,7 @@ def _differing(config: Mapping[str, object]) -> list[str]:
     changed = {key: x for key, x in values.items() if key not in defaults or defaults[key] != x}
     left = plural(len(values) - len(changed), "further key")
     return [
-        *(f"{key} = {yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"
+        *(f"{key} = {to_yaml(x, in_one_line=True)}"
           for key, x in changed.items()),
         f"{left} as by default: axon config --full lists all",
     ]  # fmt: skip

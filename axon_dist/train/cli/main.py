@@ -233,7 +233,7 @@ def _check_keys(arguments: argparse.Namespace) -> None:
     """
     if not (getattr(arguments, "config", None) and hasattr(arguments, "overrides")):
         return
-    # It takes PyYAML, which `axon --help` does without.
+    # It takes ruamel.yaml, which `axon --help` does without.
     plain = importlib.import_module("axon_dist.core.plain_yaml")
     data = plain.read_yaml(arguments.config)
     for override in arguments.overrides:

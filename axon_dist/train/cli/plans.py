@@ -9,13 +9,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
+from axon_dist.core.plain_yaml import to_yaml
 from axon_dist.core.words import byte_size, duration, plural, si
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
@@ -245,7 +245,7 @@ def _print_lines(plan: ReadPlan, console: Console) -> None:
     lines = {**plan.candidate.to_config(), "parallel": plain["parallel"]}
     if plan.changed is not None and plan.candidate.apart is None:
         lines["precision"] = plain["precision"]
-    console.print(yaml.safe_dump(lines, sort_keys=False), end="")
+    console.print(to_yaml(lines), end="")
 
 
 def _reason(plan: ReadPlan) -> str:

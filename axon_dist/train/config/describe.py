@@ -11,9 +11,8 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
-import yaml
-
 from axon_dist.core.errors import ConfigError, did_you_mean
+from axon_dist.core.plain_yaml import to_yaml
 from axon_dist.parallel import STRATEGIES
 
 from .read import HUB, Bound, OneOf, Option, Parsed, extra, options_of, write
@@ -246,8 +245,7 @@ def _default(option: Option) -> str:
     if dataclasses.is_dataclass(value) and dataclasses.is_dataclass(hint):
         return ""
     plain = None if value is None else write(value, hint)
-    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return to_yaml(plain, in_one_line=True)
 
 
 def completion_words() -> list[str]:
