@@ -16,14 +16,9 @@ from .environment import from_env as from_env
 from .hosts import attach as attach
 from .hosts import launch_hosts as launch_hosts
 from .hosts import read_hosts as read_hosts
-from .job import Job as Job
 from .local import ELASTIC as ELASTIC
 from .local import INTERRUPTED as INTERRUPTED
 from .local import MEMORY as MEMORY
 from .local import PLANNED as PLANNED
 from .local import LaunchPlan as LaunchPlan
 from .local import launch as launch
-from .schedulers import SCHEDULERS as SCHEDULERS
-from .schedulers import Scheduler as Scheduler
-from .schedulers import check_job as check_job
-from .schedulers import submit_job as submit_job

@@ -19,20 +19,17 @@ from rich.console import Console
 from axon_dist.core.errors import AxonDistError, LaunchError, install_command
 from axon_dist.core.words import plural
 from axon_dist.launch import (
-    SCHEDULERS,
-    Job,
     LaunchPlan,
     attach,
-    check_job,
     launch,
     launch_hosts,
     read_hosts,
-    submit_job,
 )
 from axon_dist.mesh import World
 from axon_dist.mesh.chips import machine_of, unknown_chip
 from axon_dist.train.app import attention_rows, check_numerics
 from axon_dist.train.config import load_config
+from axon_dist.train.jobs import SCHEDULERS, Job, check_job, submit_job
 
 from .values import check_output, fitted, write_output
 

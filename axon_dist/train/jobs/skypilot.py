@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 
-from ..core.errors import LaunchError
-from ..core.plain_yaml import sections_of
+from ...core.errors import LaunchError
+from ...core.plain_yaml import sections_of
 from .job import PORT, REQUEUED, RESTARTS, Job, commented
 
 

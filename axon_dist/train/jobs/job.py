@@ -11,10 +11,10 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from ..core.arguments import check_fields
-from ..core.errors import LaunchError
-from .local import INTERRUPTED, USER_ERROR
-from .watchdog import EXIT_PEER_LOST
+from ...core.arguments import check_fields
+from ...core.errors import LaunchError
+from ...launch.local import INTERRUPTED, USER_ERROR
+from ...launch.watchdog import EXIT_PEER_LOST
 
 PORT = 29500
 """Where process 0 listens; the job files open it."""

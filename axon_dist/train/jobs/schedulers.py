@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..core.errors import LaunchError
-from ..core.words import printable
+from ...core.errors import LaunchError
+from ...core.words import printable
 from . import jobset, skypilot, slurm
 from .job import Job
 

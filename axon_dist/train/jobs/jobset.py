@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from ..core.errors import LaunchError
-from ..core.plain_yaml import sections_of
+from ...core.errors import LaunchError
+from ...core.plain_yaml import sections_of
 from .job import FINAL, PORT, REQUEUED, RESTARTS, SAVE_SECONDS, Job, commented
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"

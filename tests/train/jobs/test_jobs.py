@@ -1,4 +1,4 @@
-"""Job files of every scheduler for every config; regenerate: python -m tests.launch.test_jobs."""
+"""Job files of every scheduler and config; write them: python -m tests.train.jobs.test_jobs."""
 
 import json
 import os
@@ -10,23 +10,13 @@ import pytest
 import yaml
 
 from axon_dist.core.errors import LaunchError
-from axon_dist.launch import (
-    INTERRUPTED,
-    SCHEDULERS,
-    Job,
-    LaunchPlan,
-    check_job,
-    from_env,
-    jobset,
-    launch_hosts,
-    read_hosts,
-    submit_job,
-)
+from axon_dist.launch import INTERRUPTED, LaunchPlan, from_env, launch_hosts, read_hosts
 from axon_dist.train.cli.verbs import VERBS
+from axon_dist.train.jobs import SCHEDULERS, Job, check_job, jobset, submit_job
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-GOLDEN = pathlib.Path(__file__).with_name("jobs")
+GOLDEN = pathlib.Path(__file__).with_name("golden")
 
 
 def job_of(path, **fields):
@@ -46,7 +36,7 @@ def golden(scheduler, path):
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_job_file_of_a_config(name, path):
     text = SCHEDULERS[name].write(job_of(path))
-    assert text == golden(name, path).read_text(), "python -m tests.launch.test_jobs writes it"
+    assert text == golden(name, path).read_text(), "python -m tests.train.jobs.test_jobs writes it"
     SCHEDULERS[name].check(text)
 
 
