@@ -81,8 +81,8 @@ class Rates:
     Example:
         >>> rates = Rates(products=891e12, memory=3.07e12, cores=132, start=1e-6)
         >>> square = ProductShape(8192, 8192, 8192)
-        >>> round(square.flops / rates.product_seconds(square) / 1e12)
-        805
+        >>> round(square.flops / rates.product_seconds(square) / 1e13)
+        80
     """
 
     products: float

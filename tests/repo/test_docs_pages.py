@@ -36,7 +36,7 @@ def test_code_of_a_page_runs_from_top_to_bottom(code):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 def test_commands_can_be_typed_and_files_are_there(page):
     text = page.read_text()
-    lines = "".join(blocks("bash", text)).splitlines()
+    lines = "".join(blocks("bash", text)).replace("\\\n", "").splitlines()
     lines += re.findall(r"^(?:Printed|Drawn) by `(.*)`\.$", text, re.MULTILINE)
     for line in lines:
         program, *arguments = shlex.split(line)

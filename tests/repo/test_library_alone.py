@@ -36,7 +36,7 @@ step = axon_dist.build_train_step(
     world,
 )
 state, metrics = step(step.init(), jnp.ones((8, 8)))
-axon_dist.save_checkpoint(sys.argv[1], state, step)
+axon_dist.save_checkpoint(sys.argv[1], state)
 axon_dist.load_checkpoint(sys.argv[1], step)
 """
 
