@@ -64,32 +64,46 @@ def test_the_test_command_is_the_gates():
 
 
 PROMISES = {
-    "has tables of strategies": [
+    "A step gives the losses": [
         "contracts/test_strategies.py::test_equals_one_device",
         "contracts/test_compositions.py::test_pipelines_with_context_and_tensor_parallelism",
         "contracts/test_pipelines.py::test_equals_one_device",
         "contracts/test_tensor.py::test_equals_one_device",
     ],
-    "runs all of it": ["contracts/test_strategies.py::test_equals_one_device_full"],
+    "compares all strategies": ["contracts/test_strategies.py::test_equals_one_device_full"],
     "Dropout draws": ["contracts/test_draws.py::test_dropout_draws_what_one_device_draws"],
-    "BatchNorm sees all ranks": [
+    "BatchNorm sees the samples": [
         "contracts/test_draws.py::test_statistics_of_microbatches_are_told_of",
         "contracts/test_pipelines.py::test_statistics_outside_blocks_are_told_of",
     ],
-    "a loss that is one of one such sum": [
+    "A loss that couples samples": [
         "contracts/test_samples.py::test_metrics_are_those_of_the_whole_batch",
         "contracts/test_samples.py::test_equals_one_device_or_says_what_couples_the_samples",
         "contracts/test_samples.py::test_a_metric_that_couples_samples_is_not_averaged",
     ],
-    "Your modules are not edited": ["contracts/test_strategies.py::test_equals_one_device"],
-    "Linen modules go through": ["contracts/test_foreign.py::test_equals_one_device"],
-    "tries models of other packages": ["foreign/test_matrix.py::test_equals_one_device"],
-    "that feed each other run as one scan": ["ir/test_layer_scan.py::test_groups_compute_the_same"],
-    "reads a compiled step back": [
+    "A metric that is a function of sums": [
+        "contracts/test_samples.py::test_metrics_are_those_of_the_whole_batch"
+    ],
+    "Samples with unequal weights": [
+        "step/test_auxiliary_terms.py::test_terms_of_uneven_samples_are_those_of_one_device",
+    ],
+    "With microbatches it sees one": [
+        "contracts/test_draws.py::test_statistics_of_microbatches_are_told_of"
+    ],
+    "SIGTERM saves": [
+        "multiprocess/test_stuck.py::test_sigterm_in_the_middle_saves_at_the_same_step_everywhere"
+    ],
+    "A resumed run ends": [
+        "train/app/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit"
+    ],
+    "You do not edit": ["contracts/test_strategies.py::test_equals_one_device"],
+    "Linen modules work through": ["contracts/test_foreign.py::test_equals_one_device"],
+    "trains models of other packages": ["foreign/test_matrix.py::test_equals_one_device"],
+    "reads the compiled program": [
         "inspect/test_report.py::test_the_three_witnesses_agree_with_arithmetic",
         "inspect/test_aot.py::test_every_chip_that_can_be_planned_can_be_compiled_for",
     ],
-    "The compiler options of a chip": [
+    "It also compiles for GPUs": [
         "step/test_compiling.py::test_what_runs_is_what_lower_compiles",
         "step/test_compiling.py::test_a_chip_brings_its_own_and_the_user_comes_last",
     ],
@@ -100,16 +114,12 @@ PROMISES = {
         "step/test_nonfinite.py::test_stopping_keeps_the_state_before_and_gives_the_batches_back",
         "train/app/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit",
     ],
-    "on any power of two of ranks": [
-        "step/test_elastic.py::test_bits_are_those_of_one_rank",
-        "step/test_elastic.py::test_a_checkpoint_goes_on_with_fewer_ranks",
-    ],
     "the steps since the last copy": [
         "multiprocess/test_replicas.py::test_a_killed_replica_costs_a_few_steps_and_no_bit",
         "multiprocess/test_replicas.py::"
         "test_a_run_shrinks_onto_a_program_compiled_ahead_and_grows_again",
     ],
-    "benchmarks.replicas` count": [
+    "benchmarks.replicas` measure": [
         "multiprocess/test_restart.py::test_a_killed_rank_restarts_the_run"
     ],
     "one line that says what was got": [
