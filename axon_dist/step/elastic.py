@@ -38,7 +38,7 @@ from ..sharding.padding import for_region, like
 from .gather import even_rows
 from .local_view import LocalPlan, local_gradients
 from .microbatches import SumsFn
-from .objective import GradientArguments, GradientResult, Sums, beside, forward_of, gradient_sums
+from .objective import GradientArguments, GradientResult, Sums, with_frozen, forward_of, gradient_sums
 from .optimizer import updated
 from .spec import StepSpec
 
@@ -72,7 +72,7 @@ class ElasticPlan(LocalPlan):
         gathered = self._unsharded(params, self.param_specs, spec.parts.params)
         others = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
         forward = forward_of(spec.parts, spec.loss_fn, spec.changes.prepare(None))
-        forward = beside(spec.changes.with_layer_scan(forward), others)
+        forward = with_frozen(spec.changes.with_layer_scan(forward), others)
         sums_of = gradient_sums(forward, scale, parts=shards)
         count = shards // spec.mesh.size
         sums, buffers = self._folded(sums_of, gathered, buffers, batch, count)

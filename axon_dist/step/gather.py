@@ -2,7 +2,7 @@
 
 `model_changes.py` attaches a gather to each weight of a unit; `gathered` of `ir/units.py` calls
 it inside the unit. The backward pass gathers again because `LayerScan.protect` of
-`ir/layer_scan.py` puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as
+`ir/layer_scan.py` puts a `jax.checkpoint` around the unit, with `save_products_policy` below as
 its policy. A weight of no unit is gathered once, before the model runs.
 """
 
@@ -95,7 +95,7 @@ class GlobalGather:
             gradient = jax.lax.with_sharding_constraint(gradient, place)
         return gradient
 
-    def beside(self, shape: Shape) -> GlobalGather:
+    def for_scale(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
         stored, full = spread(self.stored, shape), spread(self.full, shape)
         return dataclasses.replace(self, stored=stored, full=full)
@@ -136,7 +136,7 @@ class LocalGather:
         )
         return gather(weight)
 
-    def beside(self, shape: Shape) -> LocalGather:
+    def for_scale(self, shape: Shape) -> LocalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
         return dataclasses.replace(self, spec=spread(self.spec, shape), shape=shape)
 
@@ -159,7 +159,7 @@ class Int8Gather:
         """Returns the gathered weight."""
         numbers, scale = weight.numbers, weight.scale
         if self.gather is not None:
-            numbers, scale = self.gather(numbers), self.gather.beside(self.form.scale)(scale)
+            numbers, scale = self.gather(numbers), self.gather.for_scale(self.form.scale)(scale)
         return self.form.widen(numbers, scale, self.dtype)
 
 
@@ -357,12 +357,12 @@ def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     return spec_of(dims)
 
 
-def regather_in_backward(primitive: Primitive, *_: object, **__: Any) -> bool:
+def save_all_but_gathers_policy(primitive: Primitive, *_: object, **__: Any) -> bool:
     """A `jax.checkpoint` policy: keep every intermediate result but gathered weights."""
     return primitive.name not in GATHERED
 
 
-def remake_in_backward(primitive: Primitive, *operands: Any, **__: Any) -> bool:
+def save_products_policy(primitive: Primitive, *operands: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy: keep what the device works for.
 
     That is products, reductions, kernels and draws. Weights are gathered again, and what comes of

@@ -31,7 +31,7 @@ from .objective import (
     GradientResult,
     Outcome,
     Prepare,
-    beside,
+    with_frozen,
     forward_of,
     gradient_means,
     gradient_sums,
@@ -59,7 +59,7 @@ def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientRe
         looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.parts.weights)])
     forward = global_forward(spec, spec.change_layers, once, looped)
     if frozen:
-        forward = beside(forward, frozen)
+        forward = with_frozen(forward, frozen)
     if once:
         params = map_with_path(
             lambda path, weight: global_gather(spec, path).forward(weight),

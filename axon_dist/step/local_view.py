@@ -55,7 +55,7 @@ from .objective import (
     GradientResult,
     Outcome,
     Sums,
-    beside,
+    with_frozen,
     forward_of,
     gradient_sums,
 )
@@ -220,7 +220,7 @@ class LocalPlan:
             # Where statistics are averaged over the ranks, so are the gradients that come back
             # through them: those of losses that must have been divided by one weight.
             averaged = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
-            forward = beside(self._scanned(self._plain(None)), others)
+            forward = with_frozen(self._scanned(self._plain(None)), others)
             sums_of = gradient_sums(forward, scale, share if averaged else None, parts)
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
@@ -235,7 +235,7 @@ class LocalPlan:
             # Units reduce their gradients within the backward pass, so the weight must be that of
             # all ranks before it begins.
             gather = functools.partial(local_gather, self.spec)
-            forward = beside(self._scanned(self._plain(gather)), frozen)
+            forward = with_frozen(self._scanned(self._plain(gather)), frozen)
             sums_of = gradient_sums(forward, scale, share, parts)
             sums, changed = accumulated(sums_of, params, first, batch)
         changed = without_rank(changed, local)
@@ -315,7 +315,7 @@ class LocalPlan:
                 if not units:
                     return plain(map_with_path(reduced, weights), buffers, batch)
                 run = self._plain(reduce, bundle=bundle, by_units=once.__contains__)
-                return beside(run, frozen)(weights, buffers, batch)
+                return with_frozen(run, frozen)(weights, buffers, batch)
 
             # The slots are nothing but shapes: what they are the gradient of is what counts.
             slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)

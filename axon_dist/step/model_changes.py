@@ -31,7 +31,7 @@ from ..parallel import (
     sends_pieces,
     sum_over_ranks,
 )
-from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
+from .gather import GlobalGather, Int8Gather, save_all_but_gathers_policy, save_products_policy
 from .objective import Forward, Prepare
 from .parts import ModelSpec, split_inputs
 
@@ -164,11 +164,11 @@ class ModelChanges:
             return forward
         strategy, loops = self.strategy, self.loops
         # Of gathered weights a unit keeps none for its backward pass, recomputed or not.
-        remat: RematPolicy | None = remake_in_backward
+        remat: RematPolicy | None = save_products_policy
         if strategy.layers:
             # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
             gathers = strategy.params.split_axes and not strategy.gathers_once
-            remat = regather_in_backward if gathers or self.parts.int8 else None
+            remat = save_all_but_gathers_policy if gathers or self.parts.int8 else None
         group = 1
         if strategy.remat is not None:
             remat, group = strategy.remat.remat, strategy.remat.group_size

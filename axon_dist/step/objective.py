@@ -351,7 +351,7 @@ def forward_of(parts: ModelSpec, loss_fn: LossFn, prepare: Prepare | None = None
     return lambda params, buffers, batch: evaluate(parts, loss_fn, params, buffers, batch, prepare)
 
 
-def beside(forward: Forward, frozen: PyTree) -> Forward:
+def with_frozen(forward: Forward, frozen: PyTree) -> Forward:
     """A forward pass as a function of the trained parameters alone.
 
     Args:
