@@ -118,5 +118,6 @@ def _refuse(permutes: set[str]) -> None:
             f"other stages do not take, and wait for them forever: {', '.join(listed[:4])}. They "
             "come from calls of jax.lax.ppermute, or from the compiler where a model shifts or "
             "slices an array along a dim that a strategy splits, such as the positions under "
-            "sequence=True. Leave that strategy out, or compute such a slice before the model, in the batch"
+            "sequence=True. Leave that strategy out, or compute such a slice before the "
+            "model, in the batch"
         )
