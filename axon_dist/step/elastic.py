@@ -79,24 +79,24 @@ class ElasticPlan(LocalPlan):
         spec = self.spec
         shards = spec.num_ranks
         gathered = self._unsharded(params, self.param_specs, spec.parts.params)
-        others = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
+        whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
         forward = forward_of(spec.parts, spec.loss_fn, spec.changes.prepare(None))
-        forward = with_frozen(spec.changes.with_layer_scan(forward), others)
+        forward = with_frozen(spec.changes.with_layer_scan(forward), whole_frozen)
         sums_of = gradient_sums(forward, scale, parts=shards)
         count = shards // spec.mesh.size
-        sums, buffers = self._folded(sums_of, gathered, buffers, batch, count)
+        sums, buffers = self._subtree_sums(sums_of, gathered, buffers, batch, count)
 
-        def total(x: Array, place: PartitionSpec) -> Array:
-            split = {axis: dim for dim in range(len(place)) for axis in axes_of(place, dim)}
-            for dim in range(len(place)):
-                x = even_rows(x, axes_of(place, dim), dim)
+        def total(x: Array, owner: PartitionSpec) -> Array:
+            split = {axis: dim for dim in range(len(owner)) for axis in axes_of(owner, dim)}
+            for dim in range(len(owner)):
+                x = even_rows(x, axes_of(owner, dim), dim)
             return tree_sum(x, self.axes, split)
 
         grads = jax.tree.map(total, sums.grads, self.owner_specs)
         scalars = jax.tree.map(lambda x: total(x, PartitionSpec()), (sums.loss, sums.metrics))
         return grads, scalars, buffers
 
-    def _folded(
+    def _subtree_sums(
         self, sums_of: SumsFn, weights: PyTree, first: PyTree, batch: Batch, count: int
     ) -> tuple[Sums, PyTree]:
         """Adds up the sums of this rank's shards, merging subtrees like a binary counter.
@@ -123,8 +123,8 @@ class ElasticPlan(LocalPlan):
 
         def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
             number, stack, _ = carry
-            turn = number - start
-            shard = jax.tree.map(lambda x: _row(x, turn), batch)
+            index = number - start
+            shard = jax.tree.map(lambda x: _row(x, index), batch)
             with jax.named_scope("logical_shard"):
                 leaves = jax.tree.leaves((weights, before(number), shard))
                 new, buffers = structure.unflatten(eval_jaxpr(program, leaves))
@@ -134,7 +134,7 @@ class ElasticPlan(LocalPlan):
                 return level + 1, jax.tree.map(lambda s, x: _row(s, level) + x, stack, new)
 
             level, new = jax.lax.while_loop(
-                lambda carry: (turn >> carry[0]) & 1 == 1, merge, (jnp.zeros_like(turn), new)
+                lambda carry: (index >> carry[0]) & 1 == 1, merge, (jnp.zeros_like(index), new)
             )
             put = jax.lax.dynamic_update_index_in_dim
             stack = jax.tree.map(lambda s, x: put(s, x, level, 0), stack, new)
@@ -252,31 +252,31 @@ Obstacle: TypeAlias = tuple[str, str] | None
 
 def _of_strategy(spec: StepSpec) -> Obstacle:
     strategy = spec.strategy
-    others = "ddp, zero and fsdp, alone or composed"
+    supported = "ddp, zero and fsdp, alone or composed"
     if strategy.slow is not None:
         return (
             f"replicas over {strategy.slow.axis!r} train each on its own samples, so their "
             "number is part of the algorithm",
-            f"use {others}",
+            f"use {supported}",
         )
     if strategy.pipeline is not None:
         return (
             f"a pipeline over {strategy.pipeline.axis!r} adds microbatches up in the order of its "
             "schedule",
-            f"use {others}",
+            f"use {supported}",
         )
     if strategy.layers or strategy.resident:
         return (
             f"strategy {strategy.name!r} splits sums within a sample over ranks, as tensor, "
             "context and expert parallelism do, and the order of these sums depends on the number "
             "of ranks",
-            f"use {others}",
+            f"use {supported}",
         )
     if math.prod(spec.mesh.shape[axis] for axis in strategy.batch_axes) != spec.mesh.size:
         return (
             f"the mesh is {dict(spec.mesh.shape)}, and strategy {strategy.name!r} splits samples "
             f"over {', '.join(strategy.batch_axes) or 'no axis'} alone",
-            f"leave the other axes out of the mesh, and use {others}",
+            f"leave the other axes out of the mesh, and use {supported}",
         )
     return None
 

@@ -87,8 +87,8 @@ class InParts:
             whole = jax.jit(self._function, out_shardings=self._places, donate_argnums=donated)
             return whole(*arguments)
         places = jax.tree.leaves(self._places)
-        given = dict(zip(parts.inputs, jax.tree.leaves(arguments), strict=True))
-        known: dict[Any, Any] = {**parts.values(), **given}
+        inputs = dict(zip(parts.inputs, jax.tree.leaves(arguments), strict=True))
+        known: dict[Any, Any] = {**parts.values(), **inputs}
         results: list[Any] = [None] * len(places)
         kept: set[int] = set()
         for number, part in enumerate(parts.parts):

@@ -221,11 +221,11 @@ class LocalPlan:
             # Cast before the gather, to send half the bytes in half precision. The gradient then
             # has the compute dtype.
             gathered = self._unsharded(params, self.param_specs, self.spec.parts.params)
-            others = self._unsharded(frozen, self.frozen_specs, self.spec.parts.stored_frozen)
+            whole_frozen = self._unsharded(frozen, self.frozen_specs, self.spec.parts.stored_frozen)
             # The mean of statistics over ranks also averages the gradients through them. These must
             # be of losses that were divided by the same weight.
             shares_statistics = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
-            forward = with_frozen(self._scanned(self._plain(None)), others)
+            forward = with_frozen(self._with_scans(self._plain(None)), whole_frozen)
             sums_of = gradient_sums(
                 forward, scale, mean_weight if shares_statistics else None, parts
             )
@@ -234,7 +234,7 @@ class LocalPlan:
             if reduction.per == "microbatch" or count == 1:
                 sums, changed = accumulated(sums_of, gathered, first, batch)
             else:
-                last = self._last(forward, others) if self._reduces_within(scale) else None
+                last = self._last(forward, whole_frozen) if self._reduces_within(scale) else None
                 sums, changed = self._unreduced_sums(sums_of, gathered, first, batch, last)
             if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
@@ -242,7 +242,7 @@ class LocalPlan:
             # Units reduce their gradients within the backward pass, so all ranks must use the same
             # weight before it begins.
             gather = functools.partial(local_gather, self.spec)
-            forward = with_frozen(self._scanned(self._plain(gather)), frozen)
+            forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
             sums_of = gradient_sums(forward, scale, mean_weight, parts)
             sums, changed = accumulated(sums_of, params, first, batch)
         changed = without_rank(changed, local)
@@ -294,8 +294,8 @@ class LocalPlan:
         gradients of means, and here gradients of sums are reduced.
         """
         reduction = self.spec.reduction
-        is_held = reduction.per == "step" and self.spec.num_microbatches > 1
-        return is_held and not reduction.is_grouped and scale is None
+        accumulates = reduction.per == "step" and self.spec.num_microbatches > 1
+        return accumulates and not reduction.is_grouped and scale is None
 
     def _last(self, plain: Forward, frozen: PyTree) -> LastFn:
         """Returns the program of the last microbatch, whose backward pass hides the reduction.
@@ -331,7 +331,7 @@ class LocalPlan:
             slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)
             # The sums of the earlier microbatches are already weighted, so differentiate the total
             # here and not the mean.
-            run = self._scanned(forward) if units else forward
+            run = self._with_scans(forward) if units else forward
             totals = gradient_sums(run, common=lambda _: 1)
             added, buffers = totals(slots, buffers, batch)
             both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (added.loss, added.metrics))
@@ -370,7 +370,7 @@ class LocalPlan:
             shapes,
         )
 
-    def _scanned(self, forward: Function) -> Any:
+    def _with_scans(self, forward: Function) -> Any:
         spec = self.spec
         return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 

@@ -171,7 +171,7 @@ class ModelChanges:
         # A unit never saves gathered weights for its backward pass, with or without remat.
         remat: RematPolicy | None = save_products_policy
         if strategy.layers:
-            # Save what is added to a sum over tensor ranks after the addition, not before it.
+            # The residual stream must be saved after a sum over tensor ranks is added, not before.
             gathers = strategy.params.split_axes and not strategy.gathers_once
             remat = save_all_but_gathers_policy if gathers or self.parts.int8 else None
         group = 1

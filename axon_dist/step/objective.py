@@ -127,8 +127,8 @@ def evaluate(
     _check_scalar("weight", weighted.weight)
     if not isinstance(metrics, dict):
         raise ConfigError(
-            f"loss_fn returned {type(metrics).__name__} beside the loss; it must be a dict of "
-            "scalar metrics"
+            f"loss_fn returned metrics of type {type(metrics).__name__}; they must be a dict of "
+            "scalars"
         )
     if reserved := sorted(RESERVED & {name for name in metrics if isinstance(name, str)}):
         raise ConfigError(
