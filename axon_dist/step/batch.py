@@ -191,7 +191,8 @@ class BatchLayout:
                 advice = ", or have it padded: build_train_step(pad=...)"
             raise DivisibilityError(
                 f"a batch of {total} samples does not divide over {split} and {parts}; make it a "
-                f"positive multiple of {self.divisor}{advice}"
+                f"positive multiple of {self.divisor}{advice}",
+                code="batch-not-divisible",
             )
 
     def split(self, leaf: Any) -> Any:
@@ -284,7 +285,8 @@ class BatchLayout:
             raise ConfigError(
                 f"the batch has a shape in it, {leaf.dtype}{list(leaf.shape)}, and no array; "
                 "a step can be built, compiled and lowered with shapes, but only runs on arrays: "
-                "give arrays"
+                "give arrays",
+                code="batch-has-shapes",
             )
         if isinstance(leaf, jax.Array):
             return jax.device_put(self.split(leaf), self.sharding)
@@ -358,14 +360,16 @@ def check_leaves(batch: Batch) -> None:
     if isinstance(batch, Iterator):
         raise ConfigError(
             f"the batch is a {type(batch).__name__}; give numpy or JAX arrays of shape [B, ...]: "
-            "one batch, such as next(batches), and not the iterator"
+            "one batch, such as next(batches), and not the iterator",
+            code="batch-is-iterator",
         )
     try:
         leaves = leaves_with_paths(batch)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"the keys of the batch are of several kinds and cannot be sorted: {error}; use only "
-            'strings as keys, as in {"x": ..., "y": ...}'
+            'strings as keys, as in {"x": ..., "y": ...}',
+            code="batch-keys-unsortable",
         ) from error
     if not leaves:
         what = "None" if batch is None else f"an empty {type(batch).__name__}"
@@ -381,13 +385,15 @@ def check_leaves(batch: Batch) -> None:
         if not hasattr(leaf, "__array__"):
             raise ConfigError(
                 f"{label} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
-                "one batch, and not a loader or an iterator"
+                "one batch, and not a loader or an iterator",
+                code="batch-leaf-not-array",
             )
         if isinstance(leaf, np.ndarray):
             if leaf.dtype.kind in "OSUMmV":
                 raise ConfigError(
                     f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, and text "
-                    "as token ids"
+                    "as token ids",
+                    code="batch-leaf-not-numeric",
                 )
             if leaf.dtype.itemsize >= 8:
                 check_32_bits(label, leaf)
@@ -408,7 +414,8 @@ def samples_of(batch: Batch) -> int:
         raise DivisibilityError(
             f"the leaves of the batch have {shown}{more} samples in dim 0; every leaf needs the "
             f"same{list_advice if more else ''}; wrap an array that all samples share, such as a "
-            "temperature, as Shared(array)"
+            "temperature, as Shared(array)",
+            code="batch-sizes-differ",
         )
     return sizes.pop()[0]
 

@@ -240,7 +240,8 @@ def leaves_remat_open(step: TrainStep) -> bool:
     Args:
         step: a step that recomputes what its strategy says.
     """
-    strategy, world = step.strategy, step.world
+    strategy = step.strategy
+    world = step.world
     if strategy.remat is not None or strategy.pipeline is not None:
         return False
     return not world.is_cpu and not is_abstract(world) and knows_memory(world)

@@ -156,7 +156,8 @@ class ElasticPlan(LocalPlan):
                     f"the buffer {path!r} depends on the samples, as the statistics of BatchNorm "
                     'do, and with deterministic="elastic" would only see one logical shard. '
                     "Use a per-sample normalisation such as nnx.LayerNorm, freeze statistics "
-                    "with use_running_average=True, or use deterministic=True"
+                    "with use_running_average=True, or use deterministic=True",
+                    code="buffer-depends-on-samples",
                 )
 
 

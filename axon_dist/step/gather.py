@@ -160,7 +160,8 @@ class Int8Gather:
 
     def __call__(self, weight: Int8) -> Array:
         """Returns the gathered weight."""
-        numbers, scale = weight.numbers, weight.scale
+        numbers = weight.numbers
+        scale = weight.scale
         if self.gather is not None:
             numbers = self.gather(numbers)
             scale = self.gather.for_scale(self.form.scale)(scale)
@@ -292,14 +293,15 @@ def no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
     if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
         return "no kernel of a layer in fp8 is split over ranks that have other samples"
     if spec.is_local:
-        per, dtype = spec.reduction.per, spec.reduction.dtype
-        return f"ranks gather by hand, to reduce gradients per {per} in {dtype}"
+        reduction = spec.reduction
+        return f"ranks gather by hand, to reduce gradients per {reduction.per} in {reduction.dtype}"
     return ""
 
 
 def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
     """Whether units gather any of the weights, or would on more devices."""
-    strategy, mesh = spec.strategy, spec.mesh
+    strategy = spec.strategy
+    mesh = spec.mesh
     axes = {*strategy.data_axes} - {*strategy.resident}
     splits = axes.intersection(strategy.params.split_axes)
     if splits and all(mesh.shape[axis] == 1 for axis in splits):

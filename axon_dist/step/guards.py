@@ -82,7 +82,7 @@ def trace(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Traced:
     """
     traced = jitted.trace(*arguments)
     if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(arguments)):
-        raise UnsupportedError(ESCAPED)
+        raise UnsupportedError(ESCAPED, code="value-escapes-block")
     return traced
 
 
@@ -119,5 +119,6 @@ def _refuse(permutes: set[str]) -> None:
             "come from calls of jax.lax.ppermute, or from the compiler where a model shifts or "
             "slices an array along a dim that a strategy splits, such as the positions under "
             "sequence=True. Leave that strategy out, or compute such a slice before the "
-            "model, in the batch"
+            "model, in the batch",
+            code="permutation-in-stage",
         )

@@ -417,5 +417,6 @@ def check_reads(spec: StepSpec, batch: Batch) -> None:
             raise UnsupportedError(
                 f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "
                 "alone; outside, a rank only holds a shard of it. Leave by_hand=True out, or "
-                'reduce once per step: Reduction(per="step")'
+                'reduce once per step: Reduction(per="step")',
+                code="weight-read-outside-unit",
             )

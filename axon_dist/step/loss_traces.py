@@ -176,7 +176,8 @@ class Traces:
             raise UnsupportedError(
                 f"the weight of the loss depends on the parameter {trained[0]!r}; in "
                 "Weighted(total, weight) the weight must follow from the batch alone, such as the "
-                "number of its tokens, or be wrapped in jax.lax.stop_gradient"
+                "number of its tokens, or be wrapped in jax.lax.stop_gradient",
+                code="weight-depends-on-parameter",
             )
         try:
             part = self.of(batch, sizes[0])

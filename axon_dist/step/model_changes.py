@@ -176,7 +176,8 @@ class ModelChanges:
             remat = save_all_but_gathers_policy if gathers or self.parts.int8 else None
         group = 1
         if strategy.remat is not None:
-            remat, group = strategy.remat.remat, strategy.remat.group_size
+            remat = strategy.remat.remat
+            group = strategy.remat.group_size
             if loops.most is None:
                 why = "each saves only its input, and is recomputed in the backward pass"
                 loops = dataclasses.replace(loops, most=1, why=why)

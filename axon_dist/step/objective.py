@@ -118,17 +118,25 @@ def evaluate(
         else:
             loss = Weighted(loss.total, loss.weight)
     weighted = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
-    if not jnp.issubdtype(getattr(weighted.total, "dtype", type(weighted.total)), jnp.floating):
+    _check_outputs(weighted, metrics)
+    _check_parameters(before, model)
+    return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
+
+
+def _check_outputs(loss: Weighted, metrics: Any) -> None:
+    """Raises if the user's loss returned anything but scalars with names of their own."""
+    if not jnp.issubdtype(getattr(loss.total, "dtype", type(loss.total)), jnp.floating):
         raise ConfigError(
-            f"loss_fn returned a loss of {_kind(weighted.total)}; it must be a floating-point "
+            f"loss_fn returned a loss of {_kind(loss.total)}; it must be a floating-point "
             "scalar, or Weighted(total, weight)"
         )
-    _check_scalar("loss", weighted.total)
-    _check_scalar("weight", weighted.weight)
+    _check_scalar("loss", loss.total)
+    _check_scalar("weight", loss.weight)
     if not isinstance(metrics, dict):
         raise ConfigError(
             f"loss_fn returned metrics of type {type(metrics).__name__}; they must be a dict of "
-            "scalars"
+            "scalars",
+            code="metrics-not-a-dict",
         )
     if reserved := sorted(RESERVED & {name for name in metrics if isinstance(name, str)}):
         raise ConfigError(
@@ -139,12 +147,11 @@ def evaluate(
         if not isinstance(name, str):
             raise ConfigError(
                 f"loss_fn returned a metric named {name!r:.80}, a {type(name).__name__}; names "
-                "must be strings, as in {'accuracy': ...}"
+                "must be strings, as in {'accuracy': ...}",
+                code="metric-name-not-a-string",
             )
         for part in (value.total, value.weight) if isinstance(value, Weighted) else (value,):
             _check_scalar(f"metric {name!r}", part)
-    _check_parameters(before, model)
-    return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
 
 
 def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
@@ -167,7 +174,8 @@ def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
                 f"the forward pass changes the parameter {path!r}, but only the "
                 "optimizer may change parameters: the change would be lost. Make it a variable of "
                 "another type, which a step keeps: with class Average(nnx.Variable), write "
-                "layer.kernel = Average(layer.kernel[...])"
+                "layer.kernel = Average(layer.kernel[...])",
+                code="parameter-changed-in-forward",
             )
 
 
@@ -239,7 +247,8 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
             raise UnsupportedError(
                 f"the buffer {path!r} is {old.dtype.name}, and {new.dtype.name} after a forward "
                 "pass; a buffer keeps its dtype from step to step, which would change the value: "
-                f"create it with the later dtype, such as jnp.zeros(shape, jnp.{new.dtype.name})"
+                f"create it with the later dtype, such as jnp.zeros(shape, jnp.{new.dtype.name})",
+                code="buffer-dtype-changes",
             )
         return new.astype(old.dtype)
 
