@@ -93,7 +93,7 @@ MUTATIONS = (
         "step/test_batch.py",
     ),
     row(
-        "step/batch.py", "numpy.zeros_like(leaf[-1:]) if weighs else leaf[-1:]", "leaf[-1:]",
+        "step/batch.py", "numpy.zeros_like(leaf[-1:]) if is_weight else leaf[-1:]", "leaf[-1:]",
         "step/test_padding.py::test_own_weights_stay_and_fillings_weigh_nothing",
     ),
     row(

@@ -1,9 +1,10 @@
-"""One training step: what is given, how gradients are computed, and the next state.
+"""One training step: its inputs, how it computes gradients, and the next state.
 
-A step is pure: `(state, batch) -> (state, metrics)`, jitted once, the state donated. Start reading
-at `one_step` of `update.py`; its `mean_gradients` picks one of four ways to compute gradients:
-`global_view.py`, `local_view.py` (per rank), `pipeline_view.py`, `elastic.py`. What a strategy
-changes in the model itself is in `model_changes.py`; `StepSpec` (`spec.py`) is all that was given.
+A step is a pure function `(state, batch) -> (state, metrics)`. It is jitted once and donates the
+state. Start reading at `one_step` in `update.py`. Its `mean_gradients` picks one of four ways to
+compute gradients: `global_view.py`, `local_view.py` (per rank), `pipeline_view.py` or
+`elastic.py`. `model_changes.py` has what a strategy changes in the model itself. `StepSpec`
+(`spec.py`) holds everything the step was built from.
 """
 
 from .batch import BatchLayout as BatchLayout

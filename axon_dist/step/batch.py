@@ -1,7 +1,7 @@
-"""Batches on their way to the devices: filled up, cut into microbatches, laid over batch axes.
+"""Preparing batches for the devices: padding, cutting into microbatches, sharding.
 
-That samples which fill a batch up drop out of a loss is read from its program: each number is a sum
-of what samples give (`Traces.use`), and one of weight 0 gives 0 (`alike`).
+Whether padded samples drop out of a loss is read from the loss's program: each output must be a sum
+over the samples (`Traces.use`) in which a sample of weight 0 contributes 0 (`alike`).
 """
 
 from __future__ import annotations
@@ -40,72 +40,77 @@ from .spec import StepSpec
 
 
 class Padding:
-    """Fills batches up, after a look at whether the loss really leaves the fillings out.
+    """Pads batches, after checking that the loss ignores the padding.
 
-    The last sample is repeated behind the others, with weight 0 in one leaf, so that each sample
-    keeps its place, and draws what one device draws for it. A loss that sums `weight * loss` and
-    returns `Weighted(that, sum of weight)` has the value and the gradient of the samples given.
+    The last sample is repeated at the end, with weight 0 in one leaf. Each real sample keeps its
+    place, and so draws the same random numbers as on one device. A loss that sums `weight * loss`
+    and returns `Weighted(that, sum of weight)` has the value and the gradient of the real samples.
 
     Args:
-        weight: the name of the leaf, of shape [B, ...]. Where the batch lacks it, it is made of
-            ones, [B] in float32.
+        weight: the name of the leaf of weights, of shape [B, ...]. A batch without it gets ones of
+            shape [B] in float32.
         spec: model, loss, optimizer, strategy, devices and options of the step.
     """
 
     def __init__(self, weight: str, spec: StepSpec):
-        self._weight, self._spec = weight, spec
+        self._weight = weight
+        self._spec = spec
         self._checked: set[Any] = set()
 
     def fill(self, batch: Batch, multiple: int, shared: PyTree = None) -> Batch:
-        """Adds samples of weight 0 behind the others until they divide.
+        """Appends samples of weight 0 until the batch size is a multiple of `multiple`.
 
-        Each sample keeps its place, and with it the random numbers that one device draws for it.
+        Each sample keeps its place, and so draws the same random numbers as on one device.
 
         Args:
             batch: a dict of leaves of shape [B, ...], arrays or shapes.
-            multiple: what B is to divide by.
-            shared: nested dict of what the batch has beside its samples; None for nothing.
+            multiple: what B must be a multiple of.
+            shared: nested dict of the leaves that all samples share; None for nothing.
 
         Returns:
-            The batch with its weights, of the next multiple of samples.
+            The batch with its weights, padded to the next multiple.
 
         Raises:
-            ConfigError: when the batch is not a dict, the loss has no weight of its own, or it or a
-                metric does not read the weights.
+            ConfigError: when the batch is not a dict, the loss returns no weight, or the loss or a
+                metric ignores the weights.
             UnsupportedError: when the model keeps statistics of the batch.
         """
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 f"got a batch of type {type(batch).__name__} with pad={self._weight!r}; padding "
-                f"needs a dict, in which {self._weight!r} weighs the samples"
+                f"needs a dict whose leaf {self._weight!r} holds the weights of the samples",
+                code="pad-needs-dict",
             )
         leaves = jax.tree.leaves(batch)
         rows = leaves[0].shape[0]
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-        ones = jax.ShapeDtypeStruct((rows,), jnp.float32) if is_abstract else None
-        filled = {self._weight: np.ones(rows, np.float32) if ones is None else ones, **batch}
+        if is_abstract:
+            ones = jax.ShapeDtypeStruct((rows,), jnp.float32)
+        else:
+            ones = np.ones(rows, np.float32)
+        padded = {self._weight: ones, **batch}
         if more := -rows % multiple:
-            filled = {
-                name: jax.tree.map(lambda x, n=name: _longer(x, more, n == self._weight), part)
-                for name, part in filled.items()
+            padded = {
+                name: jax.tree.map(lambda x, n=name: _pad_rows(x, more, n == self._weight), part)
+                for name, part in padded.items()
             }
-        self._check(filled, shared or {})
-        return filled
+        self._check(padded, shared or {})
+        return padded
 
     def _check(self, batch: dict, shared: PyTree) -> None:
         key = shape_key((batch, shared))
         if key not in self._checked:
             parts = self._spec.with_shared(shared).parts
-            check_fillings(parts, self._spec.loss_fn, shapes_of(batch), self._weight)
+            check_padding(parts, self._spec.loss_fn, shapes_of(batch), self._weight)
             self._checked.add(key)
 
 
-def _longer(leaf: Any, more: int, weighs: bool) -> Any:
-    """An array, or the shape of one, with copies of its last row, or zeros, behind its rows."""
+def _pad_rows(leaf: Any, more: int, is_weight: bool) -> Any:
+    """Appends `more` copies of the last row, or rows of zeros, to an array or a shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((leaf.shape[0] + more, *leaf.shape[1:]), leaf.dtype)
     numpy = jnp if isinstance(leaf, jax.Array) else np
-    last = numpy.zeros_like(leaf[-1:]) if weighs else leaf[-1:]
+    last = numpy.zeros_like(leaf[-1:]) if is_weight else leaf[-1:]
     return numpy.concatenate([leaf, *[last] * more])
 
 
@@ -116,7 +121,7 @@ class Placed:
 
     Args:
         arrays: leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
-        shared: nested dict of what the batch has beside its samples, whole on every device.
+        shared: nested dict of the leaves that all samples share, replicated on every device.
     """
 
     arrays: Batch
@@ -131,10 +136,10 @@ class BatchLayout:
         mesh: names and sizes of its axes, over all devices.
         axes: the mesh axes that split the samples of each microbatch.
         num_microbatches: K.
-        num_processes: how many processes bring rows of their own; those that bring the rows of
-            another one are not counted.
-        padding: fills up batches that do not divide; None refuses them.
-        logical_shards: what B has to divide by besides.
+        num_processes: how many processes load different rows. Processes that load the same rows
+            count once.
+        padding: pads batches that do not divide; None refuses them.
+        logical_shards: a number that B must also be a multiple of.
     """
 
     mesh: Mesh
@@ -146,8 +151,9 @@ class BatchLayout:
 
     @classmethod
     def of(cls, spec: StepSpec) -> BatchLayout:
-        """The layout of the batches of a step."""
-        axes, pad = spec.strategy.batch_axes, spec.options.pad
+        """Returns the layout of the batches of a step."""
+        axes = spec.strategy.batch_axes
+        pad = spec.options.pad
         padding = None if pad is None else Padding(pad, spec)
         shares = spec.world.num_batch_shares(axes) if spec.world.num_processes > 1 else 1
         shards = spec.options.logical_shards or 1
@@ -160,35 +166,37 @@ class BatchLayout:
 
     @property
     def divisor(self) -> int:
-        """What the global batch must divide by."""
+        """What the size of the global batch must be a multiple of."""
         ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
         return math.lcm(self.num_microbatches * ranks, self.logical_shards)
 
     def check(self, batch: Batch, num_processes: int = 1) -> None:
-        """Raises unless every leaf has the same number of samples, and it divides.
+        """Raises unless all leaves have the same number of samples, a multiple of `divisor`.
 
         Args:
             batch: leaves of shape [B, ...].
-            num_processes: how many processes bring a batch of this size.
+            num_processes: how many processes load a batch of this size.
 
         Raises:
-            DivisibilityError: naming the leaf, its shape and what it must divide by.
+            DivisibilityError: naming the batch size and what it must be a multiple of.
         """
         total = samples_of(batch) * num_processes
         if total % self.divisor or not total:
             split = "×".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.axes) or "1 rank"
-            cut, more = f"{self.num_microbatches} microbatches", ""
             if self.logical_shards > 1:
-                cut = f"{self.logical_shards} logical shards"
+                parts = f"{self.logical_shards} logical shards"
+                advice = ""
             else:
-                more = ", or have it filled up: build_train_step(pad=...)"
+                parts = f"{self.num_microbatches} microbatches"
+                advice = ", or have it padded: build_train_step(pad=...)"
             raise DivisibilityError(
-                f"a batch of {total} samples does not divide over {split} and {cut}; make it a "
-                f"positive multiple of {self.divisor}{more}"
+                f"a batch of {total} samples does not divide over {split} and {parts}; make it a "
+                f"positive multiple of {self.divisor}{advice}",
+                code="batch-not-divisible",
             )
 
     def split(self, leaf: Any) -> Any:
-        """Reshapes [B, ...] to [K, B/K, ...] when there are microbatches."""
+        """Reshapes [B, ...] to [K, B/K, ...] when K > 1."""
         count = self.num_microbatches
         return leaf if count == 1 else leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
 
@@ -209,7 +217,7 @@ class BatchLayout:
         return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, everywhere))
 
     def place_whole(self, batch: Batch) -> Placed:
-        """Puts all samples of a batch on every device, however many they are.
+        """Replicates a whole batch of any size on every device.
 
         Args:
             batch: leaves of shape [B, ...], the same on every process.
@@ -219,30 +227,33 @@ class BatchLayout:
         return Placed(jax.device_put(samples, everywhere), jax.device_put(shared, everywhere))
 
     def over_ranks(self, arrays: Batch) -> Batch:
-        """The samples laid over the ranks, where there are fewer on some than on others."""
+        """Shards samples over the ranks unevenly, when their number does not divide.
+
+        Returns the arrays unchanged when it divides, or when there are fewer samples than ranks.
+        """
         samples = jax.tree.leaves(arrays)[0].shape[0]
         ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
         if samples % ranks == 0 or samples < ranks:
             return arrays
-        places = NamedSharding(self.mesh, batch_spec(self.axes, 1))
-        return jax.lax.with_sharding_constraint(arrays, places)
+        sharding = NamedSharding(self.mesh, batch_spec(self.axes, 1))
+        return jax.lax.with_sharding_constraint(arrays, sharding)
 
     def rows_of(self, samples: int, world: World) -> slice:
-        """Which samples of a whole batch this process brings."""
+        """Returns which samples of a global batch this process loads."""
         if self.num_processes == 1:
             return slice(None)
         index, count = world.share_of_batch(self.axes)
         return slice(samples // count * index, samples // count * (index + 1))
 
     def abstract(self, batch: Batch, num_processes: int = 1) -> Placed:
-        """A placed global batch as shapes, for lowering without data.
+        """Returns the shapes of a placed global batch, for lowering without data.
 
         Args:
             batch: leaves of shape [B, ...], arrays or shapes.
-            num_processes: how many processes bring a batch of this size.
+            num_processes: how many processes load a batch of this size.
 
         Returns:
-            The batch of them all.
+            The batch of all processes together.
 
         Raises:
             DivisibilityError: when it cannot be cut evenly.
@@ -255,10 +266,13 @@ class BatchLayout:
             batch,
         )
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return Placed(_lying(placed, self.sharding), _lying(shared, everywhere))
+        return Placed(
+            _with_sharding(placed, self.sharding),
+            _with_sharding(shared, everywhere),
+        )
 
     def _padded(self, batch: Batch, num_processes: int) -> tuple[Batch, PyTree]:
-        """The samples, filled up by each process where there is padding, and what they share."""
+        """Splits off the shared leaves, and pads this process's samples if the layout pads."""
         batch, shared = apart(batch)
         if self.padding is not None and samples_of(batch):
             multiple = math.lcm(self.divisor, num_processes) // num_processes
@@ -270,7 +284,9 @@ class BatchLayout:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ConfigError(
                 f"the batch has a shape in it, {leaf.dtype}{list(leaf.shape)}, and no array; "
-                "shapes are for building, compiling and lowering a step: give it arrays to run on"
+                "a step can be built, compiled and lowered with shapes, but only runs on arrays: "
+                "give arrays",
+                code="batch-has-shapes",
             )
         if isinstance(leaf, jax.Array):
             return jax.device_put(self.split(leaf), self.sharding)
@@ -280,49 +296,50 @@ class BatchLayout:
         return jax.make_array_from_process_local_data(self.sharding, rows)
 
 
-def _lying(tree: PyTree, sharding: NamedSharding) -> PyTree:
+def _with_sharding(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def apart(batch: Batch) -> tuple[Batch, PyTree]:
-    """A batch without what its samples have in common, and that, unwrapped.
+    """Splits a batch into its samples and the values of its `Shared` leaves.
 
     Args:
         batch: leaves of shape [B, ...], or `Shared`.
 
     Raises:
-        ConfigError: when something `Shared` is in no nested dict.
+        ConfigError: when a `Shared` leaf is not in a nested dict.
 
     Example:
         >>> apart({"x": np.ones((4, 2)), "scale": Shared(np.float32(3))})[1]
         {'scale': array(3., dtype=float32)}
     """
     check_leaves(batch)
-    marked = [
+    shared_keys = [
         keys
         for keys, leaf in jax.tree_util.tree_leaves_with_path(batch)
         if isinstance(leaf, Shared)
     ]
-    if not marked:
+    if not shared_keys:
         return batch, {}
-    if not all(isinstance(key, jax.tree_util.DictKey) for keys in marked for key in keys):
+    if not all(isinstance(key, jax.tree_util.DictKey) for keys in shared_keys for key in keys):
         raise ConfigError(
             f"the batch is a {type(batch).__name__} that has Shared(...) at "
-            f"{path_str(marked[0])!r}; only in a dict, or a dict in a dict, has it a name to be "
-            "found by"
+            f"{path_str(shared_keys[0])!r}; Shared leaves are found by name: put it in a "
+            "dict, or in nested dicts",
+            code="shared-not-in-dict",
         )
-    rows, shared = partition(batch, {path_str(keys) for keys in marked})
+    rows, shared = partition(batch, {path_str(keys) for keys in shared_keys})
     return rows, jax.tree.map(lambda one: _canonical(one.value), shared)
 
 
 def unwrapped(batch: Batch) -> Batch:
-    """A batch as a loss function sees it, with what its samples have in common unwrapped."""
+    """Returns a batch as the loss function sees it, with `Shared` leaves unwrapped."""
     samples, shared = apart(batch)
     return combine(samples, shared) if shared else samples
 
 
 def _canonical(value: Any) -> Any:
-    """An array of a dtype that JAX has; a number of Python is one of no dims."""
+    """Converts a value to an array of a dtype that JAX has; a Python number becomes a scalar."""
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         return value
     array = np.asarray(value)
@@ -330,27 +347,29 @@ def _canonical(value: Any) -> Any:
 
 
 _SHOWN = 8
-"""Leaves that a message names."""
+"""How many leaves an error message names."""
 
 
 def check_leaves(batch: Batch) -> None:
     """Checks the leaves of a batch.
 
     Raises:
-        ConfigError: when it is no pytree of arrays.
+        ConfigError: when it is not a pytree of arrays.
         DTypeError: when a leaf holds integers that JAX would cut to 32 bits.
     """
     if isinstance(batch, Iterator):
         raise ConfigError(
             f"the batch is a {type(batch).__name__}; give numpy or JAX arrays of shape [B, ...]: "
-            "one batch of them, such as next(batches), not what makes batches"
+            "one batch, such as next(batches), and not the iterator",
+            code="batch-is-iterator",
         )
     try:
         leaves = leaves_with_paths(batch)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"the keys of the batch are of several kinds, which have no order: {error}; name its "
-            'arrays by texts, as in {"x": ..., "y": ...}'
+            f"the keys of the batch are of several kinds and cannot be sorted: {error}; use only "
+            'strings as keys, as in {"x": ..., "y": ...}',
+            code="batch-keys-unsortable",
         ) from error
     if not leaves:
         what = "None" if batch is None else f"an empty {type(batch).__name__}"
@@ -366,55 +385,58 @@ def check_leaves(batch: Batch) -> None:
         if not hasattr(leaf, "__array__"):
             raise ConfigError(
                 f"{label} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
-                "one batch of them, not what makes batches"
+                "one batch, and not a loader or an iterator",
+                code="batch-leaf-not-array",
             )
         if isinstance(leaf, np.ndarray):
             if leaf.dtype.kind in "OSUMmV":
                 raise ConfigError(
-                    f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
-                    "token ids"
+                    f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, and text "
+                    "as token ids",
+                    code="batch-leaf-not-numeric",
                 )
             if leaf.dtype.itemsize >= 8:
                 check_32_bits(label, leaf)
 
 
 def samples_of(batch: Batch) -> int:
-    """The number of samples that every leaf of a batch has.
+    """Returns the number of samples, which must be the same in every leaf.
 
     Raises:
-        DivisibilityError: when leaves differ, or have no dims.
+        DivisibilityError: when leaves differ, or a leaf is a scalar.
     """
     rows = {path: np.shape(leaf)[:1] for path, leaf in leaves_with_paths(batch)}
     sizes = set(rows.values())
     if len(sizes) != 1 or () in sizes:
         shown = dict(list(rows.items())[:_SHOWN])
         more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-        lists = "; a list is as many leaves as it has entries: give np.asarray(list)"
+        list_advice = "; a list is as many leaves as it has entries: give np.asarray(list)"
         raise DivisibilityError(
             f"the leaves of the batch have {shown}{more} samples in dim 0; every leaf needs the "
-            f"same{lists if more else ''}; an array that all samples share, such as a temperature, "
-            "goes as Shared(array)"
+            f"same{list_advice if more else ''}; wrap an array that all samples share, such as a "
+            "temperature, as Shared(array)",
+            code="batch-sizes-differ",
         )
     return sizes.pop()[0]
 
 
-HOW = (
-    "Multiply what each sample gives by its weight, and return Weighted(sum of weight * loss, sum "
-    "of weight), or metrics that are such sums"
+_HOW = (
+    "Multiply each sample's contribution by its weight, and return Weighted(sum of weight * loss, "
+    "sum of weight), or metrics that are such sums"
 )
 
 
-def check_fillings(parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str) -> None:
+def check_padding(parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str) -> None:
     """Raises unless samples of weight 0 change nothing.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
-        batch: a dict of shapes, those of a batch that is filled up.
-        weight: the name of the leaf that weighs the samples.
+        batch: a dict of the shapes of a padded batch.
+        weight: the name of the leaf of weights.
 
     Raises:
-        ConfigError: naming the number, what counts the fillings, and how to say it.
+        ConfigError: naming the output that counts padded samples, how it does, and the remedy.
         UnsupportedError: when a buffer of the model depends on the batch.
     """
     unweighted = _without_weights(parts, loss_fn, batch, weight)
@@ -429,17 +451,17 @@ def check_fillings(parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str)
                 f"{buffer.why}{buffer.place}, and would count the samples that pad={weight!r} "
                 "adds. Use a normalisation without statistics, or batches that divide"
             )
-    for name, of in use.outputs().items():
-        if name in unweighted and (problem := _problem(of, *unweighted[name])):
+    for name, output in use.outputs().items():
+        if name in unweighted and (problem := _problem(output, *unweighted[name])):
             raise ConfigError(
-                f"the {name} of loss_fn {problem}{of.place}, so that the samples that "
-                f"pad={weight!r} adds would count. {HOW}, with the weights of "
+                f"the {name} of loss_fn {problem}{output.place}, so that the samples that "
+                f"pad={weight!r} adds would count. {_HOW}, with the weights of "
                 f"batch[{weight!r}]"
             )
 
 
 def _problem(use: OutputUse, total: UniformValue, weight: UniformValue, is_plain: bool) -> str:
-    """How a number counts samples of weight 0; "" where it does not."""
+    """Says how an output depends on samples of weight 0; "" if it does not."""
     if is_plain and use.kind is Use.CONSTANT:
         return ""
     if not use.is_separable:
@@ -460,16 +482,17 @@ def _problem(use: OutputUse, total: UniformValue, weight: UniformValue, is_plain
 def _without_weights(
     parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str
 ) -> dict[str, tuple[UniformValue, UniformValue, bool]]:
-    """Total and weight of each number where no sample weighs anything, and whether it has none."""
+    """Evaluates each output with all weights 0: (total, weight, whether it is a plain number)."""
     names: list[tuple[str, bool]] = []
 
     def run(params: Any, buffers: Any, batch: Any) -> Any:
         outcome = evaluate(parts, loss_fn, params, buffers, batch)
         if isinstance(outcome.loss.weight, (int, float)):
             raise ConfigError(
-                f"loss_fn returned a number without its weight, of which the samples that "
-                f"pad={weight!r} adds cannot be taken out again; return Weighted(sum of weight * "
-                f"loss, sum of weight) with the weights of batch[{weight!r}], as a weighed mean too"
+                f"loss_fn returned a number without its weight, from which the samples that "
+                f"pad={weight!r} adds cannot be removed; return Weighted(sum of weight * loss, sum "
+                f"of weight) with the weights of batch[{weight!r}], also for a weighted mean",
+                code="pad-needs-weighted",
             )
         pairs = {"loss": outcome.loss}
         pairs |= {f"metric {name!r}": value for name, value in outcome.metrics.items()}
@@ -478,7 +501,7 @@ def _without_weights(
 
     closed = jax.make_jaxpr(run)(*parts.arguments, batch)
     inputs = [UNKNOWN] * len(jax.tree.leaves(parts.arguments))
-    tops = [path.split("/")[0] for path, _ in leaves_with_paths(batch)]
-    inputs += [ZERO if top == weight else UNKNOWN for top in tops]
+    top_names = [path.split("/")[0] for path, _ in leaves_with_paths(batch)]
+    inputs += [ZERO if name == weight else UNKNOWN for name in top_names]
     values = iter(alike(closed.jaxpr, closed.consts, inputs))
     return {name: (next(values), next(values), is_plain) for name, is_plain in names}

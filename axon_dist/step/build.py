@@ -1,4 +1,4 @@
-"""`build_train_step`: checks what is given and makes a `TrainStep`, which does `one_step`."""
+"""`build_train_step`: checks its arguments and makes a `TrainStep`, which runs `one_step`."""
 
 from __future__ import annotations
 
@@ -49,30 +49,34 @@ def strategy_for(
     remat: ActivationCheckpointing | None,
     names: AxisNames | None = None,
 ) -> Strategy:
-    """The strategy with every option resolved: precision, remat, reduction, the model's layouts.
+    """Resolves every option of a strategy: precision, remat, reduction, the model's layouts.
 
-    Without a precision the gradients have the dtype of the parameters, on the wire too.
+    Without a precision, gradients are computed and sent in the dtype of the parameters.
 
     Args:
-        parts: the model, whose variables may say how they are split, and whose layers may be
+        parts: the model, whose variables may carry sharding annotations, and whose layers may be
             stacked.
-        strategy: what the user gave.
-        precision: what the step was asked for, or None.
-        remat: likewise.
-        names: which axes are meant by the names in the model's annotations.
+        strategy: the user's strategy.
+        precision: the step's `precision` argument, or None.
+        remat: the step's `remat` argument, or None.
+        names: maps the axis names of the model's annotations to mesh axes.
 
     Returns:
         The strategy.
 
     Raises:
-        StrategyConflictError: when strategy and step say different things.
+        StrategyConflictError: when the strategy and the step disagree.
     """
     policy = None if precision is None else MixedPrecision.of(precision)
     asked = Strategy("build_train_step", precision=policy, remat=remat)
-    both = {field: resolve_setting([strategy, asked], field) for field in ("precision", "remat")}
-    merged = dataclasses.replace(strategy, **both)
-    reduction, dtypes = merged.reduction or Reduction(), merged.precision
-    dtype = reduction.dtype or (parts.dtype if dtypes is None else dtypes.reduce_dtype)
+    merged = dataclasses.replace(
+        strategy,
+        precision=resolve_setting([strategy, asked], "precision"),
+        remat=resolve_setting([strategy, asked], "remat"),
+    )
+    reduction = merged.reduction or Reduction()
+    default = parts.dtype if merged.precision is None else merged.precision.reduce_dtype
+    dtype = reduction.dtype or default
     reduction = dataclasses.replace(reduction, per=merged.reduces_per, dtype=dtype)
     resolved = dataclasses.replace(merged, reduction=reduction)
     annotations = annotations_of(parts.abstract)
@@ -102,54 +106,54 @@ def build_train_step(
     frozen_dtype: DTypeLike | None = None,
     **keywords: Unpack[StepKeywords],
 ) -> TrainStep:
-    """Builds one jitted step that equals the same model on one device.
+    """Builds one jitted step, equal to training the same model on one device.
 
-    The step computes, whatever the mesh,
+    On any mesh, the step computes
 
         loss, grads = value_and_grad(loss_fn)(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
         params = params + updates
 
     Args:
-        model: an NNX module, or a zero-argument function that makes one; the arrays of the
-            latter are init sharded.
-        optimizer: any optax transformation; one that looks at the loss gets it as `value`.
-        loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
-            of scalar metrics. One that has to be given a `step`, `loss_fn(model, batch, step)`, is
-            given the number of steps taken, an int32 scalar.
+        model: an NNX module, or a zero-argument function that makes one. The arrays of a function's
+            model are initialized sharded.
+        optimizer: any optax transformation; one that reads the loss gets it as `value`.
+        loss_fn: `loss_fn(model, batch)`, returning a scalar mean or `Weighted`, alone or with a
+            dict of scalar metrics. A loss with a parameter `step`, `loss_fn(model, batch, step)`,
+            also gets the number of steps taken, an int32 scalar.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
         world: the devices, and the mesh they form.
         options: what the step does besides its strategy.
-        precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, where the strategy does
-            not say.
-        remat: what the backward pass recomputes, where the strategy does not say. `"auto"`
-            recomputes the least that fits a device's memory with this `batch`, by the traced step,
-            and where that is close by the compiled one; and nothing where there is no `batch`, or
-            the memory of the devices is not known, as that of emulated ones. It changes no number.
-        batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
-            then also what only a batch can show is refused here, rather than by the first call.
-            Its leaves have shape [B, ...]; what belongs to no sample stands in a `Shared`.
-        trainable: what of the model is trained: a type of Variable such as `nnx.LoRAParam`, a
+        precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, if the strategy sets none.
+        remat: what the backward pass recomputes, if the strategy sets nothing. `"auto"` recomputes
+            the least that fits a device's memory with this `batch`. It estimates memory from the
+            traced step, and compiles the step when the estimate is close to the limit. It
+            recomputes nothing without a `batch`, or when the memory of the devices is not known, as
+            for emulated ones. It changes no number.
+        batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, to trace the step with. Errors
+            that depend on the batch are then raised here rather than by the first call. Its leaves
+            have shape [B, ...]; a leaf that all samples share is wrapped in `Shared`.
+        trainable: which variables are trained: a type of Variable such as `nnx.LoRAParam`, a
             regular expression of paths such as `"head"`, a predicate `(keys, variable)` or another
             filter of nnx, or a tuple of these. The step then equals `nnx.Optimizer(model,
             optimizer, wrt=trainable)` with the gradient of `nnx.DiffState(0, trainable)`. Every
-            other `nnx.Param` is frozen: it is laid out as the strategy lays out parameters, and
-            has no gradient, no moments, and no part in norms.
+            other `nnx.Param` is frozen: it is sharded like a parameter, but has no gradient and no
+            moments, and does not count in norms.
         frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None
-            keeps each in its own. `"int8"` keeps matrices as whole numbers with a bfloat16 scale
-            for each output (`precision.int8_form` says of which), and vectors in their own: the
-            step equals the model with `int8 * scale` in their place, in their own dtype. They are
-            stored and sent as eight bits and widened in the block that reads them; within bridged
-            Linen modules they are widened before they are sent. Not for pipelines.
-        **keywords: fields of `StepOptions` by name, such as `accumulate=4`, in place of `options`
-            or over those that it has.
+            keeps each in its own. `"int8"` stores matrices as int8 with one bfloat16 scale per
+            output (`precision.int8_form` says which), and vectors in their own dtype. The step
+            equals one whose model has `int8 * scale` in their place, in their own dtype. They are
+            stored and sent as int8 and widened in the block that reads them; within bridged Linen
+            modules they are widened before they are sent. Pipelines do not support it.
+        **keywords: fields of `StepOptions` by name, such as `accumulate=4`. They replace `options`,
+            or override its fields.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
 
     Raises:
-        AxonDistError: what the first broken rule of `RULES` says, or `TrainStep.check(batch)`.
-        StrategyConflictError: when precision or remat contradict the strategy's.
+        AxonDistError: from the first broken rule of `RULES`, or from `TrainStep.check(batch)`.
+        StrategyConflictError: when precision or remat contradict the strategy.
 
     Example:
         >>> import jax.numpy as jnp
@@ -200,20 +204,20 @@ def build_train_step(
         check_rules(spec)
         form = (StateLayout if resolved.slow is None else ReplicaForm)(spec, source)
         step = TrainStep(spec, form)
-        _warn_of_whole(step)
+        _warn_of_replicated(step)
         if batch is not None:
             step.check(batch)
         return step
 
 
 _NOTEWORTHY = 2**20
-"""Bytes on each device from which on arrays that no dim splits are warned of."""
+"""Warn when the arrays that no dim can split take at least this many bytes per device."""
 
 
-def _warn_of_whole(step: TrainStep) -> None:
-    """Warns of large arrays that a strategy would split and that no dim of theirs lets it.
+def _warn_of_replicated(step: TrainStep) -> None:
+    """Warns of large arrays that the strategy would split but whose dims are all too short.
 
-    Small ones, which stay whole on purpose, are in `step.whole` and in `print(step)` alone.
+    Small arrays, which stay whole on purpose, only appear in `step.whole` and `print(step)`.
     """
     rows = [row for row in step.whole if NO_DIM in row.decision.reason]
     size = sum(row.bytes for row in rows)
@@ -222,31 +226,32 @@ def _warn_of_whole(step: TrainStep) -> None:
     listed = [f"{row.path} {row.shape} ({byte_size(row.bytes)})" for row in rows]
     warn(
         f"{step.strategy.name} on mesh {step.world.spec} leaves {len(rows)} "
-        f"array{'s' * (len(rows) > 1)} of {byte_size(size)} whole on every device, for each of "
-        f"their dims is shorter than the number of shards: {first_few(listed)}. Split them over "
-        "fewer devices, as hybrid_shard does, or see step.whole for all of them"
+        f"array{'s' * (len(rows) > 1)} of {byte_size(size)} whole on every device, because "
+        f"each of their dims is shorter than the number of shards: {first_few(listed)}. Split them "
+        "over fewer devices, as hybrid_shard does, or see step.whole for all of them"
     )
 
 
 def leaves_remat_open(step: TrainStep) -> bool:
-    """Whether `remat="auto"` has to find out what a step recomputes.
+    """Whether `remat="auto"` has to choose what a step recomputes.
 
-    Not where its strategy says it, nor where it is not known how much memory a device has.
+    False if its strategy already says, or if the memory of a device is not known.
 
     Args:
-        step: that recomputes what its strategy says.
+        step: a step that recomputes what its strategy says.
     """
-    strategy, world = step.strategy, step.world
+    strategy = step.strategy
+    world = step.world
     if strategy.remat is not None or strategy.pipeline is not None:
         return False
     return not world.is_cpu and not is_abstract(world) and knows_memory(world)
 
 
 def _recomputing_least(build: Callable[..., TrainStep], batch: Batch | None) -> TrainStep:
-    """The step that recomputes the least that fits; as its strategy says where that is not asked.
+    """Returns the step that recomputes the least that fits, or the one its strategy describes.
 
     Args:
-        build: makes the step that recomputes what its keyword `remat` says.
+        build: makes a step with the given `remat`.
         batch: a global batch, arrays or shapes.
     """
     plain = build(remat=None)

@@ -1,4 +1,4 @@
-"""A step, a strategy and a world as text for people: what `print` shows of them."""
+"""What `print` shows of a step: a summary on one screen."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from .step import TrainStep
 
 _SHOWN = 3
-"""How many arrays that stay whole are named."""
+"""How many of the arrays that stay whole are named."""
 
 
 def describe(step: TrainStep) -> str:
-    """What a step is, on one screen: where it runs, what is split, and how it computes.
+    """Summarizes a step on one screen: where it runs, what is split, and how it computes.
 
     Args:
-        step: built; nothing is traced or compiled for it.
+        step: a built step. Nothing is traced or compiled.
     """
     claims = step.claims
     tables = [claims.params, claims.frozen, claims.opt_state]
@@ -56,7 +56,7 @@ def _view(step: TrainStep) -> str:
 
 
 def _layout(table: Explanation) -> str:
-    """How many bytes a tree has, how many a device holds, and what every device holds whole."""
+    """Says how many bytes a tree has, in total and per device, and which arrays stay whole."""
     split = [row for row in table.rows if row.ways > 1]
     text = (
         f"{_bytes(table.bytes)} in {plural(len(table.rows), 'array')}, "
@@ -82,13 +82,13 @@ def _bytes(count: int) -> str:
 
 
 def _options(step: TrainStep) -> Sequence[str]:
-    """Precision, recomputation, the loop over blocks, and what the compiler is told."""
+    """Says the precision, the recomputation, the loop over blocks and the compiler options."""
     strategy = step.strategy
     blocks = "; ".join(map(str, step.loop_choices)) or "known once the step has seen a batch"
-    told = step.compiler_options
+    compiler = ", ".join(f"{name}={value}" for name, value in step.compiler_options.items())
     return [
         f"precision: {strategy.precision or step.parts.dtype}",
         f"recomputed: {strategy.remat or 'nothing'}",
         f"blocks: {blocks}",
-        f"compiler: {', '.join(f'{k}={v}' for k, v in told.items()) or 'its own defaults'}",
+        f"compiler: {compiler or 'its own defaults'}",
     ]

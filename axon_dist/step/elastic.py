@@ -1,15 +1,16 @@
-"""`deterministic="elastic"`: gradients whose bits do not depend on how many ranks there are.
+"""`deterministic="elastic"`: gradients bitwise equal for any number of ranks.
 
-A batch is V logical shards of B/V samples, one behind another. Each is evaluated by itself, by one
-program, whoever runs it; its sums are the leaves of a balanced binary tree. Of R ranks each has V/R
-shards that follow each other, and so a subtree. It folds that in a loop, and the ranks fold the
-rest, so that with any power of two of ranks
+A batch is V consecutive logical shards of B/V samples. The same program computes the sums of each
+shard, whichever rank runs it. These sums are the leaves of a balanced binary tree. Each of R ranks
+has V/R consecutive shards, which form a subtree, and adds that subtree up in a loop. The ranks then
+add up the rest of the tree. For any power of two of ranks
 
     total = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)),    V = 8
 
-What XLA makes of a program depends on what stands around it. The loop's body stands alone: neither
-the number of its turns nor that of the shard is known to the compiler, so that nothing is unrolled,
-and the sums go into another loop, so that nothing of the addition is fused with a shard's program.
+XLA may compile the same operations differently depending on the code around them. So the shard's
+program is the body of a loop, isolated from the rest. The compiler knows neither the number of
+iterations nor the number of the shard, so it unrolls nothing. The sums are added in another loop,
+so that no addition is fused with a shard's program.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ from ..sharding.padding import for_region, like
 from .gather import even_rows
 from .local_view import LocalPlan, local_gradients
 from .microbatches import SumsFn
-from .objective import GradientArguments, GradientResult, Sums, beside, forward_of, gradient_sums
+from .objective import (
+    GradientArguments,
+    GradientResult,
+    Sums,
+    forward_of,
+    gradient_sums,
+    with_frozen,
+)
 from .optimizer import updated
 from .spec import StepSpec
 
@@ -46,9 +54,9 @@ T = TypeVar("T")
 
 
 def elastic_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
-    """Gradients summed along one tree over the logical shards, with the sharding of their moments.
+    """Returns gradients summed in one tree over the logical shards, sharded like their moments.
 
-    Weights are whole for the whole step, and a rank holds log2(V/R) + 2 whole gradients.
+    Weights stay whole for the whole step, and a rank holds log2(V/R) + 2 whole gradients.
 
     Args:
         spec: the step.
@@ -62,40 +70,41 @@ def elastic_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientR
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ElasticPlan(LocalPlan):
-    """What one rank does: it folds its subtree, and then its part of the rest."""
+    """The program of one rank: it adds up its subtree, and then its share of the rest."""
 
     def run(
         self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> tuple[PyTree, Any, PyTree]:
-        """Runs on one rank: shards in, sums along the tree and new buffers out."""
-        spec, shards = self.spec, self.spec.num_ranks
+        """Runs on one rank: takes shards, returns the sums of the tree and new buffers."""
+        spec = self.spec
+        shards = spec.num_ranks
         gathered = self._unsharded(params, self.param_specs, spec.parts.params)
-        others = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
+        whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
         forward = forward_of(spec.parts, spec.loss_fn, spec.changes.prepare(None))
-        forward = beside(spec.changes.with_layer_scan(forward), others)
+        forward = with_frozen(spec.changes.with_layer_scan(forward), whole_frozen)
         sums_of = gradient_sums(forward, scale, parts=shards)
         count = shards // spec.mesh.size
-        sums, buffers = self._folded(sums_of, gathered, buffers, batch, count)
+        sums, buffers = self._subtree_sums(sums_of, gathered, buffers, batch, count)
 
-        def total(x: Array, place: PartitionSpec) -> Array:
-            split = {axis: dim for dim in range(len(place)) for axis in axes_of(place, dim)}
-            for dim in range(len(place)):
-                x = even_rows(x, axes_of(place, dim), dim)
+        def total(x: Array, owner: PartitionSpec) -> Array:
+            split = {axis: dim for dim in range(len(owner)) for axis in axes_of(owner, dim)}
+            for dim in range(len(owner)):
+                x = even_rows(x, axes_of(owner, dim), dim)
             return tree_sum(x, self.axes, split)
 
         grads = jax.tree.map(total, sums.grads, self.owner_specs)
         scalars = jax.tree.map(lambda x: total(x, PartitionSpec()), (sums.loss, sums.metrics))
         return grads, scalars, buffers
 
-    def _folded(
+    def _subtree_sums(
         self, sums_of: SumsFn, weights: PyTree, first: PyTree, batch: Batch, count: int
     ) -> tuple[Sums, PyTree]:
-        """The sums of this rank's shards, folded as a binary counter counts.
+        """Adds up the sums of this rank's shards, merging subtrees like a binary counter.
 
-        After shard k, level l of the stack holds the sum of a complete subtree of 2^l shards
-        wherever bit l of k + 1 is set.
+        After shard k, level l of the stack holds the sum of a complete subtree of 2^l shards if bit
+        l of k + 1 is set.
         """
-        # A part draws by its number alone, whatever rank it runs on.
+        # The random numbers of a shard depend on its number alone, not on the rank it runs on.
         by_rank = self.drawing
         drawing = None if by_rank is None else dataclasses.replace(by_rank, axes=(), ranks=1)
         batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
@@ -114,8 +123,8 @@ class ElasticPlan(LocalPlan):
 
         def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
             number, stack, _ = carry
-            turn = number - start
-            shard = jax.tree.map(lambda x: _row(x, turn), batch)
+            index = number - start
+            shard = jax.tree.map(lambda x: _row(x, index), batch)
             with jax.named_scope("logical_shard"):
                 leaves = jax.tree.leaves((weights, before(number), shard))
                 new, buffers = structure.unflatten(eval_jaxpr(program, leaves))
@@ -125,7 +134,7 @@ class ElasticPlan(LocalPlan):
                 return level + 1, jax.tree.map(lambda s, x: _row(s, level) + x, stack, new)
 
             level, new = jax.lax.while_loop(
-                lambda carry: (turn >> carry[0]) & 1 == 1, merge, (jnp.zeros_like(turn), new)
+                lambda carry: (index >> carry[0]) & 1 == 1, merge, (jnp.zeros_like(index), new)
             )
             put = jax.lax.dynamic_update_index_in_dim
             stack = jax.tree.map(lambda s, x: put(s, x, level, 0), stack, new)
@@ -137,7 +146,7 @@ class ElasticPlan(LocalPlan):
         return jax.tree.map(lambda x: x[-1], stack), buffers
 
     def _check_buffers(self, program: ClosedJaxpr, buffers: PyTree) -> None:
-        """Raises for a buffer that a shard's samples change."""
+        """Raises if a buffer depends on the samples of a shard."""
         paths = [path for path, _ in leaves_with_paths(buffers)]
         once = frozenset() if self.drawing is None else self.drawing.once
         weights = len(jax.tree.leaves(self.spec.parts.params))
@@ -145,66 +154,71 @@ class ElasticPlan(LocalPlan):
             if (path := paths[number]) not in once:
                 raise UnsupportedError(
                     f"the buffer {path!r} depends on the samples, as the statistics of BatchNorm "
-                    'do, and under deterministic="elastic" would be that of one logical shard. '
-                    "Use a normalisation of each sample such as nnx.LayerNorm, freeze statistics "
-                    "with use_running_average=True, or use deterministic=True"
+                    'do, and with deterministic="elastic" would only see one logical shard. '
+                    "Use a per-sample normalisation such as nnx.LayerNorm, freeze statistics "
+                    "with use_running_average=True, or use deterministic=True",
+                    code="buffer-depends-on-samples",
                 )
 
 
 def whole_norm(spec: StepSpec, tree: PyTree) -> Array:
-    """The norm of all elements of arrays, added up on every rank in one order.
+    """Returns the norm of all elements of a tree, added up in the same order on every rank.
 
     Args:
         spec: the step.
-        tree: in global view, split or whole.
+        tree: arrays in global view, split or whole.
     """
-    return _alone(spec, optax.tree.norm, (PartitionSpec(),), PartitionSpec())(tree)
+    return _isolated(spec, optax.tree.norm, (PartitionSpec(),), PartitionSpec())(tree)
 
 
 def elastic_update(
     spec: StepSpec, grads: PyTree, state: PyTree, params: PyTree, loss: Array
 ) -> tuple[PyTree, PyTree]:
-    """The optimizer's update, each rank about the shards whose moments it has.
+    """Runs the optimizer's update: each rank updates the shards whose moments it has.
 
     Args:
         spec: the step.
-        grads: mean gradients, laid as their moments.
+        grads: mean gradients, sharded like their moments.
         state: of the optimizer.
         params: as stored.
         loss: a scalar.
 
     Returns:
-        The next parameters, laid as their moments, and the next state.
+        The next parameters, sharded like their moments, and the next optimizer state.
     """
-    policy, mesh = spec.stored.storage.strategy.opt_state, spec.mesh
-    places = spec.stored.owners, optimizer_shardings(policy, spec.stored.params, state, mesh)
-    owners, moments = jax.tree.map(lambda place: place.spec, places)
+    mesh = spec.mesh
+    policy = spec.stored.storage.strategy.opt_state
+    shardings = spec.stored.owners, optimizer_shardings(policy, spec.stored.params, state, mesh)
+    owners, moments = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     update = functools.partial(updated, spec.stored.update.traced.optimizer.update)
-    alone = _alone(spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments))
-    # Element by element, so that what becomes of the zeros that pad a shard is in no other element.
+    isolated = _isolated(
+        spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments)
+    )
+    # The update is elementwise (see `_of_update`): zeros that pad a shard affect no other element.
     arguments = [
-        for_region(tree, split, mesh)
-        for tree, split in ((grads, owners), (state, moments), (params, owners))
+        for_region(grads, owners, mesh),
+        for_region(state, moments, mesh),
+        for_region(params, owners, mesh),
     ]
-    after = alone(*arguments, loss)
-    return like(after[0], params), like(after[1], state)
+    new_params, new_state = isolated(*arguments, loss)
+    return like(new_params, params), like(new_state, state)
 
 
-def _alone(
+def _isolated(
     spec: StepSpec, function: Callable[..., T], in_specs: Any, out_specs: Any
 ) -> Callable[..., T]:
-    """A function of each rank's shards, compiled by itself, whatever stands around it."""
+    """Maps a function over each rank's shards, compiled independently of the code around it."""
 
     def run(*args: Any) -> T:
-        # Of a loop of one turn the compiler would make none: here it must count with two, and a
-        # second one changes nothing.
-        turns = 1 + jnp.isinf(jax.tree.leaves(args)[0].ravel()[0]).astype(jnp.int32)
+        # XLA would inline a loop of one iteration. This bound might be 2 for all it knows, and a
+        # second iteration would compute the same again.
+        iterations = 1 + jnp.isinf(jax.tree.leaves(args)[0].ravel()[0]).astype(jnp.int32)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
         return jax.lax.while_loop(
-            lambda carry: carry[0] < turns,
+            lambda carry: carry[0] < iterations,
             lambda carry: (carry[0] + 1, function(*args)),
-            (jnp.zeros_like(turns), zeros),
+            (jnp.zeros_like(iterations), zeros),
         )[1]
 
     return jax.shard_map(
@@ -217,72 +231,80 @@ def _row(x: Array, number: Array) -> Array:
 
 
 def obstacle(spec: StepSpec) -> dict[str, str] | None:
-    """Why a step cannot have bits that do not depend on the number of ranks, and what to do.
+    """Says why a step cannot be bitwise independent of the number of ranks, and what to do.
 
     Args:
         spec: the step.
 
     Returns:
-        `why` and `what`; None where it can, or is not asked to.
+        A dict of `why` and `what` to do, or None if nothing prevents it.
     """
-    obstacles = (find(spec) for find in (_of_strategy, _of_counts, _of_sums, _of_update))
-    return next(({"why": one[0], "what": one[1]} for one in obstacles if one is not None), None)
+    for find in (_of_strategy, _of_counts, _of_sums, _of_update):
+        found = find(spec)
+        if found is not None:
+            why, what = found
+            return {"why": why, "what": what}
+    return None
 
 
 Obstacle: TypeAlias = tuple[str, str] | None
-"""Why it cannot be, and what to do; None where nothing is in the way."""
+"""(why it is impossible, what to do), or None if it is possible."""
 
 
 def _of_strategy(spec: StepSpec) -> Obstacle:
-    strategy, others = spec.strategy, "ddp, zero and fsdp, alone or composed"
+    strategy = spec.strategy
+    supported = "ddp, zero and fsdp, alone or composed"
     if strategy.slow is not None:
         return (
-            f"replicas over {strategy.slow.axis!r} train each on its own samples, so that their "
+            f"replicas over {strategy.slow.axis!r} train each on its own samples, so their "
             "number is part of the algorithm",
-            f"use {others}",
+            f"use {supported}",
         )
     if strategy.pipeline is not None:
         return (
             f"a pipeline over {strategy.pipeline.axis!r} adds microbatches up in the order of its "
             "schedule",
-            f"use {others}",
+            f"use {supported}",
         )
     if strategy.layers or strategy.resident:
         return (
             f"strategy {strategy.name!r} splits sums within a sample over ranks, as tensor, "
-            "context and expert parallelism do, and with another number of ranks these sums are "
-            "others",
-            f"use {others}",
+            "context and expert parallelism do, and the order of these sums depends on the number "
+            "of ranks",
+            f"use {supported}",
         )
     if math.prod(spec.mesh.shape[axis] for axis in strategy.batch_axes) != spec.mesh.size:
         return (
             f"the mesh is {dict(spec.mesh.shape)}, and strategy {strategy.name!r} splits samples "
             f"over {', '.join(strategy.batch_axes) or 'no axis'} alone",
-            f"leave the other axes out of the mesh, and use {others}",
+            f"leave the other axes out of the mesh, and use {supported}",
         )
     return None
 
 
 def _of_counts(spec: StepSpec) -> Obstacle:
-    ranks, accumulate, shards = spec.mesh.size, spec.options.accumulate, spec.num_ranks
+    ranks = spec.mesh.size
+    accumulate = spec.options.accumulate
+    shards = spec.num_ranks
     if shards % (ranks * accumulate):
         parts = f"{ranks} ranks" + f" x accumulate={accumulate}" * (accumulate > 1)
         return (
-            f"logical_shards={shards} do not divide over {parts}, each of which folds a whole "
-            "subtree",
+            f"logical_shards={shards} do not divide over {parts}, each of which adds up a "
+            "whole subtree",
             f"use a power of two of ranks and microbatches, up to {shards} together",
         )
     if spec.options.pad is not None:
         return (
-            f"pad={spec.options.pad!r} fills up the rows of each process, so that the shards "
-            "depend on how many processes there are",
-            "leave pad out, and give batches that divide by logical_shards",
+            f"pad={spec.options.pad!r} pads the rows of each process, so the shards depend on how "
+            "many processes there are",
+            "leave pad out, and give batches that are a multiple of logical_shards",
         )
     return None
 
 
 def _of_sums(spec: StepSpec) -> Obstacle:
-    reduction, precision = spec.reduction, spec.strategy.precision
+    reduction = spec.reduction
+    precision = spec.strategy.precision
     if precision is not None and precision.products is not None:
         return (
             "products in fp8 take their scales from the samples of all ranks",
@@ -291,13 +313,14 @@ def _of_sums(spec: StepSpec) -> Obstacle:
     if reduction.is_grouped or not reduction.sync_buffers:
         return (
             f"bucket_capacity={reduction.bucket_capacity}, sync={reduction.sync.name} and "
-            f"broadcast_buffers={reduction.sync_buffers} say how ranks reduce, and the tree does",
+            f"broadcast_buffers={reduction.sync_buffers} say how ranks reduce, "
+            "but the tree decides that",
             "leave all three out",
         )
     if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
         return (
             f"gradients cross the wire in {jnp.dtype(reduction.dtype).name}, and are then rounded "
-            "between ranks and not between the shards of a rank",
+            "between ranks but not between the shards of a rank",
             'reduce in float32: ddp(reduce_dtype="float32"), or '
             'MixedPrecision(compute="bfloat16", reduce="float32")',
         )
@@ -305,7 +328,7 @@ def _of_sums(spec: StepSpec) -> Obstacle:
 
 
 _WIDE = 32
-"""Bits of the floating-point numbers that the tree adds up."""
+"""Bits of the floats that the tree adds up."""
 
 
 def _of_update(spec: StepSpec) -> Obstacle:
@@ -313,8 +336,8 @@ def _of_update(spec: StepSpec) -> Obstacle:
     if name is None:
         return None
     return (
-        f"the optimizer does not work element by element: its {name!r} over elements that ranks "
-        "split has an order that depends on their number",
+        f"the optimizer does not work element by element: the order of its {name!r} over elements "
+        "split across ranks depends on the number of ranks",
         "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global norm use "
         "clip_norm=... of build_train_step",
     )

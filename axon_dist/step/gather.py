@@ -1,9 +1,9 @@
-"""Gathering a sharded weight for use, and what that does to its gradient on the way back.
+"""Gathers a sharded weight for use, and reduces its gradient on the way back.
 
-`model_changes.py` attaches a gather to each weight of a unit; `gathered` of `ir/units.py` calls
-it inside the unit. The backward pass gathers again because `LayerScan.protect` of
-`ir/layer_scan.py` puts a `jax.checkpoint` around the unit, with `remake_in_backward` below as
-its policy. A weight of no unit is gathered once, before the model runs.
+`model_changes.py` attaches a gather to each weight of a unit, and `gathered` in `ir/units.py` calls
+it inside the unit. The backward pass gathers again, because `LayerScan.protect` in
+`ir/layer_scan.py` wraps the unit in a `jax.checkpoint` whose policy is `save_products_policy`. A
+weight outside all units is gathered once, before the model runs.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ GATHERED = (
     *("sharding_constraint", "all_gather", "all_gather_invariant"),
     *("optimization_barrier", WIDEN, WEIGHT),
 )
-"""The primitives whose results are weights that are made again rather than kept."""
+"""Primitives that produce gathered weights. Their results are never saved for backward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalGather:
-    """Gathers a weight in global view: a constraint forward, the constraint of shards backward.
+    """Gathers a weight in global view by sharding constraints, forward and backward.
 
     A plain `with_sharding_constraint(w, whole)` lets the compiler gather before the cast, and
-    keeps the gradient whole. Pinning both layouts on both ways makes the forward an all-gather of
-    the compute dtype and the backward a reduce-scatter.
+    keeps the gradient whole. Constraining both layouts in both directions makes the forward an
+    all-gather in the compute dtype and the backward a reduce-scatter.
 
     Args:
         mesh: names and sizes of its axes, over all devices.
         stored: the spec of the weight between uses.
-        grad: that of its gradient after the reduction; None for a weight without one.
-        full: that of the weight in use; what tensor parallelism splits stays split.
-        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
-        in_loop: whether a loop reads it in every turn. It is then gathered before the loop, and its
-            gradient is summed over the turns before it is scattered; the compiler alone would
-            gather the weight, or what is multiplied with it, in every turn.
+        grad: the spec of its gradient after the reduction; None for a weight without one.
+        full: the spec of the weight in use. What tensor parallelism splits stays split.
+        ndim: dims of the parameter. A weight with fewer dims is a row of stacked layers.
+        in_loop: whether a loop reads it in every iteration. It is then gathered before the loop,
+            and its gradient is summed over the iterations before it is scattered. Left to itself,
+            the compiler would gather the weight, or its operand, in every iteration.
     """
 
     mesh: Mesh
@@ -69,21 +69,21 @@ class GlobalGather:
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
         if self.grad is None:
-            # Without a rule of its own: in one that is never differentiated, a rematerialisation
-            # policy would see an opaque call, and keep the whole weight.
+            # No custom_vjp here: it is never differentiated, so a remat policy would see an opaque
+            # call and save the whole weight.
             return self.forward(weight)
-        # The rule repeats the forward rather than calling it, so that a rematerialisation policy
-        # sees the constraint itself and not an opaque call.
+        # The rule repeats the forward rather than calling it, so that a remat policy sees the
+        # constraint itself and not an opaque call.
         gather = jax.custom_vjp(self.forward)
         gather.defvjp(lambda w: (self.forward(w), None), lambda _, ct: (self.backward(ct),))
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
-        """Returns the gathered weight, its gradient left to the compiler."""
+        """Returns the gathered weight, and leaves its gradient to the compiler."""
         gathered = weight
         for spec in (self.stored, self.full):
-            place = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
-            gathered = jax.lax.with_sharding_constraint(gathered, place)
+            sharding = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
+            gathered = jax.lax.with_sharding_constraint(gathered, sharding)
         return jax.lax.optimization_barrier(gathered) if self.in_loop else gathered
 
     def backward(self, gradient: Array) -> Array:
@@ -91,29 +91,32 @@ class GlobalGather:
         if self.grad is None:
             return gradient
         for spec in (self.full, self.grad) if self.in_loop else (self.grad,):
-            place = NamedSharding(self.mesh, row_spec(spec, self.ndim, gradient))
-            gradient = jax.lax.with_sharding_constraint(gradient, place)
+            sharding = NamedSharding(self.mesh, row_spec(spec, self.ndim, gradient))
+            gradient = jax.lax.with_sharding_constraint(gradient, sharding)
         return gradient
 
-    def beside(self, shape: Shape) -> GlobalGather:
-        """Gathers what is broadcast to the weight, and has no gradient either."""
-        stored, full = spread(self.stored, shape), spread(self.full, shape)
-        return dataclasses.replace(self, stored=stored, full=full)
+    def for_scale(self, shape: Shape) -> GlobalGather:
+        """Returns the gather of a frozen weight's scale, which broadcasts to the weight."""
+        return dataclasses.replace(
+            self,
+            stored=spread(self.stored, shape),
+            full=spread(self.full, shape),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalGather:
-    """Gathers a weight inside `shard_map`, and reduces its gradient to its owner on the way back.
+    """Gathers a weight inside `shard_map`, and reduces its gradient to its owner.
 
-    Forward an all-gather of the dim that the ranks split, backward a reduce-scatter of it, and a
-    sum over the ranks that hold copies; the gradient crosses the wire in a dtype of its own.
+    The forward all-gathers the sharded dim. The backward reduce-scatters it, and sums over the
+    ranks that hold copies. The gradient crosses the wire in a dtype of its own.
 
     Args:
-        spec: the sharding of the weight, batch axes alone.
+        spec: the sharding of the weight over batch axes only.
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
-        shape: of the parameter in the model, to which the gathered weight is cut where shards are
-            padded; a weight with fewer dims is a row of stacked layers.
+        shape: the shape of the parameter in the model. The gathered weight is cut to it if shards
+            are padded. A weight with fewer dims is a row of stacked layers.
         has_grad: whether it is trained.
     """
 
@@ -136,19 +139,19 @@ class LocalGather:
         )
         return gather(weight)
 
-    def beside(self, shape: Shape) -> LocalGather:
-        """Gathers what is broadcast to the weight, and has no gradient either."""
+    def for_scale(self, shape: Shape) -> LocalGather:
+        """Returns the gather of a frozen weight's scale, which broadcasts to the weight."""
         return dataclasses.replace(self, spec=spread(self.spec, shape), shape=shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8Gather:
-    """Gathers a weight in eight bits, and widens it where it is used.
+    """Gathers a weight as int8, and widens it where it is used.
 
     Args:
-        gather: how a weight of its shape without a gradient is gathered; None where it is whole.
-        form: how it is kept.
-        dtype: in which it is used; None is its own.
+        gather: gathers a frozen weight of its shape; None if the weight is whole.
+        form: how it is stored.
+        dtype: the dtype it is used in; None is its own.
     """
 
     gather: GlobalGather | LocalGather | None
@@ -157,21 +160,23 @@ class Int8Gather:
 
     def __call__(self, weight: Int8) -> Array:
         """Returns the gathered weight."""
-        numbers, scale = weight.numbers, weight.scale
+        numbers = weight.numbers
+        scale = weight.scale
         if self.gather is not None:
-            numbers, scale = self.gather(numbers), self.gather.beside(self.form.scale)(scale)
+            numbers = self.gather(numbers)
+            scale = self.gather.for_scale(self.form.scale)(scale)
         return self.form.widen(numbers, scale, self.dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """A whole weight with the gradients that microbatches before have left on this rank.
+    """A whole weight with the gradients accumulated on this rank by earlier microbatches.
 
     Args:
         weight: the weight, or its rows in a stack of layers.
         sums: the sum of those gradients, of the same shape.
-        slot: zeros in the shape of the owner's shard: what the reduced sum is the gradient of.
+        slot: zeros in the shape of the owner's shard, whose gradient will be the reduced sum.
     """
 
     weight: Array
@@ -180,23 +185,23 @@ class Accumulated:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight, for which it stands in a model."""
+        """The shape of the weight, which this replaces in a model."""
         return self.weight.shape
 
 
 @dataclasses.dataclass(frozen=True)
 class ReduceAccumulated:
-    """Reduces the gradients of all microbatches where the last one's gradient is made.
+    """Reduces the gradients of all microbatches in the backward pass of the last one.
 
-    Forward it gives the weight; on the way back the gradient of the weight is added to the sums
-    of the microbatches before, and the total, reduced to its owner, becomes the gradient of the
-    slot. So the reduction of one unit overlaps with the backward pass of the unit before.
+    Forward, it returns the weight. Backward, it adds the gradient of the weight to the sums of the
+    earlier microbatches and reduces the total to its owner, as the gradient of the slot. So the
+    reduction of one unit overlaps with the backward pass of the preceding unit.
 
     Args:
-        spec: the sharding of the total, batch axes alone.
+        spec: the sharding of the total over batch axes only.
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
-        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+        ndim: dims of the parameter. A weight with fewer dims is a row of stacked layers.
     """
 
     spec: PartitionSpec
@@ -205,9 +210,9 @@ class ReduceAccumulated:
     ndim: int
 
     def __call__(self, bundle: Accumulated) -> Array:
-        """Returns the weight; to be called once for each, or sums would count more than once."""
+        """Returns the weight. Call it once per weight, or the sums would count more than once."""
         spec = row_spec(self.spec, self.ndim, bundle.weight)
-        # Rules that close over values of a trace are different for each weight.
+        # Read here, because a rule that closed over traced values would differ for each weight.
         dtype = bundle.slot.dtype
 
         def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:
@@ -222,36 +227,44 @@ class ReduceAccumulated:
 def global_gather(
     spec: StepSpec, path: Path, is_whole: bool = False, looped: frozenset[Path] = frozenset()
 ) -> GlobalGather:
-    """How a weight is gathered in global view: whole over the data axes, its gradient to owners.
+    """Returns the gather of a weight in global view: whole over the data axes, gradient to owners.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         path: of the parameter.
-        is_whole: whether trained weights are whole already, and only gradients move.
-        looped: the weights that a loop reads in every turn.
+        is_whole: whether trained weights are whole already, and only gradients are reduced.
+        looped: the weights that a loop reads in every iteration.
     """
-    strategy, mesh, shape = spec.strategy, spec.mesh, spec.parts.shapes[path]
+    strategy = spec.strategy
+    mesh = spec.mesh
+    shape = spec.parts.shapes[path]
     gathered_over = {*strategy.data_axes} - {*strategy.resident}
     sharded = strategy.params(path, shape, mesh)
     full = only_axes(sharded, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
     if path in spec.parts.frozen_paths:
         return GlobalGather(mesh, sharded, None, full, len(shape), path in looped)
-    owner, stored = strategy.opt_state(path, shape, mesh), full if is_whole else sharded
+    owner = strategy.opt_state(path, shape, mesh)
+    stored = full if is_whole else sharded
     return GlobalGather(mesh, stored, owner, full, len(shape), path in looped)
 
 
 def local_gather(spec: StepSpec, path: Path) -> LocalGather:
-    """How a weight is gathered where each rank of the batch axes differentiates its samples."""
-    sharded, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
-    has_grad, shape = path not in spec.parts.frozen_paths, tuple(spec.parts.shapes[path])
-    return LocalGather(sharded, axes, spec.reduction.dtype, shape, has_grad)
+    """Returns the gather of a weight in local view, inside `shard_map`."""
+    return LocalGather(
+        spec=_over_batch(spec, spec.strategy.params, path),
+        axes=spec.strategy.batch_axes,
+        wire=spec.reduction.dtype,
+        shape=tuple(spec.parts.shapes[path]),
+        has_grad=path not in spec.parts.frozen_paths,
+    )
 
 
 def reduce_accumulated(spec: StepSpec, path: Path) -> ReduceAccumulated | None:
-    """How gradients that are summed per rank are reduced; None for a weight without one."""
+    """Returns the reduction of a weight's accumulated gradients; None for a frozen weight."""
     if path in spec.parts.frozen_paths:
         return None
-    owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shapes[path])
+    owner = _over_batch(spec, spec.strategy.opt_state, path)
+    ndim = len(spec.parts.shapes[path])
     return ReduceAccumulated(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
 
 
@@ -261,9 +274,9 @@ def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
 
 
 def gathers_by_units(spec: StepSpec) -> bool:
-    """Whether, where ranks work on their own, units gather weights and reduce their gradients.
+    """Whether units gather weights and reduce gradients in local view.
 
-    Else weights are whole for the whole step.
+    Otherwise weights are gathered once per step.
     """
     strategy = spec.strategy
     once = spec.reduction.per == "step" or strategy.gathers_once or spec.options.is_elastic
@@ -271,7 +284,7 @@ def gathers_by_units(spec: StepSpec) -> bool:
 
 
 def no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
-    """Why no unit gathers a weight in fp8, as was asked for; "" where one does, or none was."""
+    """Says why no unit can gather weights in fp8 as requested; "" if one can."""
     strategy = spec.strategy
     if strategy.pipeline is not None:
         return f"a pipeline over {strategy.pipeline.axis!r} gathers its stages once a step"
@@ -280,30 +293,31 @@ def no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
     if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
         return "no kernel of a layer in fp8 is split over ranks that have other samples"
     if spec.is_local:
-        per, dtype = spec.reduction.per, spec.reduction.dtype
-        return f"ranks gather by hand, to reduce gradients per {per} in {dtype}"
+        reduction = spec.reduction
+        return f"ranks gather by hand, to reduce gradients per {reduction.per} in {reduction.dtype}"
     return ""
 
 
 def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
-    """Whether units gather a weight, or would on more devices."""
-    strategy, mesh = spec.strategy, spec.mesh
+    """Whether units gather any of the weights, or would on more devices."""
+    strategy = spec.strategy
+    mesh = spec.mesh
     axes = {*strategy.data_axes} - {*strategy.resident}
     splits = axes.intersection(strategy.params.split_axes)
     if splits and all(mesh.shape[axis] == 1 for axis in splits):
         return True
-    places = (strategy.params(path, spec.parts.shapes[path], mesh) for path in paths)
-    return any(not axes.isdisjoint(spec_axes(place)) for place in places)
+    shardings = (strategy.params(path, spec.parts.shapes[path], mesh) for path in paths)
+    return any(not axes.isdisjoint(spec_axes(sharding)) for sharding in shardings)
 
 
 def all_gather_by(shard: Array, spec: PartitionSpec, shape: Shape | None = None) -> Array:
-    """Makes one rank's shard whole, inside `shard_map`.
+    """All-gathers an array along every dim that a spec splits, inside `shard_map`.
 
     Args:
-        shard: this rank's.
+        shard: this rank's shard.
         spec: the sharding of the whole array.
-        shape: of the whole array, without the rows of zeros that pad its shards; None where there
-            are none. A dim that `spec` does not split keeps its size.
+        shape: the shape of the whole array without the zeros that pad its shards; None if nothing
+            is padded. A dim that `spec` does not split keeps its size.
     """
     for dim in range(len(spec)):
         if axes := axes_of(spec, dim):
@@ -314,17 +328,17 @@ def all_gather_by(shard: Array, spec: PartitionSpec, shape: Shape | None = None)
 
 
 def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: Any = None) -> Array:
-    """Sums over ranks and leaves each its shard, inside `shard_map`.
+    """Sums over ranks and returns this rank's shard of the sum, inside `shard_map`.
 
     Args:
         value: this rank's addend, whole.
         spec: the sharding of the sum.
-        axes: the axes to sum over; those that the spec does not name keep copies.
+        axes: the axes to sum over. The sum is replicated over those that the spec does not name.
         wire: the dtype of the sum on the wire; None is that of the value.
 
     Returns:
-        This rank's shard of the sum, in the dtype of the value; the last shards of a dim that does
-        not divide end in zeros.
+        This rank's shard of the sum, in the dtype of the value. If a dim does not divide, its last
+        shards end in zeros.
     """
     total = on_wire(value, wire)
     for dim in range(len(spec)):
@@ -335,19 +349,19 @@ def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: An
 
 
 def even_rows(x: Array, axes: tuple[str, ...], dim: int) -> Array:
-    """An array with zeros behind its last rows, so that they divide over axes, in `shard_map`."""
+    """Pads a dim with zeros to a multiple of the ranks of some axes, inside `shard_map`."""
     ranks = math.prod(jax.lax.axis_size(axis) for axis in axes)
     rows = -(-x.shape[dim] // ranks) * ranks
     return padded(x, (*x.shape[:dim], rows, *x.shape[dim + 1 :]))
 
 
 def row_spec(spec: PartitionSpec, ndim: int, weight: Array) -> PartitionSpec:
-    """The spec of a weight: that of a parameter of `ndim` dims, or of one row of such a stack."""
+    """Returns the spec of a parameter of `ndim` dims, or of one row if it is a stack of layers."""
     return PartitionSpec(*tuple(spec)[ndim - weight.ndim :])
 
 
 def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    """The spec with every other axis left out.
+    """Drops all other axes from a spec.
 
     Example:
         >>> only_axes(PartitionSpec("fsdp", "tp"), ("tp",))
@@ -357,17 +371,18 @@ def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     return spec_of(dims)
 
 
-def regather_in_backward(primitive: Primitive, *_: object, **__: Any) -> bool:
-    """A `jax.checkpoint` policy: keep every intermediate result but gathered weights."""
+def save_all_but_gathers_policy(primitive: Primitive, *_: object, **__: Any) -> bool:
+    """A `jax.checkpoint` policy that saves every residual but gathered weights."""
     return primitive.name not in GATHERED
 
 
-def remake_in_backward(primitive: Primitive, *operands: Any, **__: Any) -> bool:
-    """A `jax.checkpoint` policy: keep what the device works for.
+def save_products_policy(primitive: Primitive, *operands: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy that saves the results that are costly to recompute.
 
-    That is products, reductions, kernels and draws. Weights are gathered again, and what comes of
-    the results kept element by element is made again, which costs less than to write it to a stack
-    of layers and to read it back; of comparisons, such as dropout's, a byte per element is kept.
+    It saves the results of products, reductions, kernels and random draws. Weights are gathered
+    again. Elementwise results are recomputed from saved ones, which costs less than writing them to
+    a stack of layers and reading them back. Comparisons of floats, such as dropout's mask, are
+    saved: they take a byte per element.
     """
     if primitive.name in COMPARES:
         return any(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
@@ -377,19 +392,19 @@ def remake_in_backward(primitive: Primitive, *operands: Any, **__: Any) -> bool:
 def reduce_tree(
     grads: PyTree, specs: PyTree, axes: tuple[str, ...], reduction: Reduction
 ) -> PyTree:
-    """Sums gradients over ranks and leaves each rank its shards.
+    """Sums gradients over ranks and returns this rank's shards.
 
     Args:
         grads: this rank's addends, whole.
-        specs: the shardings of the sums; buckets are for sums that every rank holds whole.
+        specs: the shardings of the sums. Buckets need sums that every rank holds whole.
         axes: the axes to sum over.
-        reduction: in what dtype, and in which groups.
+        reduction: gives the dtype, and the buckets.
     """
     if reduction.bucket_capacity is None:
         return jax.tree.map(lambda g, spec: reduce_by(g, spec, axes, reduction.dtype), grads, specs)
-    # Buckets hold one dtype each, so what is sent is cast before it is packed.
+    # Each bucket has one dtype, so gradients are cast to the wire dtype before they are packed.
     wire = jax.tree.map(lambda g: on_wire(g, reduction.dtype), grads)
     buckets = plan_buckets(wire, reduction.bucket_capacity)
     total = functools.partial(all_sum, axes=axes)
     reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
-    return jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, grads)
+    return jax.tree.map(lambda total, grad: total.astype(grad.dtype), reduced, grads)

@@ -1,4 +1,4 @@
-"""Gradients and evaluation in global view: the user's program, laid out by the compiler."""
+"""Gradients and evaluation in global view: the compiler partitions the user's program."""
 
 from __future__ import annotations
 
@@ -31,36 +31,38 @@ from .objective import (
     GradientResult,
     Outcome,
     Prepare,
-    beside,
     forward_of,
     gradient_means,
     gradient_sums,
     is_one,
     mean_loss,
     weighed_metrics,
+    with_frozen,
 )
 from .spec import StepSpec
 
 
 def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
-    """Gradients that the compiler partitions, with the sharding of their moments.
+    """Computes gradients in a program that the compiler partitions, sharded like their moments.
 
     Args:
-        spec: the step; the policies of its strategy give the shardings of weights and moments.
+        spec: the step. The policies of its strategy give the shardings of weights and moments.
         arguments: parameters, buffers, batch and scale.
     """
     params, frozen, buffers, batch, scale = arguments
-    count, once, owners = spec.num_microbatches, spec.strategy.gathers_once, spec.stored.owners
+    count = spec.num_microbatches
+    gathers_once = spec.strategy.gathers_once
+    owners = spec.stored.owners
     looped: frozenset[Path] = frozenset()
     if spec.strategy.splits:
-        # As recurrent layers read their weights: in every turn.
+        # Recurrent layers read their weights in every iteration of a loop.
         samples, shapes = spec.microbatch(batch)
         jaxpr = spec.separator.program(shapes, samples).jaxpr
         looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.parts.weights)])
-    forward = global_forward(spec, spec.change_layers, once, looped)
+    forward = global_forward(spec, spec.change_layers, gathers_once, looped)
     if frozen:
-        forward = beside(forward, frozen)
-    if once:
+        forward = with_frozen(forward, frozen)
+    if gathers_once:
         params = map_with_path(
             lambda path, weight: global_gather(spec, path).forward(weight),
             spec.changes.cast(params),
@@ -88,13 +90,13 @@ def global_forward(
     is_whole: bool = False,
     looped: frozenset[Path] = frozenset(),
 ) -> Forward:
-    """The forward pass in global view: units gather their weights, in the compute dtype.
+    """Returns the forward pass in global view: units gather weights in the compute dtype.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         also: changes the merged model first.
-        is_whole: whether the parameters given are whole already, and only gradients move.
-        looped: the weights that a loop reads in every turn.
+        is_whole: whether the parameters are whole already, and only gradients are reduced.
+        looped: the weights that a loop reads in every iteration.
 
     Returns:
         A function (params, buffers, batch) -> `Outcome`.
@@ -105,28 +107,28 @@ def global_forward(
     return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
 
-AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
+EVAL_ARGUMENTS: MappingProxyType[type[nn.Module], str] = MappingProxyType(
     {
         nn.Dropout: "deterministic",
         nn.MultiHeadDotProductAttention: "deterministic",
         nn.BatchNorm: "use_running_average",
     }
 )
-"""Layers of Linen that behave otherwise in training, and what is true when they do not."""
+"""Linen layers that behave differently in training -> the attribute that is True in eval mode."""
 
 SWITCHES: MappingProxyType[str, bool] = MappingProxyType(
     {"deterministic": True, "train": False, "training": False, "is_training": False}
 )
-"""What Linen models call the argument that switches to evaluation, and its value then."""
+"""Argument that Linen models switch to evaluation with -> its value in evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WithArguments:
-    """Calls a module with some arguments in place of those it is given.
+    """Wraps calls of a module, replacing some of the arguments.
 
     Args:
-        names: of the parameters of the method, in order, without the module.
-        arguments: by name.
+        names: the positional parameters of the method in order, without the module.
+        arguments: the new values, by name.
     """
 
     names: tuple[str, ...]
@@ -135,7 +137,7 @@ class WithArguments:
     def __call__(
         self, call: Function, module: nnx.Module | nn.Module, *args: object, **kwargs: object
     ) -> Any:
-        """Runs the method; a bridged module called with another method runs that as it is."""
+        """Runs the method; a call of another method of a bridged module is left unchanged."""
         if kwargs.get("method") is not None:
             return call(module, *args, **kwargs)
         arguments = dict(self.arguments)
@@ -144,19 +146,19 @@ class WithArguments:
         return call(module, *placed, **{**kwargs, **arguments})
 
 
-def at_rest(call: Function, module: nnx.Module, *args: object, **kwargs: object) -> Any:
-    """Calls a bridged Linen module with the layers in it as `nnx.Module.eval` would set them."""
-    with nn.intercept_methods(_rest):
+def _call_in_eval_mode(call: Function, module: nnx.Module, *args: object, **kwargs: object) -> Any:
+    """Calls a bridged Linen module with its layers in eval mode, as `nnx.Module.eval` would."""
+    with nn.intercept_methods(_intercept_eval_mode):
         return call(module, *args, **kwargs)
 
 
 def evaluation(
     spec: StepSpec, params: PyTree, buffers: PyTree, batch: Batch
 ) -> dict[str, Weighted]:
-    """The loss and metrics of a batch with the model in eval mode, computed as in training.
+    """Computes the loss and metrics of a batch in eval mode, with the program of training.
 
-    Modules of NNX are switched by `eval()`. A bridged Linen module has no switch: its layers are
-    set at rest while it runs, and so is the argument that it has for it, one of `SWITCHES`.
+    NNX modules are switched by `eval()`. A bridged Linen module has no such switch: its layers are
+    intercepted in eval mode, and its own argument for it, one of `SWITCHES`, is set.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -165,28 +167,28 @@ def evaluation(
         batch: placed.
 
     Returns:
-        `loss` and the metrics of the loss function, each the sum over the samples and its weight:
-        that which it has, else that of the loss, which is the number of samples where it is a plain
-        number.
+        `loss` and the metrics of the loss function, each as its sum over the samples and its
+        weight. A metric without a weight has that of the loss. A plain scalar loss has the number
+        of samples as its weight.
     """
-    rest = in_eval_mode(spec)
+    set_eval_mode = in_eval_mode(spec)
 
     def adapt(model: nnx.Module) -> None:
-        rest(model)
+        set_eval_mode(model)
         spec.change_layers(model)
 
     return summed(global_forward(spec, adapt)(params, buffers, batch), batch)
 
 
 def in_eval_mode(spec: StepSpec) -> Prepare:
-    """What switches a merged model to evaluation, in place; see `evaluation`."""
+    """Returns a function that sets a merged model to eval mode in place; see `evaluation`."""
     kwargs = dict(spec.options.eval_kwargs or {})
 
     def adapt(model: nnx.Module) -> None:
         model.eval()
         for _, module in nnx.iter_modules(model):
             if isinstance(module, nnx.bridge.ToNNX):
-                set_at_rest(module)
+                _set_linen_eval_mode(module)
         for method in ("__call__", BEFORE_HEAD):
             if kwargs and hasattr(model, method):
                 wrap_calls(model, {method: _with_arguments(model, method, kwargs)})
@@ -195,14 +197,15 @@ def in_eval_mode(spec: StepSpec) -> Prepare:
 
 
 def summed(outcome: Outcome, batch: Batch) -> dict[str, Weighted]:
-    """The loss and metrics of a batch as sums over its samples and weights.
+    """Returns the loss and metrics of a batch as weighted sums over its samples.
 
     Args:
         outcome: of the loss function for the batch.
         batch: leaves of shape [B, ...].
     """
     if is_one(outcome.loss.weight):
-        # A mean over samples; what is 1 within a batch is not alike in batches of two sizes.
+        # The loss is a mean over samples. Weigh it by their number, so that batches of different
+        # sizes add up.
         size = jnp.float32(jax.tree.leaves(batch)[0].shape[0])
         outcome = dataclasses.replace(outcome, loss=Weighted(outcome.loss.total * size, size))
     loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
@@ -212,11 +215,11 @@ def summed(outcome: Outcome, batch: Batch) -> dict[str, Weighted]:
     }
 
 
-def set_at_rest(module: nnx.bridge.ToNNX) -> None:
-    """Makes the calls of one bridged Linen module those of evaluation, in place."""
+def _set_linen_eval_mode(module: nnx.bridge.ToNNX) -> None:
+    """Sets one bridged Linen module to eval mode, in place."""
     names = _names(module)
     switches = tuple((name, value) for name, value in SWITCHES.items() if name in names)
-    wrap_calls(module, {"__call__": at_rest})
+    wrap_calls(module, {"__call__": _call_in_eval_mode})
     if switches:
         wrap_calls(module, {"__call__": WithArguments(names, switches)})
 
@@ -226,10 +229,10 @@ def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any]) -> None:
 
     Args:
         model: any; its leaves may be shapes.
-        kwargs: by name, values that compare.
+        kwargs: the arguments, by name.
 
     Raises:
-        ConfigError: naming the argument and those there are.
+        ConfigError: naming the unknown argument and those that the call takes.
     """
     parameters = _parameters(model)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -248,10 +251,10 @@ def _called(module: nnx.Module) -> Any:
 
 
 def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
-    """What sums over samples come to.
+    """Divides sums over samples by their weights.
 
     Args:
-        sums: by name, from an `evaluation`; those of several batches added up.
+        sums: by name, from `evaluation`; those of several batches can be added up.
 
     Returns:
         total / weight, by name.
@@ -260,7 +263,7 @@ def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
 
 
 def _with_arguments(module: nnx.Module, method: str, kwargs: Mapping[str, Any]) -> WithArguments:
-    """A method with those of the arguments that it takes; a call takes all, as was checked."""
+    """Wraps a method with the arguments that it accepts; `check_eval_kwargs` checked `__call__`."""
     parameters = _parameters(module, method)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     accepted = tuple((name, x) for name, x in kwargs.items() if takes_any or name in parameters)
@@ -278,20 +281,22 @@ def _names(module: nnx.Module, method: str = "__call__") -> tuple[str, ...]:
     return tuple(name for name, p in parameters.items() if p.kind in positional)
 
 
-def _rest(call: Function, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    """Runs one method of a Linen module, a layer that has a training mode without it."""
-    name = next((n for kind, n in AT_REST.items() if isinstance(context.module, kind)), None)
+def _intercept_eval_mode(
+    call: Function, args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    """Runs one method of a Linen module, with eval mode set if the module has a training mode."""
+    name = next((n for kind, n in EVAL_ARGUMENTS.items() if isinstance(context.module, kind)), None)
     if name is None or context.method_name != "__call__":
         return call(*args, **kwargs)
     names = tuple(inspect.signature(type(context.module).__call__).parameters)[1:]
-    with _unsaid(context.module, name):
+    with _attribute_unset(context.module, name):
         run = WithArguments(names, ((name, True),))
         return run(lambda _, *a, **k: call(*a, **k), context.module, *args, **kwargs)
 
 
 @contextmanager
-def _unsaid(module: nn.Module, name: str) -> Iterator[None]:
-    """Takes an attribute of a bound module away: a layer refuses a value given twice."""
+def _attribute_unset(module: nn.Module, name: str) -> Iterator[None]:
+    """Sets an attribute to None for a while: Linen refuses it as attribute and argument at once."""
     before = getattr(module, name)
     object.__setattr__(module, name, None)
     try:

@@ -1,4 +1,4 @@
-"""What a step must not be: a pipeline that waits forever, a program of values that do not exist."""
+"""Refuses programs that would deadlock a pipeline, and losses that read leaked tracers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..ir.walk import in_branches
 
 
 class DeadlockGuard:
-    """`jax.jit` of a function whose compiled program is looked through before it first runs.
+    """`jax.jit` of a function whose compiled program is checked for deadlocks before it first runs.
 
-    The stages of a pipeline take different branches. Sums and gathers over the ranks of one stage
-    are safe there, but a permutation waits for all devices, also those that never come: it would
-    stop the process without a word. Nobody writes one into a stage on purpose: it comes from
-    layers that hand values round a ring, or from the compiler, when it shifts an array whose
-    shifted dim it has split.
+    The stages of a pipeline take different branches. Reductions and gathers over the ranks of one
+    stage are safe there. A permutation waits for all devices, also for those in other branches,
+    and would hang the process without an error. Nobody writes one into a stage on purpose. It comes
+    from layers that pass values around a ring, or from the compiler, when a program shifts an array
+    along a dim that is split.
 
     Args:
-        function: its second argument is the one whose shapes change between calls.
+        function: its first argument always has the same shapes; those of the others may change.
         **options: of `jax.jit`.
     """
 
@@ -61,15 +61,15 @@ class DeadlockGuard:
         """Lowers the function.
 
         Raises:
-            UnsupportedError: as `trace`.
+            UnsupportedError: when a branch of the traced program has a permutation.
         """
         return self.trace(*args).lower()
 
 
 ESCAPED = (
     "a value that a block computes is kept outside of the model, as in a list to which each call "
-    "appends, and read there by the loss: a block is a program of its own, out of which nothing "
-    "comes but what it returns. Return the value beside the block's result, or keep it in an "
+    "appends, and the loss reads it there: a block is a program of its own, and only its results "
+    "can be used outside. Return the value together with the block's result, or keep it in an "
     "attribute of the block made by nnx.data, which the loss reads"
 )
 
@@ -78,22 +78,22 @@ def trace(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Traced:
     """Traces a jitted function.
 
     Raises:
-        UnsupportedError: when it reads values of other traces, as hidden arguments.
+        UnsupportedError: when it reads values of other traces, which become hidden arguments.
     """
     traced = jitted.trace(*arguments)
     if len(traced.jaxpr.in_avals) > len(jax.tree.leaves(arguments)):
-        raise UnsupportedError(ESCAPED)
+        raise UnsupportedError(ESCAPED, code="value-escapes-block")
     return traced
 
 
 def check_branches(program: ProgramLike) -> None:
-    """Looks for permutations in the branches of a compiled program.
+    """Raises if a branch of a compiled program has a permutation.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
 
     Raises:
-        UnsupportedError: naming the operations that they come from.
+        UnsupportedError: naming the operations that the permutations come from.
 
     Example:
         >>> import jax.numpy as jnp
@@ -115,8 +115,10 @@ def _refuse(permutes: set[str]) -> None:
     if listed:
         raise UnsupportedError(
             "stages of this pipeline would permute values between devices in a branch that the "
-            f"other stages do not take, and wait for them forever: {', '.join(listed[:4])}. A call "
-            "of jax.lax.ppermute does so, and the compiler where a model shifts or slices an array "
-            "along a dim that a strategy splits, such as the positions under sequence=True. Leave "
-            "that strategy out, or compute such a slice before the model, in the batch"
+            f"other stages do not take, and wait for them forever: {', '.join(listed[:4])}. They "
+            "come from calls of jax.lax.ppermute, or from the compiler where a model shifts or "
+            "slices an array along a dim that a strategy splits, such as the positions under "
+            "sequence=True. Leave that strategy out, or compute such a slice before the "
+            "model, in the batch",
+            code="permutation-in-stage",
         )

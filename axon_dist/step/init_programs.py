@@ -1,4 +1,4 @@
-"""The first state of a step, made by few small programs in place of a large one."""
+"""Initializes the state of a step with a few small programs instead of one large one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..ir.host_keys import Key
 from ..ir.shared_programs import Constant, Part, Parts, run_part
 
 IN_FLIGHT = 16
-"""The most programs that emulated devices have not yet run."""
+"""How many programs may be queued on emulated devices."""
 
 
 LARGE = 2**15
-"""The fewest elements of an array of which devices draw a share each."""
+"""Arrays of at least this many elements are drawn in shares, one per device."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,7 +31,7 @@ class Program:
         part: the first part of the kind.
         places: the shardings of its results.
         run: (values of the operands) -> results.
-        count: how often it was run.
+        count: how often it has run.
     """
 
     part: Part
@@ -41,22 +41,22 @@ class Program:
 
 
 class InParts:
-    """A function whose results are made where they live, by programs that equal results share.
+    """Runs a function by small programs, each shared by all results of one kind.
 
-    Equals `jax.jit(function, out_shardings=places)(*arguments)` in every bit. That is one program,
-    which takes long to compile where it draws hundreds of arrays.
+    Bitwise equal to `jax.jit(function, out_shardings=places)(*arguments)`. That is one program,
+    which takes long to compile if it draws hundreds of arrays.
 
     Args:
         function: of trees of arrays.
-        places: a tree like its results, of their shardings.
-        owns: whether the arguments are used up, so that results may be the very arrays.
-        in_flight: how many programs may be under way; None sets no limit.
+        places: a tree of shardings, like the results.
+        owns: whether the arguments are donated, so that results may alias them.
+        in_flight: how many programs may be queued; None sets no limit.
         on_host: whether the devices are CPUs, on which the host writes constants.
-        spreads: whether devices that hold the same array draw a share of it each, and gather it, as
-            pays where they have the same cores.
+        spreads: whether devices that hold the same array each draw a share of it and gather the
+            rest. That pays if they run on the same cores.
 
     Attributes:
-        programs: those that were compiled, once it has been called.
+        programs: the programs compiled so far.
     """
 
     def __init__(
@@ -69,13 +69,17 @@ class InParts:
         on_host: bool = False,
         spreads: bool = False,
     ):
-        self._function, self._places, self._owns = function, places, owns
-        self._in_flight, self._on_host, self._spreads = in_flight, on_host, spreads
+        self._function = function
+        self._places = places
+        self._owns = owns
+        self._in_flight = in_flight
+        self._on_host = on_host
+        self._spreads = spreads
         self.programs: list[Program] = []
         self._by_signature: dict[Hashable, list[Program]] = {}
 
     def __call__(self, *arguments: PyTree) -> PyTree:
-        """The results for some arguments."""
+        """Returns the results for the arguments."""
         closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*arguments)
         parts = Parts.of(closed)
         if parts is None:
@@ -83,8 +87,8 @@ class InParts:
             whole = jax.jit(self._function, out_shardings=self._places, donate_argnums=donated)
             return whole(*arguments)
         places = jax.tree.leaves(self._places)
-        given = dict(zip(parts.inputs, jax.tree.leaves(arguments), strict=True))
-        known: dict[Any, Any] = {**parts.values(), **given}
+        inputs = dict(zip(parts.inputs, jax.tree.leaves(arguments), strict=True))
+        known: dict[Any, Any] = {**parts.values(), **inputs}
         results: list[Any] = [None] * len(places)
         kept: set[int] = set()
         for number, part in enumerate(parts.parts):
@@ -106,15 +110,15 @@ class InParts:
     def _run(
         self, part: Part, places: tuple[Sharding, ...], operands: Sequence[Any]
     ) -> list[Array]:
-        """Runs a part by the program of its kind."""
-        kinds = self._by_signature.setdefault((part.signature, places), [])
-        program = next((one for one in kinds if one.part.is_like(part)), None)
+        """Runs a part with the program of its kind, compiling it on first use."""
+        candidates = self._by_signature.setdefault((part.signature, places), [])
+        program = next((one for one in candidates if one.part.is_like(part)), None)
         impls = tuple(x.impl if isinstance(x, Key) else None for x in operands)
         if program is None:
             shares = _shares(part, places) if self._spreads else None
             run = jax.jit(_named(part, impls, shares), out_shardings=list(places))
             program = Program(part, places, run)
-            kinds.append(program)
+            candidates.append(program)
             self.programs.append(program)
         program.count += 1
         return program.run(*(x.data if isinstance(x, Key) else x for x in operands))
@@ -134,16 +138,17 @@ def _named(
 
 
 def _shares(part: Part, places: Sequence[Sharding]) -> NamedSharding | None:
-    """How devices that are to hold the same large array share in drawing it; None for others."""
-    place, shape = places[0], part.shape
+    """Returns the sharding in which replicas draw a large array; None if each draws it whole."""
+    place = places[0]
+    shape = part.shape
     if len(places) > 1 or part.is_operand or not isinstance(place, NamedSharding):
         return None
     if math.prod(place.shard_shape(shape)) < LARGE:
         return None
     entries = [*place.spec, *(None,) * (len(shape) - len(place.spec))]
     axes = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
-    taken = {axis for each in axes for axis in each}
-    free = tuple(axis for axis, size in place.mesh.shape.items() if size > 1 and axis not in taken)
+    used = {axis for each in axes for axis in each}
+    free = tuple(axis for axis, size in place.mesh.shape.items() if size > 1 and axis not in used)
     ways = math.prod(place.mesh.shape[axis] for axis in free)
     sizes = place.shard_shape(shape)
     dim = next((dim for dim, size in enumerate(sizes) if size % ways == 0), None)
@@ -154,22 +159,24 @@ def _shares(part: Part, places: Sequence[Sharding]) -> NamedSharding | None:
 
 
 def _filled(constant: Constant, place: Sharding) -> Array:
-    """An array of one number in the memory of CPU devices, without compiling for its shape."""
+    """Fills an array in the memory of CPU devices, without compiling a program for its shape."""
     shape = place.shard_shape(constant.shape)
-    # XLA copies what is not aligned. It would share what is, between devices too, though a step
-    # gives the memory of each array to its results.
+    # XLA copies a host buffer that is not aligned, hence the offset of one element. It would share
+    # an aligned one, also between devices, but a step donates the memory of each array.
     flat = np.full(math.prod(shape) + 1, constant.value, constant.dtype)
     shard = flat[1:].reshape(shape)
     devices = sorted(place.addressable_devices, key=lambda device: device.id)
-    places = [SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in devices]
-    shards = [jax.device_put(shard, one) for one in places]
+    shards = [
+        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=place.memory_kind))
+        for device in devices
+    ]
     return jax.make_array_from_single_device_arrays(constant.shape, place, shards)
 
 
 def _is_kept(
     part: Part, operands: Sequence[Any], places: Sequence[Sharding], kept: set[int]
 ) -> bool:
-    """Whether the one result of a part is its operand, an array in its place that is not taken."""
+    """Whether a part returns its operand, already placed and not yet used by another result."""
     if not part.is_operand:
         return False
     (array,) = operands

@@ -1,10 +1,10 @@
-"""Gradients that each rank computes of its own samples, reduced by collectives written out.
+"""Gradients that each rank computes from its own samples, reduced by explicit collectives.
 
-That is what global view cannot express: microbatches whose gradients are reduced once, buckets.
+Some reductions cannot be expressed in global view: one reduction for all microbatches, or buckets.
 
-A model that keeps its layers in a list has an array for each of them; the loop that runs them wants
-one for all. Carried from microbatch to microbatch as a list, weights and sums would be in memory
-twice. Stacked and taken apart again they are the same array to the compiler.
+A model that keeps its layers in a list has one array per layer, but the loop over layers wants them
+stacked. If the loop over microbatches carried the list, weights and sums would be in memory twice.
+Here they are carried stacked and unstacked inside, and the compiler sees one array.
 """
 
 from __future__ import annotations
@@ -55,54 +55,53 @@ from .objective import (
     GradientResult,
     Outcome,
     Sums,
-    beside,
     forward_of,
     gradient_sums,
+    with_frozen,
 )
 from .spec import StepSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class Stacking:
-    """Which leaves of a tree become the rows of one array.
+    """Which leaves of a tree are stacked as the rows of one array.
 
     Args:
-        rows: for each array the paths of its rows; a leaf of its own stands alone.
-        like: a tree of the structure of those that are stacked.
+        rows: for each array the paths of its rows. A single path is a leaf that is not stacked.
+        like: a tree of the same structure.
     """
 
     rows: tuple[tuple[Path, ...], ...]
     like: PyTree
 
     def stack(self, tree: PyTree) -> dict[Path, Array]:
-        """The arrays, by the path of their first row."""
+        """Returns the arrays, by the path of their first row."""
         leaves = dict(leaves_with_paths(tree))
-        return {
-            first: jnp.stack([leaves[path] for path in (first, *others)])
-            if others
-            else leaves[first]
-            for first, *others in self.rows
-        }
+        stacked = {}
+        for paths in self.rows:
+            first = leaves[paths[0]]
+            stacked[paths[0]] = jnp.stack([leaves[path] for path in paths]) if paths[1:] else first
+        return stacked
 
     def unstack(self, stacked: dict[Path, Array]) -> PyTree:
-        """The tree that they were made of; the inverse of `stack`."""
-        leaves = {
-            path: stacked[paths[0]][row] if paths[1:] else stacked[path]
-            for paths in self.rows
-            for row, path in enumerate(paths)
-        }
+        """Returns the tree of the rows; the inverse of `stack`."""
+        leaves = {}
+        for paths in self.rows:
+            array = stacked[paths[0]]
+            for row, path in enumerate(paths):
+                leaves[path] = array[row] if paths[1:] else array
         return map_with_path(lambda path, _: leaves[path], self.like)
 
 
 def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
-    """Stacks the leaves that equal units next to each other have under one name.
+    """Stacks leaves that have the same name, shape and dtype in numbered units.
 
     Args:
         shapes: nested dict of `ShapeDtypeStruct`.
         units: the paths of the units.
 
     Returns:
-        The stacking; what is no unit's, or what a unit has alone, stands alone.
+        The stacking. Leaves outside units, or that only one unit has, are not stacked.
 
     Example:
         >>> leaf = jnp.ones(2)
@@ -111,19 +110,20 @@ def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
         (('head',), ('layers/2/w', 'layers/10/w'))
     """
     groups: dict[tuple, list[Path]] = {}
-    inside = sorted(units, key=_counted)
+    units = sorted(units, key=_natural_order)
     for path, leaf in leaves_with_paths(shapes):
-        unit = next((unit for unit in inside if is_inside(path, unit)), None)
+        unit = next((unit for unit in units if is_inside(path, unit)), None)
         kind = (path,)
         if unit is not None and re.search(r"\d", unit):
             name = re.sub(r"\d+", "#", unit) + path.removeprefix(unit)
             kind = (name, tuple(leaf.shape), str(leaf.dtype))
         groups.setdefault(kind, []).append(path)
-    return Stacking(tuple(tuple(sorted(paths, key=_counted)) for paths in groups.values()), shapes)
+    rows = tuple(tuple(sorted(paths, key=_natural_order)) for paths in groups.values())
+    return Stacking(rows, shapes)
 
 
-def _counted(path: Path) -> list[tuple[bool, int, str]]:
-    """Sorts `layers/2` before `layers/10`."""
+def _natural_order(path: Path) -> list[tuple[bool, int, str]]:
+    """A sort key that puts `layers/2` before `layers/10`."""
     parts = re.split(r"(\d+)", path)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
@@ -131,35 +131,36 @@ def _counted(path: Path) -> list[tuple[bool, int, str]]:
 def local_gradients(
     spec: StepSpec, arguments: GradientArguments, make_plan: type[LocalPlan] | None = None
 ) -> GradientResult:
-    """Gradients that run per rank and are reduced by hand, with the sharding of their moments.
+    """Computes gradients per rank and reduces them explicitly, sharded like their moments.
 
-    Each rank of the batch axes differentiates its rows of every microbatch and adds up. Either
-    weights are made whole once, and one reduction at the end gives every owner its shard of the
-    sum; or each unit gathers its weights and reduces its gradients, microbatch by microbatch.
-    Other mesh axes stay with the compiler. `check_vma` is off, so that gradients taken inside
+    Each rank of the batch axes differentiates its rows of every microbatch and sums the gradients.
+    Either weights are gathered once, and one reduction at the end gives every owner its shard of
+    the sum; or each unit gathers its weights and reduces its gradients in every microbatch. The
+    compiler partitions the other mesh axes. `check_vma` is off, so that gradients taken inside
     stay local until we reduce them, and user modules need no casts in their scans.
 
     Args:
-        spec: the step; the `reduction` of its strategy says how gradients become one.
+        spec: the step; the `reduction` of its strategy says how gradients are reduced.
         arguments: parameters, buffers, batch and scale.
-        make_plan: says what a rank does; None is `LocalPlan`.
+        make_plan: the class of the per-rank program; None is `LocalPlan`.
     """
     axes = spec.strategy.batch_axes
-    # Found outside the region, for a trace inside it would see the samples of one rank.
+    # Found outside `shard_map`, since a trace inside would only see the samples of one rank.
     plan = (make_plan or LocalPlan)(spec, draws_of(spec, arguments.batch, axes))
     if gathers_by_units(spec):
         check_reads(spec, arguments.batch)
-    full, buffer_specs = PartitionSpec(), buffer_partition(arguments.buffers, spec.reduction, axes)
+    replicated = PartitionSpec()
+    buffer_specs = buffer_partition(arguments.buffers, spec.reduction, axes)
     batch_specs = batch_spec(axes, spec.num_microbatches)
     mapped = jax.shard_map(
         plan.run,
         mesh=spec.mesh,
         axis_names=frozenset(spec.mesh.axis_names if spec.options.is_elastic else axes),
-        in_specs=(plan.param_specs, plan.frozen_specs, buffer_specs, batch_specs, full),
-        out_specs=(plan.owner_specs, full, buffer_specs),
+        in_specs=(plan.param_specs, plan.frozen_specs, buffer_specs, batch_specs, replicated),
+        out_specs=(plan.owner_specs, replicated, buffer_specs),
         check_vma=False,
     )
-    # A region asks for shards of equal sizes.
+    # `shard_map` needs shards of equal sizes.
     params = for_region(arguments.params, plan.param_specs, spec.mesh)
     frozen = for_region(arguments.frozen, plan.frozen_specs, spec.mesh)
     grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
@@ -169,17 +170,17 @@ def local_gradients(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalPlan:
-    """What one rank does in the manual region.
+    """The program of one rank inside `shard_map`.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        drawing: what its microbatches draw; None where nothing is drawn.
+        drawing: the random draws of its microbatches; None if nothing is drawn.
 
     Attributes:
-        axes: the axes that are manual.
-        param_specs: the specs of the trained parameters, the manual axes alone.
-        frozen_specs: those of the frozen parameters, likewise.
-        owner_specs: those of the moments of the trained parameters, likewise.
+        axes: the manual axes.
+        param_specs: the specs of the trained parameters, over the manual axes only.
+        frozen_specs: the specs of the frozen parameters, over the manual axes only.
+        owner_specs: the specs of the moments of the trained parameters, over the manual axes only.
     """
 
     spec: StepSpec
@@ -190,14 +191,16 @@ class LocalPlan:
     owner_specs: PyTree = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        parts, strategy, axes = self.spec.parts, self.spec.strategy, self.spec.strategy.batch_axes
+        parts = self.spec.parts
+        strategy = self.spec.strategy
+        axes = strategy.batch_axes
         object.__setattr__(self, "axes", axes)
-        laid = {
+        policies = {
             "param_specs": (strategy.params, parts.params),
             "frozen_specs": (self.spec.stored.storage.strategy.params, parts.stored_frozen),
             "owner_specs": (strategy.opt_state, parts.params),
         }
-        for name, (policy, shapes) in laid.items():
+        for name, (policy, shapes) in policies.items():
             by_leaf = specs(policy, shapes, self.spec.mesh)
             in_region = jax.tree.map(lambda spec: only_axes(spec, axes), by_leaf)
             object.__setattr__(self, name, in_region)
@@ -205,42 +208,45 @@ class LocalPlan:
     def run(
         self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> tuple[PyTree, Any, PyTree]:
-        """Runs on one rank: shards in, reduced sums and new buffers out."""
-        reduction, count = self.spec.reduction, self.spec.num_microbatches
+        """Runs on one rank: takes shards, returns reduced sums and new buffers."""
+        reduction = self.spec.reduction
+        count = self.spec.num_microbatches
         local = rank_buffers(buffers, reduction)
         drawing = self.drawing if count == 1 else None
         first = local if drawing is None else drawing.before(local, local, 0)
         accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
-        parts, share = count * self.spec.num_ranks, functools.partial(all_mean, axes=self.axes)
+        parts = count * self.spec.num_ranks
+        mean_weight = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
-            # Cast before the gather: in a lower precision half the bytes are sent, and the gradient
-            # comes back in the dtype of the compute.
+            # Cast before the gather, to send half the bytes in half precision. The gradient then
+            # has the compute dtype.
             gathered = self._unsharded(params, self.param_specs, self.spec.parts.params)
-            others = self._unsharded(frozen, self.frozen_specs, self.spec.parts.stored_frozen)
-            # Where statistics are averaged over the ranks, so are the gradients that come back
-            # through them: those of losses that must have been divided by one weight.
-            averaged = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
-            forward = beside(self._scanned(self._plain(None)), others)
-            sums_of = gradient_sums(forward, scale, share if averaged else None, parts)
+            whole_frozen = self._unsharded(frozen, self.frozen_specs, self.spec.parts.stored_frozen)
+            # The mean of statistics over ranks also averages the gradients through them. These must
+            # be of losses that were divided by the same weight.
+            shares_statistics = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
+            forward = with_frozen(self._with_scans(self._plain(None)), whole_frozen)
+            sums_of = gradient_sums(
+                forward, scale, mean_weight if shares_statistics else None, parts
+            )
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             if reduction.per == "microbatch" or count == 1:
                 sums, changed = accumulated(sums_of, gathered, first, batch)
             else:
-                last = self._last(forward, others) if self._reduces_within(scale) else None
+                last = self._last(forward, whole_frozen) if self._reduces_within(scale) else None
                 sums, changed = self._unreduced_sums(sums_of, gathered, first, batch, last)
             if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
-            # Units reduce their gradients within the backward pass, so the weight must be that of
-            # all ranks before it begins.
+            # Units reduce their gradients within the backward pass, so all ranks must use the same
+            # weight before it begins.
             gather = functools.partial(local_gather, self.spec)
-            forward = beside(self._scanned(self._plain(gather)), frozen)
-            sums_of = gradient_sums(forward, scale, share, parts)
+            forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
+            sums_of = gradient_sums(forward, scale, mean_weight, parts)
             sums, changed = accumulated(sums_of, params, first, batch)
         changed = without_rank(changed, local)
-        # Sums of totals and of weights: a mean of means would weigh ranks with few real samples
-        # like the others.
+        # Sum totals and weights. A mean of means would overweight ranks with few real samples.
         scalars = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
@@ -252,11 +258,12 @@ class LocalPlan:
         batch: Batch,
         reduced: LastFn | None,
     ) -> tuple[Sums, PyTree]:
-        """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
+        """Adds up unreduced gradients over microbatches, stacked as the scan over layers is."""
         stacking = stacking_of(gathered, self.spec.changes.units)
 
         def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
-            # Else the compiler would see through the rows, and stack them anew in every turn.
+            # Without the barrier, the compiler would see through the rows and stack them again in
+            # every iteration.
             weights = jax.lax.optimization_barrier(weights)
             sums, buffers = sums_of(stacking.unstack(weights), buffers, batch)
             return dataclasses.replace(sums, grads=stacking.stack(sums.grads)), buffers
@@ -264,13 +271,17 @@ class LocalPlan:
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> Any:
             assert reduced is not None
             weights = jax.lax.optimization_barrier(weights)
-            apart = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
-            return reduced(apart, stacking.unstack(weights), buffers, batch)
+            unstacked = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
+            return reduced(unstacked, stacking.unstack(weights), buffers, batch)
 
-        rows, within = stacking.stack(gathered), None if reduced is None else last
-        count, drawing = self.spec.num_microbatches, self.drawing
         sums, buffers = accumulate(
-            stacked, rows, buffers, batch, count, last=within, drawing=drawing
+            stacked,
+            stacking.stack(gathered),
+            buffers,
+            batch,
+            self.spec.num_microbatches,
+            last=None if reduced is None else last,
+            drawing=self.drawing,
         )
         if reduced is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
@@ -279,17 +290,18 @@ class LocalPlan:
     def _reduces_within(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Not where they are grouped, which asks for an order of its own. Nor under a loss scale: it
-        fits the gradients of means, and what is reduced within are those of sums.
+        Not with buckets, which need an order of their own. Nor under a loss scale: the scale fits
+        gradients of means, and here gradients of sums are reduced.
         """
         reduction = self.spec.reduction
-        is_held = reduction.per == "step" and self.spec.num_microbatches > 1
-        return is_held and not reduction.is_grouped and scale is None
+        accumulates = reduction.per == "step" and self.spec.num_microbatches > 1
+        return accumulates and not reduction.is_grouped and scale is None
 
     def _last(self, plain: Forward, frozen: PyTree) -> LastFn:
-        """Takes the last microbatch, whose backward pass hides the reduction, unit by unit.
+        """Returns the program of the last microbatch, whose backward pass hides the reduction.
 
-        Without units it runs the `plain` program of the others, on weights that reduce.
+        Each unit reduces its own gradients. Without units it runs the `plain` program of the other
+        microbatches, on weights whose backward pass reduces.
         """
         reduce = functools.partial(reduce_accumulated, self.spec)
 
@@ -302,11 +314,9 @@ class LocalPlan:
                 slot = dict(leaves_with_paths(slots))
 
                 def bundle(path, weight):
-                    return (
-                        Accumulated(weight, addends[path], slot[path])
-                        if path in addends
-                        else weight
-                    )
+                    if path not in addends:
+                        return weight
+                    return Accumulated(weight, addends[path], slot[path])
 
                 def reduced(path, weight):
                     gather = reduce(path)
@@ -315,12 +325,13 @@ class LocalPlan:
                 if not units:
                     return plain(map_with_path(reduced, weights), buffers, batch)
                 run = self._plain(reduce, bundle=bundle, by_units=once.__contains__)
-                return beside(run, frozen)(weights, buffers, batch)
+                return with_frozen(run, frozen)(weights, buffers, batch)
 
-            # The slots are nothing but shapes: what they are the gradient of is what counts.
+            # Only the shapes of the slots matter. The reduced sums are computed as their gradients.
             slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)
-            # No weight can be multiplied into sums that are there already: so a total, no mean.
-            run = self._scanned(forward) if units else forward
+            # The sums of the earlier microbatches are already weighted, so differentiate the total
+            # here and not the mean.
+            run = self._with_scans(forward) if units else forward
             totals = gradient_sums(run, common=lambda _: 1)
             added, buffers = totals(slots, buffers, batch)
             both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (added.loss, added.metrics))
@@ -331,38 +342,40 @@ class LocalPlan:
     def _slot(self, grad: Any, owner: PartitionSpec) -> Any:
         mesh = self.spec.world.mesh
         sharding = jax.sharding.NamedSharding(mesh, owner)
-        # What has travelled in a narrower dtype has no more digits than that.
+        # A gradient sent in a narrower dtype has no more precision than that.
         dtype = on_wire(grad, self.spec.reduction.dtype).dtype
         return jnp.zeros(sharding.shard_shape(stored_shape(grad.shape, owner, mesh)), dtype)
 
     def _read_once(self, buffers: PyTree, batch: Batch) -> frozenset[Path]:
-        """The weights that one call of one unit reads; those of Linen are not looked into."""
-        spec, samples = self.spec, jax.tree.leaves(batch)[0].shape[0]
+        """Returns the weights that a single call of a single unit reads, without those of Linen."""
+        spec = self.spec
+        samples = jax.tree.leaves(batch)[0].shape[0]
         jaxpr = spec.separator.program(batch, samples).jaxpr
         paths = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
         bridges = spec.parts.bridges
         return frozenset(p for p in paths if not any(is_inside(p, bridge) for bridge in bridges))
 
     def _unsharded(self, shards: PyTree, places: PyTree, shapes: PyTree) -> PyTree:
-        changes, int8 = self.spec.changes, self.spec.parts.int8
+        changes = self.spec.changes
+        int8 = self.spec.parts.int8
 
         def cast(path: Path, x: Array) -> Array:
-            # The scales of eight bits stay as they are, and are gathered with them.
+            # Numbers and scales of an int8 weight are gathered as they are.
             return x if path.rpartition("/")[0] in int8 else changes.cast(x)
 
         return jax.tree.map(
-            lambda shard, place, like: all_gather_by(shard, place, like.shape),
+            lambda shard, spec, like: all_gather_by(shard, spec, like.shape),
             map_with_path(cast, shards),
             places,
             shapes,
         )
 
-    def _scanned(self, forward: Function) -> Any:
+    def _with_scans(self, forward: Function) -> Any:
         spec = self.spec
         return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
     def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
-        """The forward pass, its units marked and not yet scanned over."""
+        """Returns the forward pass with its units marked, before they become a scan."""
         spec = self.spec
 
         def also(model: nnx.Module) -> None:
@@ -385,7 +398,7 @@ class LocalPlan:
 
 
 def check_reads(spec: StepSpec, batch: Batch) -> None:
-    """Raises where a weight that its unit gathers is read elsewhere, where it is a shard.
+    """Raises if a weight is read outside the unit that gathers it, where it is still a shard.
 
     Args:
         spec: the step; its units gather.
@@ -403,6 +416,7 @@ def check_reads(spec: StepSpec, batch: Batch) -> None:
         if unit is not None and spec_axes(only_axes(sharded, spec.strategy.batch_axes)):
             raise UnsupportedError(
                 f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "
-                "alone; a rank holds a shard of it there. Leave by_hand=True out, or reduce once "
-                'per step: Reduction(per="step")'
+                "alone; outside, a rank only holds a shard of it. Leave by_hand=True out, or "
+                'reduce once per step: Reduction(per="step")',
+                code="weight-read-outside-unit",
             )

@@ -1,10 +1,10 @@
-"""The programs of a loss, traced once for each number of samples, and what of them parts give.
+"""Traces a loss once per number of samples, and decides what its parts must compute.
 
-Some numbers of a whole batch its parts do not give, but sums over its samples do. The last
-operations of a loss such as `sqrt(mean)` or `sum / maximum(count, 1)` act on scalars. The parts of
-a batch then give the scalars in front of them, which add up, and these operations run once, on what
-they are of the whole batch. The gradient is that of the one sum that moves with the parameters,
-times the derivative of the loss by it.
+Some outputs for a whole batch do not follow from the outputs for its parts, but do follow from sums
+over its samples. The last operations of a loss such as `sqrt(mean)` or `sum / maximum(count, 1)`
+act on scalars. The parts then return the scalars before these operations. The scalars add up, and
+the operations run once, on those of the whole batch. The gradient is that of the one sum that
+depends on the parameters, times the derivative of the loss by that sum.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from .parts import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """The loss of a number of samples.
+    """The traced loss of a number of samples.
 
     Args:
-        program: (params, buffers, batch) -> total, weight, those of each metric, buffers.
+        program: (params, buffers, batch) -> total and weight of the loss, total and weight of each
+            metric, buffers.
         names: of the metrics.
         is_plain: whether the loss has no weight of its own.
-        ending: what completes the numbers of a `PartLoss`.
+        ending: completes the outputs of a `PartLoss`.
     """
 
     program: ClosedJaxpr
@@ -63,24 +64,25 @@ class Traced:
     ending: Any = None
 
     def total_of(self, name: str) -> int:
-        """Which output is the total of a metric."""
+        """Returns the index of the output that is the total of a metric."""
         return 2 + 2 * self.names.index(name)
 
 
 class Traces:
-    """The programs of a loss, each traced once for a number of samples.
+    """Traces the programs of a loss, one per number of samples, and keeps them.
 
-    BatchNorm counts as one that averages its statistics over all parts, and experts as ones that
-    count the tokens of all, as the views that split the batch have them do.
+    BatchNorm is traced with statistics averaged over all parts, and experts with the tokens of all
+    parts counted, as in the views that split the batch.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         adapt: changes the merged model first.
-        over_all: whether statistics are averaged over all parts; else each part has its own.
+        over_all: whether statistics are averaged over all parts, rather than each part having its
+            own.
 
     Attributes:
-        adapt: as it is given.
+        adapt: the argument `adapt`.
     """
 
     def __init__(
@@ -90,17 +92,19 @@ class Traces:
         adapt: Prepare | None = None,
         over_all: bool = True,
     ):
-        self._parts, self._loss_fn, self.adapt = parts, loss_fn, adapt
+        self._parts = parts
+        self._loss_fn = loss_fn
+        self.adapt = adapt
         self._over_all = over_all and has_statistics(parts.abstract)
         self._traced: dict[Hashable, Traced] = {}
 
     def of(self, batch: Batch, samples: int, others: Iterable[Traces] = ()) -> Traced:
-        """The loss of so many samples, traced where that has not been done.
+        """Returns the loss of a number of samples, tracing it on first use.
 
         Args:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             samples: how many.
-            others: whose programs are returned in place of a new one, where one of them has it.
+            others: if one of these has traced the program already, it is used.
         """
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype), batch
@@ -119,12 +123,15 @@ class Traces:
         synchronise_statistics(model, (RANKS,))
 
     def _trace(self, batch: Batch) -> Traced:
-        """(params, buffers, batch) -> total, weight, those of each metric, buffers."""
-        learned: dict[str, Any] = {}
+        """Traces the loss; see `Traced`."""
+        # Filled while `run` is traced.
+        details: dict[str, Any] = {}
         prepare = self._over_ranks if self._over_all else self.adapt
 
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
-            inputs, loss_fn, ending = (params, buffers, batch), self._loss_fn, None
+            inputs = (params, buffers, batch)
+            loss_fn = self._loss_fn
+            ending = None
             if isinstance(loss_fn, PartLoss):
                 forward = forward_of(self._parts, loss_fn.loss_fn, prepare)
                 outcome, ending = loss_fn.outcome(forward, *inputs)
@@ -132,47 +139,51 @@ class Traces:
                 outcome = evaluate(self._parts, loss_fn, *inputs, prepare)
             names = tuple(sorted(outcome.metrics))
             is_plain = is_one(outcome.loss.weight)
-            learned.update(names=names, is_plain=is_plain, ending=ending)
+            details.update(names=names, is_plain=is_plain, ending=ending)
             numbers = scalars([outcome.loss, *(outcome.metrics[name] for name in names)])
             return [*numbers, *jax.tree.leaves(outcome.buffers)]
 
         if self._over_all:
-            spec, mesh = PartitionSpec(), AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
+            spec = PartitionSpec()
+            mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
             run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         with outside_meshes() if self._over_all else nullcontext():
             program = jax.make_jaxpr(run)(*self._parts.arguments, batch)
-        return Traced(program, **learned)
+        return Traced(program, **details)
 
     def use(self, batch: Batch, sizes: tuple[int, int], zeros: Container[int] = ()) -> SampleUse:
-        """What the loss makes of the samples of its batch, read from its programs.
+        """Analyses the traced programs for how the loss depends on the samples of its batch.
 
         Args:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
-            sizes: the numbers of samples of a part and of the whole, the latter a multiple.
-            zeros: the numbers of the inputs of the programs that are 0.
+            sizes: the numbers of samples of a part and of the whole; the latter is a multiple of
+                the former.
+            zeros: the indices of the program inputs that are 0.
 
         Returns:
-            What it is.
+            How the loss, the metrics and the buffers depend on the samples.
 
         Raises:
-            UnsupportedError: when the weight of the loss moves with a parameter.
+            UnsupportedError: when the weight of the loss depends on a trained parameter.
         """
-        parts, full = self._parts, self.of(batch, sizes[1])
+        parts = self._parts
+        full = self.of(batch, sizes[1])
         paths = [path for path, _ in leaves_with_paths(parts.weights)]
         moving = () if full.is_plain else moves_with(full.program, 1, len(paths))
         if trained := [paths[at] for at in moving if paths[at] not in parts.frozen_paths]:
-            # Weights of parts are added up before anything is divided, so they are constant when
-            # the loss is differentiated. What no gradient goes through may read parameters.
+            # The weights of all parts are summed before anything is divided, so the gradient treats
+            # them as constants. They may read parameters where no gradient flows.
             raise UnsupportedError(
                 f"the weight of the loss depends on the parameter {trained[0]!r}; in "
                 "Weighted(total, weight) the weight must follow from the batch alone, such as the "
-                "number of its tokens, or go through jax.lax.stop_gradient"
+                "number of its tokens, or be wrapped in jax.lax.stop_gradient",
+                code="weight-depends-on-parameter",
             )
         try:
             part = self.of(batch, sizes[0])
         except AxonDistError:
             raise
-        except Exception as error:  # Whatever the user's loss does with fewer samples.
+        except Exception as error:  # The user's loss may raise anything for fewer samples.
             why = f"{ALONE} {sizes[0]} samples alone: {str(error)[:200]}"
             lost = OutputUse(Use.COUPLED, why=why)
             return SampleUse(lost, {}, {}, failure=str(error) or why)
@@ -188,28 +199,28 @@ class Traces:
 
 
 def scalars(numbers: Iterable[Any], weight: float = 1.0) -> list[Array]:
-    """Total and weight of each number, in turn; a plain one weighs `weight`."""
+    """Returns total and weight of each number in turn; a plain number has weight `weight`."""
     pairs = [x if isinstance(x, Weighted) else Weighted(x, weight) for x in numbers]
     return [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
 
 
 ALONE = "cannot be computed of"
-"""What a loss is said to be that fails for fewer samples."""
+"""Starts the reason given for a loss that raises for fewer samples."""
 
 LOSS = ""
-"""The name of the loss among those of the metrics."""
+"""The name of the loss among the metrics."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionOfSums(PartLoss):
-    """A loss function of which some numbers are replaced by the sums that they are computed of.
+    """A loss function that returns, for some outputs, the sums that these are computed from.
 
     Args:
-        loss_fn: the user's, with its other numbers as the parts of a batch give them.
-        names: of the metrics that are replaced, and `LOSS`.
-        leads: where the loss is replaced, what is differentiated of a part in its place: each sum
-            that moves with the parameters, by its number, times this.
-        factors: what the mean of each sum over the parts is multiplied by to give that of the
+        loss_fn: the user's loss, with its other outputs as the parts of a batch return them.
+        names: of the metrics that are replaced; `LOSS` for the loss.
+        leads: if the loss is replaced, what a part differentiates in its place: a linear
+            combination of the sums that depend on the parameters, as (index, coefficient).
+        factors: multiplied with the mean of each sum over the parts, they give the sum of the
             whole.
     """
 
@@ -230,8 +241,8 @@ class FunctionOfSums(PartLoss):
             batch: the part.
 
         Returns:
-            The outcome, with sums for metrics in place of the numbers that are replaced; and how
-            these are computed of them.
+            The outcome, with sums as metrics in place of the outputs that are replaced; and the
+            program that computes these outputs from the sums.
         """
         ones: set[str] = set()
 
@@ -248,8 +259,8 @@ class FunctionOfSums(PartLoss):
         leaves = jax.tree.leaves((params, buffers, batch))
         program, shapes = jax.make_jaxpr(run, return_shape=True)(params, buffers, batch)
         structure = jax.tree.structure(shapes)
-        places, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
-        pairs = [places[name] for name in sorted(self.names)]
+        indices, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
+        pairs = [indices[name] for name in sorted(self.names)]
         replaced = [x for pair in pairs for x in (pair.total, pair.weight)]
         ending, results, sums = Ending.of(program, leaves, replaced)
         numbers, changed = jax.tree.unflatten(structure, results)
@@ -258,39 +269,41 @@ class FunctionOfSums(PartLoss):
         metrics = {n: x for n, x in numbers.items() if n not in self.names}
         metrics |= {n: Weighted(x.total, 1.0) for n, x in metrics.items() if n in ones}
         pairs = zip(values, factors, strict=True)
-        # While factors are not known, what is asked is what the sums are to the samples.
-        named = [x if self.factors is None else Weighted(x, 1 / factor) for x, factor in pairs]
-        metrics |= {sum_name(number): value for number, value in enumerate(named)}
+        # Without factors the loss is only traced, to find out how the sums depend on the samples.
+        for number, (value, factor) in enumerate(pairs):
+            weighted = value if self.factors is None else Weighted(value, 1 / factor)
+            metrics[sum_name(number)] = weighted
         lead = [values[n] * (slope * factors[n]) for n, slope in self.leads]
         loss = metrics.pop(LOSS, None) or Weighted(sum(lead, jnp.zeros(())), 1.0)
         return Outcome(loss, metrics, changed), ending
 
 
 def sum_name(number: int) -> str:
-    """The name of a sum among the metrics."""
+    """Returns the name of a sum among the metrics."""
     return f"axon_sum_{number}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Finalize:
-    """Computes what a loss function of sums lacks, once these are of the whole batch.
+    """Completes the outputs of a `FunctionOfSums` from the sums of the whole batch.
 
     Args:
-        ending: of the program for the whole batch.
-        loss_fn: of its parts.
+        ending: the last operations of the program for the whole batch.
+        loss_fn: the loss function of the parts.
     """
 
     ending: Ending
     loss_fn: FunctionOfSums
 
     def numbers(self, sums: Sequence[Array]) -> dict[str, Array]:
-        """What is computed of the sums of the whole batch, by name."""
+        """Computes the replaced outputs from the sums of the whole batch, by name."""
+        # The ending returns total and weight of each output in turn.
         parts = iter(self.ending(sums))
         names = sorted(self.loss_fn.names)
         return {name: mean_loss(Weighted(next(parts), next(parts))) for name in names}
 
     def slopes(self, sums: Sequence[ArrayLike]) -> list[Array]:
-        """The derivatives of the loss by the sums."""
+        """Returns the derivatives of the loss by the sums."""
 
         def loss(sums: Sequence[Array]) -> Array:
             return self.numbers(sums)[LOSS]
@@ -298,14 +311,14 @@ class Finalize:
         return jax.grad(loss)([jnp.asarray(x, jnp.float32) for x in sums])
 
     def leads(self, moving: Callable[[int], bool]) -> tuple[tuple[int, float], ...] | None:
-        """What is differentiated of a part in place of the loss; see `FunctionOfSums.leads`.
+        """Finds what a part differentiates in place of the loss; see `FunctionOfSums.leads`.
 
         Args:
-            moving: whether a sum moves with the parameters, by its number.
+            moving: whether the sum of this index depends on the parameters.
 
         Returns:
-            The sum that moves, or several, of which the loss is a combination whose factors are
-            constants; None where there are several and it is not.
+            The one sum that depends on the parameters; or several, if the loss is a linear
+            combination of them with constant coefficients. None if there are several and it is not.
         """
         ones = [np.float32(1)] * len(self.ending.sums)
         by_sum = jax.make_jaxpr(lambda *sums: self.numbers(sums)[LOSS])(*ones)
@@ -320,10 +333,10 @@ class Finalize:
         return tuple((number, float(values[number])) for number in leads)
 
     def __call__(self, result: GradientResult) -> GradientResult:
-        """Replaces the sums among the metrics by the numbers, and multiplies the gradients."""
+        """Replaces the sums among the metrics by the outputs, and applies the chain rule."""
         count = len(self.ending.sums)
-        rest = dict(result.metrics)
-        sums = [rest.pop(sum_name(number)) for number in range(count)]
+        metrics = dict(result.metrics)
+        sums = [metrics.pop(sum_name(number)) for number in range(count)]
         numbers = self.numbers(sums)
         numbers = {"loss" if name == LOSS else name: x for name, x in numbers.items()}
         grads = result.grads
@@ -331,21 +344,21 @@ class Finalize:
             ((lead, _),) = self.loss_fn.leads
             slope = self.slopes(sums)[lead]
             grads = jax.tree.map(lambda g: g * slope.astype(g.dtype), grads)
-        return result._replace(grads=grads, metrics=rest | numbers)
+        return result._replace(grads=grads, metrics=metrics | numbers)
 
 
 def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
-    """A loss of parts whose sums of totals and weights make that of the whole.
+    """Rescales a loss so that the sums of totals and weights over parts equal those of the batch.
 
-    Neither microbatches nor ranks are to be noticed: a sum, and a `Weighted` whose weight is the
-    same for any batch, become those of the whole batch.
+    Results must not depend on the number of microbatches or ranks. A sum, or a `Weighted` whose
+    weight is the same for any batch, then comes out as that of the whole batch.
 
     Args:
         loss_fn: the user's loss.
-        use: what it is to the samples.
+        use: how it depends on the samples.
 
     Returns:
-        The loss function; the same where nothing is to be changed.
+        The loss function, unchanged if nothing needs rescaling.
     """
     factors = {n: m.factor for n, m in use.metrics.items() if m.kind in _SUMMED}
     if use.loss.kind is Use.MEAN:

@@ -1,8 +1,8 @@
-"""Microbatches: what each draws, their sums added up in a loop, and the buffers that they carry.
+"""Microbatches: their random draws, the loop that sums their gradients, and their buffers.
 
-One device draws once for the whole batch. A part, which is what one rank has of one microbatch,
-draws from the same keys at the same counts, and uses the rows of its samples. Neither the
-number of ranks nor that of microbatches then changes a bit.
+One device draws once for the whole batch. A part is one rank's share of one microbatch. It draws
+from the same keys at the same counts, and uses the rows of its samples. So the result is bitwise
+independent of the number of ranks and of microbatches.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ SumsFn: TypeAlias = Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]
 """(params, buffers, microbatch) -> (sums, new buffers)."""
 
 LastFn: TypeAlias = Callable[[Sums, PyTree, PyTree, Batch], tuple[Sums, PyTree]]
-"""(sums of those before, params, buffers, last microbatch) -> (sums of all, new buffers)."""
+"""(sums of the earlier ones, params, buffers, last microbatch) -> (sums of all, new buffers)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Draws:
-    """What the parts of a batch draw.
+    """The random draws of the parts of a batch.
 
     Args:
-        rows: what is drawn and counts samples, and which rows of it a part uses.
-        once: the paths of the buffers that change once per step, as the counts of random streams
-            and all that does not follow from the samples.
-        means: of those that become the mean over the microbatches.
+        rows: the draws whose shape depends on the number of samples, and which rows of them a part
+            uses.
+        once: the paths of the buffers that change once per step: the counts of random streams, and
+            all buffers that do not depend on the samples.
+        means: the paths of the buffers that become the mean over the microbatches.
         axes: the manual axes that split a microbatch; none in global view.
         ranks: how many ranks there are along them.
     """
@@ -57,26 +58,29 @@ class Draws:
     ranks: int
 
     def part(self, microbatch: Any) -> Array:
-        """The number of this rank's part: those of a microbatch follow each other."""
+        """Returns the index of this rank's part. The parts of a microbatch are consecutive."""
         rank = jax.lax.axis_index(self.axes) if self.axes else 0
         return jnp.asarray(microbatch * self.ranks + rank, jnp.uint32)
 
     def before(self, buffers: PyTree, first: PyTree, microbatch: Any) -> PyTree:
-        """The buffers that a part begins with: keys of its rows, and counts as at the first.
+        """Returns the buffers that a part starts from: keys for its rows, and the first counts.
 
         Args:
             buffers: before this microbatch.
             first: before the first microbatch of the step.
-            microbatch: its number.
+            microbatch: its index.
         """
         part = self.part(microbatch)
-        streams = map_with_path(
-            lambda path, now, then: then if path in self.once | self.means else now, buffers, first
-        )
+        reset = self.once | self.means
+
+        def one(path: Path, now: Any, then: Any) -> Any:
+            return then if path in reset else now
+
+        streams = map_with_path(one, buffers, first)
         return with_rank(streams, self.rows, part) if self.rows else streams
 
     def after(self, new: PyTree, before: PyTree, first: PyTree, count: int) -> PyTree:
-        """The buffers that one of `count` microbatches leaves, of those `before` it."""
+        """Returns the buffers after one of `count` microbatches, from those `before` it."""
 
         def one(path: Path, new: Any, now: Any, then: Any) -> Any:
             return now + (new - then) / count if path in self.means else new
@@ -85,18 +89,19 @@ class Draws:
 
 
 def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws | None:
-    """What is drawn for the parts of a batch; None where all of it is one part, or draws nothing.
+    """Finds the draws of the parts of a batch; None if there is one part, or nothing is drawn.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
-        axes: those whose ranks compute from different samples; none in global view.
+        axes: the axes whose ranks compute from different samples; none in global view.
 
     Raises:
-        UnsupportedError: when the draws of ranks cannot be separated. Those of microbatches alone
-            are then drawn for each microbatch, with a warning.
+        UnsupportedError: when the draws cannot be separated by rank. If they only cannot be
+            separated by microbatch, each microbatch draws anew, with a warning.
     """
-    count, ranks = spec.num_microbatches, spec.num_ranks if axes else 1
+    count = spec.num_microbatches
+    ranks = spec.num_ranks if axes else 1
     if ranks * count == 1:
         return None
     try:
@@ -107,27 +112,28 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
         if ranks > 1:
             raise
         warn(
-            f"each of {count} microbatches draws separate random numbers, which are not those that "
-            f"one device draws for the whole batch: {error}"
+            f"each of {count} microbatches draws separate random numbers, which differ from those "
+            f"that one device draws for the whole batch: {error}"
         )
-        rows, counts = None, frozenset[Path]()
+        rows = None
+        counts = frozenset[Path]()
     else:
-        # A bridged Linen module counts its calls, whether it draws or not.
+        # Bridged Linen modules count their calls, even if they draw nothing.
         counts = spec.parts.counts
     paths = [path for path, _ in leaves_with_paths(spec.parts.arguments[1])]
     has_others = not spec.parts.counts.issuperset(paths)
-    once = counts | _of_no_sample(spec, batch, ranks, paths) if has_others else counts
+    once = counts | _independent_of_samples(spec, batch, ranks, paths) if has_others else counts
     means = spec.separator.of(batch).means
     is_needed = rows is not None or once or means
     return Draws(rows or {}, once, means, axes, ranks) if is_needed else None
 
 
-def _of_no_sample(
+def _independent_of_samples(
     spec: StepSpec, batch: Batch, ranks: int, paths: Sequence[Path]
 ) -> frozenset[Path]:
-    """The buffers that change, whatever the samples are: one device changes them once for all.
+    """Returns the buffers that do not depend on the samples: one device changes them once per step.
 
-    Such are counters, and the estimates of a spectral norm, which follow from weights alone.
+    Examples are counters, and the estimates of a spectral norm, which depend on weights only.
     """
     samples, shapes = spec.microbatch(batch)
     sizes = samples // ranks, samples * spec.num_microbatches
@@ -135,7 +141,7 @@ def _of_no_sample(
         part, full = (spec.separator.program(shapes, size) for size in sizes)
     except AxonDistError:
         raise
-    except Exception:  # Whatever the user's loss does with more samples.
+    except Exception:  # The user's loss may raise anything for more samples.
         return frozenset()
     num_samples = len(jax.tree.leaves(shapes))
     once = results_of_no_sample(part, full, num_samples, len(paths))
@@ -167,19 +173,20 @@ def accumulate(
         batch: leaves of shape [num_microbatches, ...], or [...] when there is one.
         num_microbatches: how many.
         constrain: pins the sharding of accumulated gradients.
-        last: takes the last microbatch apart from the others, with the sums of those, to the sums
-            of all; None treats it as they are.
-        drawing: gives each microbatch the random numbers of its samples; None where nothing is
-            drawn, or each draws separately.
+        last: runs the last microbatch, given the sums of the others, and returns the sums of all.
+            None runs it like the others.
+        drawing: gives each microbatch the random numbers of its samples; None if nothing is drawn,
+            or if each microbatch draws anew.
 
     Returns:
         The sums over all microbatches, and the buffers after the last.
     """
     if num_microbatches == 1:
         return gradient(params, buffers, batch)
-    turns, first = num_microbatches - (last is not None), buffers
-    # Without draws no number is scanned, and the loop runs over the microbatches alone.
-    numbers = None if drawing is None else jnp.arange(turns)
+    first = buffers
+    iterations = num_microbatches - (last is not None)
+    # Without draws the loop needs no microbatch index.
+    numbers = None if drawing is None else jnp.arange(iterations)
 
     def before(buffers: PyTree, number: Any) -> PyTree:
         return buffers if drawing is None else drawing.before(buffers, first, number)
@@ -188,20 +195,23 @@ def accumulate(
         return new if drawing is None else drawing.after(new, buffers, first, num_microbatches)
 
     sample = jax.tree.map(lambda leaf: leaf[0], batch)
-    # Traced once, and run as a program for every microbatch.
+    # Trace once, and evaluate that program for every microbatch.
     trace = jax.make_jaxpr(gradient, return_shape=True)
     program, shapes = trace(params, before(buffers, 0), sample)
-    structure, sums_like = jax.tree.structure(shapes), shapes[0]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums_like)
+    structure = jax.tree.structure(shapes)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[0])
     final = None
     if last is not None:
-        batch, final = (jax.tree.map(lambda leaf, at=at: leaf[at], batch) for at in (slice(-1), -1))
+        others = jax.tree.map(lambda leaf: leaf[:-1], batch)
+        final = jax.tree.map(lambda leaf: leaf[-1], batch)
+        batch = others
 
     def body(carry: tuple[Sums, PyTree], inputs: tuple) -> tuple[tuple[Sums, PyTree], None]:
         (sums, buffers), (microbatch, number) = carry, inputs
-        # XLA:GPU moves a gather an iteration ahead with all that it depends on, such as of the rows
-        # of a table's gradient with both passes, and computes that twice: unless it depends on the
-        # loop's carry. So a microbatch depends on the sums of those before.
+        # XLA:GPU pipelines a gather one iteration ahead, together with all that it depends on. For
+        # the rows of an embedding table's gradient that is both passes, computed twice. It does not
+        # move a gather that depends on the loop's carry, so this barrier makes the microbatch
+        # depend on the sums of the earlier ones.
         microbatch, sums = jax.lax.optimization_barrier((microbatch, sums))
         with jax.named_scope("microbatch"):
             leaves = jax.tree.leaves((params, before(buffers, number), microbatch))

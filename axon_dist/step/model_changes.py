@@ -31,15 +31,15 @@ from ..parallel import (
     sends_pieces,
     sum_over_ranks,
 )
-from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
+from .gather import GlobalGather, Int8Gather, save_all_but_gathers_policy, save_products_policy
 from .objective import Forward, Prepare
 from .parts import ModelSpec, split_inputs
 
 MakeGather: TypeAlias = Callable[[Path], Any]
-"""The path of a parameter -> the function that gathers it; None where it is whole."""
+"""Path of a parameter -> the function that gathers it; None if it is whole."""
 
 Bundle: TypeAlias = Callable[[Path, Any], Any]
-"""(path of a parameter, its value) -> what it is gathered from."""
+"""(path of a parameter, its value) -> what its gather takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +51,14 @@ class ModelChanges:
         parts: the model's structure, and the shapes of its parameters and buffers.
         units: the paths of the modules that are gathered, freed and recomputed as one.
         loops: which chains of consecutive units run as a loop.
-        looped: the paths of units that stack the parameters of the layers that a loop calls.
+        looped: the paths of units whose parameters are stacked over the layers of a loop.
 
     Attributes:
-        dtype: of floating-point parameters in use; None is their own.
-        fp8: the layers that compute in fp8; None where there are none.
+        dtype: the compute dtype of floating-point parameters; None is their own.
+        fp8: the layers that compute in fp8; None if there are none.
 
     Raises:
-        UnsupportedError: when the precision asks for fp8, and the model has no such layer.
+        UnsupportedError: when the precision asks for fp8, and no layer of the model supports it.
     """
 
     strategy: Strategy
@@ -70,7 +70,8 @@ class ModelChanges:
     fp8: Fp8Layers | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        precision, fp8 = self.strategy.precision, None
+        precision = self.strategy.precision
+        fp8 = None
         if precision is not None and precision.products is not None:
             paths = fp8_layers(self.parts.abstract, precision.skip)
             dot = Fp8Dot(self.strategy.batch_axes)
@@ -79,7 +80,7 @@ class ModelChanges:
         object.__setattr__(self, "dtype", None if precision is None else precision.compute)
 
     def cast(self, params: PyTree) -> PyTree:
-        """The parameters in the compute dtype."""
+        """Casts parameters to the compute dtype."""
         return params if self.dtype is None else cast_floating(params, self.dtype)
 
     def prepare(
@@ -90,16 +91,16 @@ class ModelChanges:
         bundle: Bundle = lambda _, weight: weight,
         by_units: Callable[[Path], bool] = lambda _: True,
     ) -> Prepare:
-        """Makes the function that adapts a merged model.
+        """Returns a function that applies the changes to a merged model, in place.
 
         Args:
-            make_gather: how weights are gathered, each within its unit; None where they are
-                whole already.
+            make_gather: gives the gather of each weight, which runs within its unit; None if all
+                weights are whole already.
             also: a further change, made first.
-            remat: what each unit keeps for its backward pass; None where the scan does.
-            bundle: what a weight is gathered from beside itself.
-            by_units: whether the unit that has a weight may gather it; else it is gathered in
-                front of all units.
+            remat: which residuals each unit saves; None if the scan over units decides.
+            bundle: wraps a weight together with what its gather also needs.
+            by_units: whether a weight may be gathered within its unit; otherwise it is gathered
+                before all units.
 
         Returns:
             The function.
@@ -108,17 +109,20 @@ class ModelChanges:
         def adapt(model: nnx.Module) -> None:
             if also is not None:
                 also(model)
-            weights = self.parts.shapes
+            shapes = self.parts.shapes
             variables = {
                 "/".join(map(str, keys)): variable
                 for keys, variable in nnx.iter_graph(model)
                 if isinstance(variable, nnx.Variable)
             }
-            marks = model, lambda path, _: path in self.units, remat, self.looped
-            units = mark_units(*marks) if self.units else []
+            units = (
+                mark_units(model, lambda path, _: path in self.units, remat, self.looped)
+                if self.units
+                else []
+            )
             layers = () if self.fp8 is None else self.fp8.layers(model)
-            by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
-            for path, variable in ((p, v) for p, v in variables.items() if p in weights):
+            fp8_gathers: dict[int, Any] = {id(layer.kernel): None for layer in layers}
+            for path, variable in ((p, v) for p, v in variables.items() if p in shapes):
                 gather: Any = None if make_gather is None else make_gather(path)
                 value = variable.get_value()
                 if not isinstance(value, Int8):
@@ -130,72 +134,74 @@ class ModelChanges:
                     gather = Int8Gather(gather, self.parts.int8[path], self.dtype)
                 if gather is None:
                     continue
-                if id(variable) in by_products and self._travels_rounded(gather):
-                    by_products[id(variable)] = gather
+                if id(variable) in fp8_gathers and self._gathers_in_fp8(gather):
+                    fp8_gathers[id(variable)] = gather
                     continue
-                # Only what a unit will gather carries the way to do it: Linen takes a Variable with
-                # metadata of ours for a boxed value.
+                # Set our metadata only on weights that a unit will gather: Linen takes a Variable
+                # with extra metadata for a boxed value.
                 if by_units(path) and is_in_any(path, units):
                     variable.set_metadata(**{GATHER: gather})
                 else:
                     variable.set_value(gather(variable.get_value()))
             precision = self.strategy.precision
             if precision is not None and precision.buffer is not None:
-                _widen_statistics(v for path, v in variables.items() if path not in weights)
+                _widen_statistics(v for path, v in variables.items() if path not in shapes)
             if precision is not None and precision.is_mixed:
                 autocast(model, precision)
             if self.fp8 is not None:
-                self.fp8(model, lambda kernel: by_products.get(id(kernel)))
+                self.fp8(model, lambda kernel: fp8_gathers.get(id(kernel)))
 
         return adapt
 
-    def _travels_rounded(self, gather: Any) -> bool:
-        """Whether the product that reads a weight gathers it, in fp8.
+    def _gathers_in_fp8(self, gather: Any) -> bool:
+        """Whether the product that reads a weight gathers it in fp8.
 
-        Not what comes in eight bits, and not what a loop reads in every turn, which is whole in
-        front of the loop.
+        Not an int8 weight, nor one that a loop reads in every iteration: that one is gathered
+        before the loop.
         """
-        asked = self.fp8 is not None and self.fp8.gathers
-        return asked and isinstance(gather, GlobalGather) and not gather.in_loop
+        has_fp8_gathers = self.fp8 is not None and self.fp8.gathers
+        return has_fp8_gathers and isinstance(gather, GlobalGather) and not gather.in_loop
 
     def with_layer_scan(self, forward: Forward) -> Forward:
-        """The forward pass with chains of units as scans, where there are units."""
+        """Returns the forward pass with chains of units run as scans."""
         if not self.units:
             return forward
-        strategy, loops = self.strategy, self.loops
-        # Of gathered weights a unit keeps none for its backward pass, recomputed or not.
-        remat: RematPolicy | None = remake_in_backward
+        strategy = self.strategy
+        loops = self.loops
+        # A unit never saves gathered weights for its backward pass, with or without remat.
+        remat: RematPolicy | None = save_products_policy
         if strategy.layers:
-            # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
+            # The residual stream must be saved after a sum over tensor ranks is added, not before.
             gathers = strategy.params.split_axes and not strategy.gathers_once
-            remat = regather_in_backward if gathers or self.parts.int8 else None
+            remat = save_all_but_gathers_policy if gathers or self.parts.int8 else None
         group = 1
         if strategy.remat is not None:
-            remat, group = strategy.remat.remat, strategy.remat.group_size
+            remat = strategy.remat.remat
+            group = strategy.remat.group_size
             if loops.most is None:
-                why = "each keeps its input alone, and is computed again in the backward pass"
+                why = "each saves only its input, and is recomputed in the backward pass"
                 loops = dataclasses.replace(loops, most=1, why=why)
-        # The compiler prefetches none of the pieces that are sent around a ring.
+        # The compiler does not prefetch pieces that are sent around a ring.
         prefetch = all(map(sends_pieces, strategy.layers))
         return scan_over_layers(forward, group, remat, prefetch=prefetch, rule=loops)
 
 
 def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
-    """A forward pass without the operations that the SPMD partitioner gets wrong or gathers.
+    """Rewrites the operations that the SPMD partitioner gets wrong or gathers operands for.
 
     Args:
-        forward: of arrays.
-        strategy: its batch axes say which ranks have which samples; in stages of a pipeline
+        forward: a function of arrays.
+        strategy: its batch axes say which ranks have which samples. In stages of a pipeline,
             slices are rewritten too.
         mesh: names and sizes of its axes, over all devices.
 
     Returns:
-        A function of the same arguments and results.
+        A function with the same arguments and results.
     """
     layout = strategy.layout(mesh)
     for rings in ring_products(strategy, layout) if strategy.layers else ():
         forward = rings.of(forward)
-    # Within a function whose derivative is its own a loss stays as it is: right, and slower.
+    # A loss inside a custom_vjp is not replaced: it stays correct, but is slower.
     replace: dict[str, Replace] = {LossOverMesh.replaces: LossOverMesh(layout)}
     if sum(size > 1 for size in mesh.shape.values()) > 1:
         replace[CONVOLUTION] = ByRank(mesh, strategy.batch_axes)
@@ -206,7 +212,7 @@ def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
 
 
 def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
-    """Statistics are stored in a dtype of their own, and updated in float32 or wider."""
+    """Casts statistics to float32 or wider for their update; they are stored in their own dtype."""
     for variable in variables:
         value = variable.get_value()
         if jnp.issubdtype(value.dtype, jnp.floating):
@@ -214,35 +220,35 @@ def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
 
 
 def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
-    """The spec of a batch: samples over the batch axes, microbatches in front of them."""
+    """Returns the spec of a batch: samples over the batch axes, after the dim of microbatches."""
     return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
 
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
-    """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
+    """Returns the specs of buffers: replicated, or with one copy of the statistics per rank."""
     replicated = PartitionSpec()
     if reduction.sync_buffers:
         return jax.tree.map(lambda _: replicated, buffers)
-    return _of_ranks(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: replicated)
+    return _map_statistics(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: replicated)
 
 
 def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
-    """Gives every rank its own copy of the statistics where they are not synchronised."""
-    return _of_ranks(reduction, lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
+    """Gives every rank its own copy of the statistics, if they are not synchronised."""
+    return _map_statistics(reduction, lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
 
 
 def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
-    """The statistics to evaluate with: the average over the ranks' own."""
-    return _of_ranks(reduction, lambda x: x.mean(0), buffers)
+    """Averages the ranks' own statistics, for evaluation."""
+    return _map_statistics(reduction, lambda x: x.mean(0), buffers)
 
 
-def _of_ranks(
+def _map_statistics(
     reduction: Reduction,
     function: Callable[[Any], Any],
     buffers: PyTree,
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> PyTree:
-    """Maps over the statistics of the model, of which ranks may have their own."""
+    """Maps a function over the statistics that each rank has its own copy of."""
     buffers, inputs = split_inputs(buffers)
 
     def one(leaf: Any) -> Any:
@@ -254,20 +260,19 @@ def _of_ranks(
 
 
 def rank_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
-    """The statistics of this rank, inside `shard_map`."""
-    return _of_ranks(reduction, lambda x: x[0], buffers)
+    """Returns the statistics of this rank, inside `shard_map`."""
+    return _map_statistics(reduction, lambda x: x[0], buffers)
 
 
 def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Makes what a model finds out about its samples that of the samples of all ranks, in place.
+    """Makes statistics of the samples span all ranks, in place.
 
-    Equals BatchNorm on the whole batch on one device, which PyTorch calls SyncBatchNorm, and a
-    mixture of experts that counts the tokens of the whole batch.
+    BatchNorm then equals BatchNorm on the whole batch on one device (PyTorch's SyncBatchNorm), and
+    a mixture of experts counts the tokens of the whole batch.
 
     Args:
         model: a model merged inside `shard_map`.
         axes: the mesh axes that split the batch.
-
     """
     for _, module in list(nnx.iter_modules(model)):
         if isinstance(module, nnx.BatchNorm):
@@ -277,7 +282,7 @@ def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
 
 
 def has_statistics(model: nnx.Module) -> bool:
-    """Whether a model has what `synchronise_statistics` changes; of arrays or shapes."""
+    """Whether `synchronise_statistics` would change a model, of arrays or shapes."""
     return any(
         isinstance(module, nnx.BatchNorm) or (hasattr(module, SUM_SAMPLES) and has_experts(module))
         for _, module in nnx.iter_modules(model)
@@ -285,36 +290,36 @@ def has_statistics(model: nnx.Module) -> bool:
 
 
 def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
-    """Warns of modules that see one microbatch where one device would see the whole batch.
+    """Warns of BatchNorm modules that see one microbatch at a time instead of the whole batch.
 
     Args:
         model: a model, of arrays or shapes.
-        num_microbatches: into how many a batch is cut.
+        num_microbatches: how many microbatches a batch is cut into.
     """
-    named = {id(module): keys for keys, module in nnx.iter_modules(model)}
-    norms = [named[id(m)] for m in _batch_norms(model) if not m.use_running_average]
+    paths = {id(module): keys for keys, module in nnx.iter_modules(model)}
+    norms = [paths[id(m)] for m in _batch_norms(model) if not m.use_running_average]
     if norms:
         warn_of_parts("/".join(map(str, norms[0])) or type(model).__name__, num_microbatches)
 
 
 def warn_of_parts(path: Path, num_microbatches: int, place: str = "") -> None:
-    """Warns of statistics, by their path, of one microbatch and not of the whole batch."""
+    """Warns that the statistics at a path are of one microbatch, not of the whole batch."""
     warn(
         f"BatchNorm at {path!r}{place} takes its statistics of each of {num_microbatches} "
-        "microbatches, and one device would take them of the whole batch: losses and weights "
-        "differ from one device's. Use one microbatch, a normalisation of each sample such as "
+        "microbatches, while one device would take them of the whole batch: losses and weights "
+        "differ from one device's. Use one microbatch, a per-sample normalisation such as "
         "nnx.LayerNorm, or freeze the statistics with use_running_average=True"
     )
 
 
 def own_statistics(model: nnx.Module) -> list[Path]:
-    """The paths of the batch statistics that a model keeps in modules of its own.
+    """Returns the paths of the batch statistics in modules other than BatchNorm.
 
     Args:
         model: a model, of arrays or shapes.
     """
     owned = {id(variable) for norm in _batch_norms(model) for variable in (norm.mean, norm.var)}
-    # What SpectralNorm keeps is about its weights alone.
+    # The statistics of SpectralNorm depend on its weights only.
     spectral = (m for _, m in nnx.iter_modules(model) if isinstance(m, nnx.SpectralNorm))
     owned |= {id(variable) for module in spectral for _, variable in nnx.iter_graph(module)}
     return [

@@ -1,4 +1,4 @@
-"""A loss function made uniform: a mean with its weight, its metrics and the changed buffers."""
+"""Evaluates a loss function to a weighted mean, metrics and new buffers; and its gradients."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .state import FLAG
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one evaluation of the loss gives.
+    """The result of one evaluation of the loss.
 
     Args:
         loss: the sum of the losses and the weight it is divided by.
-        metrics: what the loss function reports beside it: `Weighted` for itself, or a number that
-            is weighed as the loss.
+        metrics: what the loss function reports: `Weighted`, or a number with the weight of the
+            loss.
         buffers: the buffers after the forward pass.
     """
 
@@ -44,18 +44,18 @@ class Outcome:
 
 
 RESERVED = frozenset({*METRICS, LOSS_SCALE, FLAG})
-"""Metrics that a step reports itself."""
+"""Names of metrics that a step reports itself."""
 
 Prepare: TypeAlias = Callable[[nnx.Module], None]
-"""Adapts a merged model to where it runs, in place; such as statistics over mesh axes."""
+"""Adapts a merged model in place, such as to take statistics over mesh axes."""
 
 
 Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
-"""(params, buffers, batch) -> what the loss function makes of them."""
+"""(params, buffers, batch) -> the result of the loss function."""
 
 
 class PartLoss(abc.ABC):
-    """A loss function that gives other numbers of a part of a batch than the user's does."""
+    """A loss function that returns other outputs for a part of a batch than the user's loss."""
 
     loss_fn: LossFn
 
@@ -63,7 +63,7 @@ class PartLoss(abc.ABC):
     def outcome(
         self, forward: Forward, params: PyTree, buffers: PyTree, batch: Batch
     ) -> tuple[Outcome, object]:
-        """Evaluates a part by the user's `forward`; with what completes the numbers in the end."""
+        """Evaluates a part with the user's `forward`; also returns what completes the outputs."""
 
 
 def evaluate(
@@ -74,7 +74,7 @@ def evaluate(
     batch: Batch,
     prepare: Prepare | None = None,
 ) -> Outcome:
-    """Runs the user's loss function on a model put together from arrays.
+    """Runs the user's loss function on a model merged from arrays.
 
     Args:
         parts: the structure of the model.
@@ -88,8 +88,8 @@ def evaluate(
         The outcome; a plain scalar loss has weight 1.
 
     Raises:
-        ConfigError: when the loss is not a floating-point scalar, or the metrics are not a dict,
-            or have the name of a number that the step reports itself.
+        ConfigError: when the loss is not a floating-point scalar, the metrics are not a dict, or a
+            metric has a name that the step uses itself.
     """
     if isinstance(loss_fn, PartLoss):
         inner = forward_of(parts, loss_fn.loss_fn, prepare)
@@ -103,7 +103,7 @@ def evaluate(
     mean_weight = shared.pop(MEAN_WEIGHT, None)
     samples = jax.tree.leaves(batch)[0].shape[0]
     batch = combine(batch, shared) if shared else batch
-    returned = _called(loss_fn, model, batch, kwargs)
+    returned = _call_loss(loss_fn, model, batch, kwargs)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
             f"loss_fn returned {len(returned)} values; it must return the loss, or the loss and a "
@@ -118,17 +118,25 @@ def evaluate(
         else:
             loss = Weighted(loss.total, loss.weight)
     weighted = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
-    if not jnp.issubdtype(getattr(weighted.total, "dtype", type(weighted.total)), jnp.floating):
+    _check_outputs(weighted, metrics)
+    _check_parameters(before, model)
+    return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
+
+
+def _check_outputs(loss: Weighted, metrics: Any) -> None:
+    """Raises if the user's loss returned anything but scalars with names of their own."""
+    if not jnp.issubdtype(getattr(loss.total, "dtype", type(loss.total)), jnp.floating):
         raise ConfigError(
-            f"loss_fn returned a loss of {_kind(weighted.total)}; it must be a floating-point "
+            f"loss_fn returned a loss of {_kind(loss.total)}; it must be a floating-point "
             "scalar, or Weighted(total, weight)"
         )
-    _check_scalar("loss", weighted.total)
-    _check_scalar("weight", weighted.weight)
+    _check_scalar("loss", loss.total)
+    _check_scalar("weight", loss.weight)
     if not isinstance(metrics, dict):
         raise ConfigError(
-            f"loss_fn returned {type(metrics).__name__} beside the loss; it must be a dict of "
-            "scalar metrics"
+            f"loss_fn returned metrics of type {type(metrics).__name__}; they must be a dict of "
+            "scalars",
+            code="metrics-not-a-dict",
         )
     if reserved := sorted(RESERVED & {name for name in metrics if isinstance(name, str)}):
         raise ConfigError(
@@ -138,20 +146,20 @@ def evaluate(
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise ConfigError(
-                f"loss_fn returned a metric named {name!r:.80}, a {type(name).__name__}; name it "
-                "by a text, as in {'accuracy': ...}"
+                f"loss_fn returned a metric named {name!r:.80}, a {type(name).__name__}; names "
+                "must be strings, as in {'accuracy': ...}",
+                code="metric-name-not-a-string",
             )
         for part in (value.total, value.weight) if isinstance(value, Weighted) else (value,):
             _check_scalar(f"metric {name!r}", part)
-    _check_parameters(before, model)
-    return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
 
 
 def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
-    """Raises where the forward pass has changed a parameter, other than to normalise it.
+    """Raises if the forward pass has changed a parameter, other than to normalise it.
 
-    What `nnx.SpectralNorm` and `nnx.WeightNorm` write into a layer is of one pass: as in their
-    papers (arXiv:1802.05957, arXiv:1602.07868) the weight before it is the one that is trained.
+    `nnx.SpectralNorm` and `nnx.WeightNorm` write the normalised weight into the layer, for one pass
+    only. The weight before normalisation is trained, as in the papers (arXiv:1802.05957,
+    arXiv:1602.07868).
     """
     norms = (nnx.SpectralNorm, nnx.WeightNorm)
     normed = tuple(
@@ -163,21 +171,22 @@ def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
         is_changed = new is not before.get(path, new) and is_computed(new)
         if is_changed and not path.startswith(normed):
             raise UnsupportedError(
-                f"the forward pass changes the parameter {path!r}, which a step leaves to the "
-                "optimizer, so that the change would be lost. Make it a variable that is no "
-                "parameter, which a step hands on: with class Average(nnx.Variable), write "
-                "layer.kernel = Average(layer.kernel[...])"
+                f"the forward pass changes the parameter {path!r}, but only the "
+                "optimizer may change parameters: the change would be lost. Make it a variable of "
+                "another type, which a step keeps: with class Average(nnx.Variable), write "
+                "layer.kernel = Average(layer.kernel[...])",
+                code="parameter-changed-in-forward",
             )
 
 
-def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[str, Any]) -> Any:
-    """What the user's loss returns; what it raises, with the batch that it had.
+def _call_loss(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[str, Any]) -> Any:
+    """Calls the user's loss, and adds the shapes of the batch to an error that it raises.
 
     Raises:
-        ConfigError: when it looks up a key that the batch lacks, or a layer was not given whether
-            it trains.
+        ConfigError: when it looks up a key that the batch lacks, or a layer was not told whether it
+            is in training mode.
     """
-    # Where mesh axes are manual, the axes that Linen models name for activations are no one's.
+    # Under manual axes, ignore the logical activation axes that Linen models name.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     try:
         with nn.logical_axis_rules(()) if manual else nullcontext():
@@ -204,13 +213,13 @@ def _called(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[str, 
 
 
 _LIBRARIES = frozenset({"jax", "jaxlib", "flax", "numpy", "optax", "opt_einsum", "einops"})
-"""Libraries that a user's code and this package both call."""
+"""Libraries that both user code and this package call."""
 
 
 def _is_of_user(error: Exception) -> bool:
-    """Whether an error came up in a user's code, or in what that called, and not in this package's.
+    """Whether an error was raised by user code, or by what it called, rather than by this package.
 
-    The innermost frame that is of neither a library nor Python's own decides.
+    The innermost frame outside `_LIBRARIES` and the standard library decides.
     """
     names = (str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__))
     packages = [name.partition(".")[0] for name in names]
@@ -220,13 +229,13 @@ def _is_of_user(error: Exception) -> bool:
 
 
 def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
-    """The buffers of a model after a forward pass, those and in the dtypes that it had before.
+    """Returns a model's buffers after a forward pass, with the paths and dtypes they had before.
 
-    What the pass left behind beside them, such as what a module has sown, lives for one call; and
-    a statistic does not grow wider because its inputs are.
+    New variables, such as those that a module has sown, are dropped after the call. A statistic
+    does not become wider because its inputs are.
 
     Raises:
-        UnsupportedError: for a buffer of which a cast would lose more than precision.
+        UnsupportedError: when casting a buffer back would lose more than precision.
     """
     after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
 
@@ -237,8 +246,9 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
         if _loses(new.dtype, old.dtype):
             raise UnsupportedError(
                 f"the buffer {path!r} is {old.dtype.name}, and {new.dtype.name} after a forward "
-                "pass; a step hands it on to the next in one dtype, which would change it: make "
-                f"it with the dtype it will have, such as jnp.zeros(shape, jnp.{new.dtype.name})"
+                "pass; a buffer keeps its dtype from step to step, which would change the value: "
+                f"create it with the later dtype, such as jnp.zeros(shape, jnp.{new.dtype.name})",
+                code="buffer-dtype-changes",
             )
         return new.astype(old.dtype)
 
@@ -250,20 +260,20 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def _loses(new: jnp.dtype, old: jnp.dtype) -> bool:
-    """Whether a cast loses a count, a fraction or an imaginary part, and not precision alone."""
+    """Whether a cast loses a count, a fraction or an imaginary part, and not only precision."""
     kind, before = ([jnp.issubdtype(x, k) for k in _KINDS].index(True) for x in (new, old))
     return kind > before or (kind == before == 1 and new.itemsize > old.itemsize)
 
 
 class GradientArguments(NamedTuple):
-    """What a step differentiates.
+    """The arguments of a gradient computation.
 
     Args:
         params: the trained parameters as the state holds them.
-        frozen: the others, which have no gradients.
+        frozen: the frozen parameters, which have no gradients.
         buffers: statistics, random keys and their counts.
         batch: placed leaves, `[B, ...]` or `[K, B/K, ...]`.
-        scale: what the loss is multiplied by on the way back, a scalar; None for 1.
+        scale: the loss scale, a scalar; None for 1.
     """
 
     params: PyTree
@@ -274,11 +284,11 @@ class GradientArguments(NamedTuple):
 
 
 class GradientResult(NamedTuple):
-    """What a step learns from a batch.
+    """The result of a gradient computation.
 
     Args:
         grads: mean gradients, a tree like the parameters given.
-        metrics: `loss`, and what the loss function reports beside it.
+        metrics: `loss`, and the metrics of the loss function.
         buffers: the buffers after the batch.
     """
 
@@ -288,7 +298,7 @@ class GradientResult(NamedTuple):
 
 
 def is_one(weight: object) -> bool:
-    """Whether a weight is the number 1, that of a plain mean, and no array.
+    """Whether a weight is the Python number 1, the weight of a plain mean, and not an array.
 
     Example:
         >>> is_one(1.0), is_one(jnp.ones(()))
@@ -298,20 +308,20 @@ def is_one(weight: object) -> bool:
 
 
 def mean_loss(loss: Weighted) -> Array:
-    """`total / weight`; and 0 where nothing weighs anything, as in a batch that is all padding."""
+    """Returns `total / weight`, or 0 if the weight is 0, as in a batch that is all padding."""
     total = jnp.asarray(loss.total)
     return total if is_one(loss.weight) else _divided(total, loss.weight)
 
 
 def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
-    """The metrics as sums over parts of a batch, weighed by the loss where they have no weight."""
+    """Returns metrics as weighted sums; a metric without a weight gets that of the loss."""
     weight = outcome.loss.weight
 
     def weigh(x: Array | Weighted) -> Any:
         if isinstance(x, Weighted):
             return jax.tree.map(_float, x)
         x = _float(x)
-        # A mean over nothing may be NaN, and must not spoil the means of others.
+        # A mean over no samples may be NaN, and must not make the sum over parts NaN.
         return x if is_one(weight) else jnp.where(_float(weight) == 0, 0, x * _float(weight))
 
     return {name: weigh(value) for name, value in outcome.metrics.items()}
@@ -323,9 +333,9 @@ class Sums:
     """Weighted sums over samples, which add up over microbatches and ranks.
 
     Args:
-        grads: sum of weight x gradient of the mean loss, like the parameters.
+        grads: sum of weight x gradient of the mean loss, a tree like the parameters.
         loss: sum of the losses, and sum of the weights.
-        metrics: sum of weight x metric; with the sum of its weights where it has its own.
+        metrics: sum of weight x metric; `Weighted` if the metric has a weight of its own.
     """
 
     grads: PyTree
@@ -336,7 +346,7 @@ class Sums:
         return jax.tree.map(jnp.add, self, other)
 
     def means(self) -> tuple[PyTree, dict[str, Array]]:
-        """Divides by the weight: the gradient of the mean loss, and loss and metrics."""
+        """Divides by the weight; returns the gradient of the mean loss, and the metrics."""
         weight = self.loss.weight
         grads = jax.tree.map(lambda g: _divided(g, weight), self.grads)
         metrics = {
@@ -347,16 +357,16 @@ class Sums:
 
 
 def forward_of(parts: ModelSpec, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
-    """The forward pass of a model as a function of its arrays."""
+    """Returns the forward pass of a model as a function of its arrays."""
     return lambda params, buffers, batch: evaluate(parts, loss_fn, params, buffers, batch, prepare)
 
 
-def beside(forward: Forward, frozen: PyTree) -> Forward:
-    """A forward pass as a function of the trained parameters alone.
+def with_frozen(forward: Forward, frozen: PyTree) -> Forward:
+    """Returns a forward pass as a function of the trained parameters only.
 
     Args:
-        forward: of all parameters.
-        frozen: those that nothing is differentiated by.
+        forward: a function of all parameters.
+        frozen: the frozen parameters, which are not differentiated.
     """
     return lambda params, *args: forward(combine(params, frozen), *args)
 
@@ -374,13 +384,13 @@ def gradient_sums(
 
     Args:
         forward: the forward pass.
-        scale: what the loss is multiplied by on the way back, against vanishing gradients.
-        common: makes one weight of those of all ranks; needed where gradients of different ranks
-            are added within the backward pass, before weights of their own could be multiplied in;
-            where it makes 1 of each, the total is differentiated and not the mean.
-        parts: into how many of about this size a batch is cut. A sample weighs so many times more
-            in the mean of a part: a scaled loss is divided by it on the way back, or half precision
-            would overflow in parts where it does not as a whole.
+        scale: the loss scale, against vanishing gradients.
+        common: reduces the weights of all ranks to one. Needed if the backward pass adds gradients
+            of different ranks, before they could be multiplied by weights of their own. If it
+            returns 1, the total is differentiated and not the mean.
+        parts: how many parts, of about this size, a batch is cut into. A sample weighs that many
+            times more in the mean of a part. The loss scale is therefore divided by it, or half
+            precision would overflow in parts where it does not for the whole batch.
 
     Returns:
         A function of (params, buffers, batch) giving the sums and the new buffers.
@@ -413,14 +423,14 @@ def gradient_sums(
 def gradient_means(
     forward: Forward, params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None = None
 ) -> GradientResult:
-    """Differentiates the mean loss of a whole batch, unweighed.
+    """Differentiates the mean loss of a whole batch, without weighting.
 
     Args:
         forward: the forward pass.
-        params: what it is differentiated by.
+        params: the parameters to differentiate.
         buffers: before the batch.
         batch: what the loss function takes.
-        scale: what the loss is multiplied by on the way back.
+        scale: the loss scale.
 
     Returns:
         float32 gradients, metrics, new buffers.
@@ -428,7 +438,7 @@ def gradient_means(
     differentiate = _differentiated(forward, lambda loss: loss.weight, scale, mean_loss)
     (_, outcome), grads = differentiate(params, buffers, batch)
     numbers = {"loss": outcome.loss, **outcome.metrics}
-    metrics = {n: mean_loss(x) if isinstance(x, Weighted) else x for n, x in numbers.items()}
+    metrics = {name: mean_loss(x) if isinstance(x, Weighted) else x for name, x in numbers.items()}
     return GradientResult(jax.tree.map(wide, grads), metrics, outcome.buffers)
 
 
@@ -441,14 +451,14 @@ def _differentiated(
     def objective(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Any, Outcome]:
         outcome = forward(params, buffers, batch)
         value = mean(Weighted(outcome.loss.total, weight_of(outcome.loss)))
-        # The first scale, 65536, is more than float16 can hold.
+        # Widen first: the initial scale, 65536, overflows float16.
         return (value if scale is None else wide(value) * scale), outcome
 
     return jax.value_and_grad(objective, has_aux=True)
 
 
 def _per_weight(loss: Weighted) -> Array:
-    """`total / weight` of a part of a batch; what weighs nothing keeps its total, which counts."""
+    """Returns `total / weight` of a part of a batch, or the total if the weight is 0."""
     total = jnp.asarray(loss.total)
     return total if is_one(loss.weight) else total / _nonzero(loss.weight)
 
@@ -467,9 +477,9 @@ def _nonzero(weight: Any) -> Array:
 
 
 def _shapes(batch: Batch) -> str:
-    """What a batch is, in a few words."""
+    """Lists the dtypes and shapes of a batch, for error messages."""
     shapes = [(path, f"{x.dtype}{list(x.shape)}") for path, x in leaves_with_paths(batch)]
-    return ", ".join(f"{path}: {what}" if path else what for path, what in shapes[:8])
+    return ", ".join(f"{path}: {shape}" if path else shape for path, shape in shapes[:8])
 
 
 def _kind(value: Any) -> str:
@@ -480,7 +490,7 @@ def _check_scalar(what: str, value: Any) -> None:
     if isinstance(value, (dict, list, tuple, str)) or value is None:
         raise ConfigError(
             f"loss_fn returned a {what} that is a {type(value).__name__}; it must be a scalar. "
-            "Name each number of its own, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
+            "Give each number a name of its own, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
         )
     shape = jnp.shape(value)
     if shape != ():

@@ -202,7 +202,7 @@ REFUSED = {
     ),
     "ranks": (
         dict(mesh="dp=8", strategy=ddp()),
-        "logical_shards=4 do not divide over 8 ranks, each of which folds a whole subtree",
+        "logical_shards=4 do not divide over 8 ranks, each of which adds up a whole subtree",
     ),
     "three": (
         dict(mesh="dp=3", strategy=ddp()),
@@ -231,7 +231,7 @@ REFUSED = {
     "norm": (
         dict(mesh="dp=2", strategy=ddp(), optimizer=optax.chain(
             optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
-        "its 'reduce_sum' over elements that ranks split has an order",
+        "the order of its 'reduce_sum' over elements split across ranks depends on",
     ),
     "muon": (dict(mesh="dp=2", strategy=ddp(), optimizer=muon(0.1)), "not work element by element"),
 }  # fmt: skip

@@ -17,8 +17,8 @@ from axon_dist.step.gather import (
     all_gather_by,
     only_axes,
     reduce_by,
-    regather_in_backward,
-    remake_in_backward,
+    save_all_but_gathers_policy,
+    save_products_policy,
 )
 
 from ..parallel import tower
@@ -116,8 +116,8 @@ def test_the_policy_keeps_all_but_gathered_weights(world):
     gathers = lambda policy: names(policy).count("= sharding_constraint")
     products = lambda policy: names(policy).count("dot_general")
     everything = jax.checkpoint_policies.everything_saveable
-    assert gathers(regather_in_backward) > gathers(everything)
-    assert products(regather_in_backward) == products(everything)
+    assert gathers(save_all_but_gathers_policy) > gathers(everything)
+    assert products(save_all_but_gathers_policy) == products(everything)
 
 
 def test_what_is_made_element_by_element_is_made_again(world):
@@ -138,12 +138,12 @@ def test_what_is_made_element_by_element_is_made_again(world):
         )
 
     made, given = ["bool[4, 8]", "float32[4]", "float32[4, 8]"], ["float32[4, 8]", "float32[8, 8]"]
-    assert kept(remake_in_backward) == sorted(made + given)
-    assert len(kept(regather_in_backward)) > len(made + given)
+    assert kept(save_products_policy) == sorted(made + given)
+    assert len(kept(save_all_but_gathers_policy)) > len(made + given)
     products = lambda policy: str(
         jax.make_jaxpr(jax.grad(jax.checkpoint(block, policy=policy)))(w, x, key)
     ).count("dot_general")
-    assert products(remake_in_backward) == products(regather_in_backward)
+    assert products(save_products_policy) == products(save_all_but_gathers_policy)
 
 
 def compiled(world, num_blocks, unroll=None, **options):

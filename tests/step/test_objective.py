@@ -59,7 +59,7 @@ def test_a_shard_that_is_all_padding_has_loss_zero():
         (lambda m, b: m(b["x"]), r"a loss of shape \(6, 1\); it must be a scalar.*Weighted"),
         (lambda m, b: Weighted(jnp.ones(()), jnp.ones(3)), r"a weight of shape \(3,\)"),
         (lambda m, b: (jnp.ones(()), {"a": jnp.ones(2)}), r"a metric 'a' of shape \(2,\)"),
-        (lambda m, b: (jnp.ones(()), [1]), r"returned list beside the loss; it must be a dict"),
+        (lambda m, b: (jnp.ones(()), [1]), r"metrics of type list; they must be a dict"),
     ],
 )
 def test_what_a_loss_function_may_not_return(returned, message):
