@@ -296,7 +296,7 @@ class DistributedUpdate:
 
     @property
     def hidden(self) -> str | None:
-        """The operation, such as a branch or loop, that hides the work on whole matrices, or None."""
+        """The operation, such as a branch, that hides work on whole matrices; None if none does."""
         return hidden_in(self.traced.program)
 
     @property

@@ -238,8 +238,8 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
         UnsupportedError,
         "the pipeline has {path!r} {where}, and experts that tokens are sent to along {axis!r} "
         "must be those of modules with these methods, as models.Experts, in blocks with parameters "
-        "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in addition "
-        "to the pipeline; or leave the pipeline out",
+        "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
+        "addition to the pipeline; or leave the pipeline out",
         lambda spec: _stage_experts(spec) if spec.strategy.resident else None,
     ),
     Requirement.row(
