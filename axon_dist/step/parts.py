@@ -287,7 +287,7 @@ class ModelSpec:
 
     @cached_property
     def _unboxed(self) -> nnx.GraphDef:
-        """The structure without Linen's boxes, so Linen finds plain arrays where axes are annotated.
+        """The structure without Linen's boxes, so Linen finds plain arrays behind annotations.
 
         Unboxing such a value would lay it out over the annotated axes if a mesh is in context, even
         over a mesh without these axes. The strategy has read the annotations and decides instead.
