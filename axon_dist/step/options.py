@@ -97,8 +97,9 @@ def check_arguments(
     """
     if isinstance(optimizer, nnx.Optimizer):
         raise ConfigError(
-            "optimizer is an nnx.Optimizer, which keeps a state of its own; give the optax "
-            "transformation it was made of, the step keeps its state in TrainState.opt_state"
+            "optimizer is an nnx.Optimizer, which keeps its own state; give the optax "
+            "transformation it was made of: the step keeps its state in TrainState.opt_state",
+            code="nnx-optimizer",
         )
     if inspect.isclass(optimizer) or not OPTIMIZER.holds(optimizer):
         of_class = f"the class {getattr(optimizer, '__name__', '')}"
@@ -119,7 +120,8 @@ def check_arguments(
     if hasattr(loss_fn, "cache_info"):
         raise ConfigError(
             "loss_fn is cached by functools, which cannot look up models and batches, and would "
-            "return values of another trace; give the function itself, loss_fn.__wrapped__"
+            "return values of another trace; give the function itself, loss_fn.__wrapped__",
+            code="cached-loss",
         )
     _check_arity(loss_fn)
     if not isinstance(world, World):

@@ -215,8 +215,9 @@ class ModelSpec:
         for path, leaf in leaves_with_paths(self.params):
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 raise ConfigError(
-                    f"the parameter {path!r} has dtype {leaf.dtype}, of which there is no "
-                    "gradient; keep it in an nnx.Variable instead of an nnx.Param"
+                    f"the parameter {path!r} has dtype {leaf.dtype}, which has no gradient; keep "
+                    "it in an nnx.Variable instead of an nnx.Param",
+                    code="param-dtype",
                 )
         weights = combine(self.params, self.frozen) if self.frozen else self.params
         object.__setattr__(self, "weights", weights)
@@ -344,8 +345,9 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ConfigError(
                     f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; "
-                    "give the function that makes the model, of which a step makes every array in "
-                    "its place"
+                    "give the function that makes the model, and the step creates every array with "
+                    "its sharding",
+                    code="model-of-shapes",
                 )
             if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
                 raise ConfigError(f"{name!r} of the model {problem}")
@@ -360,7 +362,8 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
     if hasattr(model, "cache_info"):
         raise ConfigError(
             "the function that makes the model is cached by functools, and would return values of "
-            "another trace; give the function itself, such as lambda: Model(rngs=nnx.Rngs(0))"
+            "another trace; give the function itself, such as lambda: Model(rngs=nnx.Rngs(0))",
+            code="cached-model",
         )
     _check_takes_nothing(model)
     structure: list[Any] = []

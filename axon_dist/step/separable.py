@@ -67,22 +67,22 @@ class Separation:
 
 
 BEFORE = (
-    "What follows from the batch alone, as normalised advantages, counts of classes, masks divided "
-    "by their means or a shuffled partner of each sample do, can be computed before the step and "
-    "given in the batch; make every sample count for itself"
+    "Compute what depends on the batch alone, such as normalised advantages, counts of classes, "
+    "masks divided by their means or a shuffled partner of each sample, before the step, and give "
+    "it in the batch; let every other term depend on one sample alone"
 )
 _PAIRS = (
-    "What belongs together, as a chosen and a rejected answer do, stands in one sample: give it as "
-    "two leaves of the batch, which the loss may put behind each other by jnp.concatenate"
+    "Put what belongs together, such as a chosen and a rejected answer, into one sample: give it "
+    "as two leaves of the batch, which the loss may join by jnp.concatenate"
 )
 _INSTEAD: MappingProxyType[str, str] = MappingProxyType(
     {
         Why.DIFFERS: (
-            "Let the program be one for every number of samples: a loop over them as "
+            "Make the program the same for every number of samples: write a loop over them as "
             "jax.vmap(function)(samples) or jax.lax.map(function, samples)"
         ),
         Why.PRODUCT: (
-            "Take a product of means, as a load-balance loss is, over the tokens of each sample "
+            "Take a product of means, such as a load-balance loss, over the tokens of each sample "
             "and then the mean over the samples (arXiv:2405.04434)"
         ),
         Why.UNEVEN: _PAIRS,
@@ -100,7 +100,7 @@ def _instead_of(why: str, samples: int) -> str:
     """Advises what to write instead of what `why` names, for parts of `samples` samples."""
     advice = next((advice for reason, advice in _INSTEAD.items() if reason in why), BEFORE)
     if samples == 1 and any(reason in why for reason in (Why.DIFFERS, RESIZED)):
-        return f"Two samples in each part help where JAX writes another program for one. {advice}"
+        return f"Two samples in each part help if JAX traces another program for one. {advice}"
     return advice
 
 
@@ -193,7 +193,8 @@ class Separator:
             self._use(batch, (samples, total), 1)
         if separation is None and ranks > 1 and (why := self._obstacle(use)):
             if asked:
-                raise UnsupportedError(self._refusal(why, asked, samples // ranks))
+                refusal = self._refusal(why, asked, samples // ranks)
+                raise UnsupportedError(refusal, code="coupled-ranks")
             ranks, sizes = 1, (samples, total)
             if samples == total:
                 return Separation(self._loss_fn, False, why)
@@ -338,7 +339,8 @@ class Separator:
                 f"the loss {use.loss.why}{use.loss.place}, so that {count} microbatches of "
                 f"{part} samples do not give the loss of {total}. "
                 f"{_instead_of(use.loss.why, part)}; or leave the batch whole; or, to average the "
-                "losses of the microbatches, say so: build_train_step(separable=False)"
+                "losses of the microbatches, say so: build_train_step(separable=False)",
+                code="coupled-loss",
             )
         # Functions of sums come last: they would be computed if no other metric prevented it, so
         # another metric is the one to name.
@@ -388,7 +390,8 @@ class Separator:
             "turn, each starting from the value that the one before has left, where one device "
             "changes it once, with the whole batch. Use one microbatch; or change the buffer "
             "between steps, from metrics of the loss; or, if it is to be changed in turn, say so: "
-            "build_train_step(separable=False)"
+            "build_train_step(separable=False)",
+            code="buffer-changed-in-turn",
         )
 
     def _check_counts(
@@ -435,7 +438,8 @@ class Separator:
                 raise UnsupportedError(
                     f"the buffer {path!r} has the shape {old.shape}, and {shape} after a "
                     f"forward pass; each of {self._microbatches} microbatches passes it to the "
-                    "next, which needs one shape: make it with the shape that it will have"
+                    "next, which needs one shape: make it with the shape that it will have",
+                    code="buffer-shape",
                 )
 
     def _mixed(self, use: SampleUse, ranks: int) -> str:

@@ -71,16 +71,18 @@ def deterministic_options(world: World, deterministic: bool | str = True) -> dic
     """
     if world.backend not in _OPTIONS:
         raise UnsupportedError(
-            f"deterministic=True on {world.backend} devices: it is not known what makes them give "
-            f"the same bits twice; use {', '.join(_OPTIONS)} devices, or leave it out"
+            f"deterministic=True on {world.backend} devices: the options with which they give the "
+            f"same bits twice are not known; use {', '.join(_OPTIONS)} devices, or leave it out",
+            code="deterministic-devices",
         )
     if deterministic != ELASTIC:
         return dict(_OPTIONS[world.backend])
     if not world.is_cpu:
         raise UnsupportedError(
-            f"deterministic={ELASTIC!r} on {world.backend} devices: that bits do not depend on the "
+            f"deterministic={ELASTIC!r} on {world.backend} devices: that bits are equal on any "
             "number of ranks has been shown on CPUs alone; use emulated devices or processes on "
-            "CPUs, or deterministic=True"
+            "CPUs, or deterministic=True",
+            code="elastic-devices",
         )
     # Whether the simplifier turns x / broadcast(y) into x * broadcast(1 / y) depends on the passes
     # before it, which differ between one partition and several. Code that is moved out of a loop is

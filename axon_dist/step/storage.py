@@ -155,7 +155,8 @@ def storage_of(
             f"frozen_dtype='int8' and a pipeline over {plan.axis!r}: its stages would "
             "keep the widened weights of all their blocks in addition to the int8 weights for the "
             "whole schedule, which takes more memory than bfloat16. Use frozen_dtype='bfloat16', "
-            "or fsdp"
+            "or fsdp",
+            code="int8-pipeline",
         )
     stages, stacks = _stages(parts, plan, loss_fn, batch)
     shapes = stacks.apart(parts.weights)

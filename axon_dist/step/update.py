@@ -219,9 +219,10 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     num_weights = len(jax.tree.leaves(parts.weights))
     if any(number < num_weights for number in needed):
         raise UnsupportedError(
-            "the weight of the loss depends on parameters, and the model adds terms of its own to "
-            f"the loss, of which {spec.num_microbatches} microbatches then do not know how much "
-            "they count; let the weight follow from the batch, or leave the batch whole"
+            "the weight of the loss depends on parameters, and the model adds its own terms to the "
+            f"loss, so that {spec.num_microbatches} microbatches do not know how much these terms "
+            "count; let the weight depend on the batch alone, or leave the batch whole",
+            code="weight-of-parameters",
         )
     known = jax.tree.leaves((arguments.buffers, batch))
     values = [known[number - num_weights] for number in needed]
