@@ -15,7 +15,7 @@ import json
 import operator
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,36 @@ class LeafSpec:
 def leaf_specs(data: Mapping[LeafPath, Any]) -> dict[LeafPath, LeafSpec]:
     """The leaves that JSON holds, as they were."""
     return {path: LeafSpec(x["dtype"], tuple(x["shape"])) for path, x in data.items()}
+
+
+_RENAMED_FIELDS = {"meeting": "outer_state"}
+"""Fields of `TrainState` that older checkpoints have under another name: old name to new name."""
+
+
+def saved_names(saved: Collection[LeafPath], wanted: Collection[LeafPath]) -> dict[LeafPath, str]:
+    """Maps each wanted leaf to its path in a checkpoint, where an older version named it otherwise.
+
+    A leaf is renamed only if the checkpoint has it under the old name alone, and the state that is
+    restored under the new name alone.
+
+    Args:
+        saved: the paths of the leaves of the checkpoint.
+        wanted: the paths of the leaves of the state to restore.
+
+    Returns:
+        Paths in the checkpoint, by path in the state.
+
+    Example:
+        >>> saved_names(["step", "meeting/missing"], ["step", "outer_state/missing"])
+        {'step': 'step', 'outer_state/missing': 'meeting/missing'}
+    """
+    names = {path: path for path in wanted}
+    for old in saved:
+        field, slash, rest = old.partition("/")
+        new = f"{_RENAMED_FIELDS.get(field, field)}{slash}{rest}"
+        if old not in names and new in names and new not in saved:
+            names[new] = old
+    return names
 
 
 def differences(

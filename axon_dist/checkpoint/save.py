@@ -43,6 +43,7 @@ from .layout import (
     mesh_shape,
     named_leaves,
     on_main,
+    saved_names,
     spec_of,
     staging_of,
     stored_target,
@@ -324,10 +325,12 @@ def load_checkpoint(
         targets[leaf_path] = jax.ShapeDtypeStruct(shape, padded.dtype, sharding=even.target)
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
-    _check_leaves(folder, manifest, targets, parts)
-    stored = _read(folder, manifest, targets)
+    names = saved_names(manifest.leaves, targets)
+    saved = {names[path]: leaf for path, leaf in targets.items()}
+    _check_leaves(folder, manifest, saved, parts)
+    stored = _read(folder, manifest, saved)
     _check_values(folder, manifest, stored)
-    restored = {path: from_stored(stored[path], leaf) for path, leaf in targets.items()}
+    restored = {path: from_stored(stored[names[path]], leaf) for path, leaf in targets.items()}
     restored |= {path: even.stored(restored[path]) for path, even in evenly.items()}
     return jax.tree.unflatten(jax.tree.structure(target), list(restored.values()))
 
@@ -356,7 +359,7 @@ def _check_leaves(
     wanted = {path: spec_of(target) for path, target in targets.items()}
 
     def is_selected(path):
-        return parts is None or path.split("/")[0] in parts
+        return parts is None or path.split("/")[0] in parts or path in wanted
 
     saved = {path: spec for path, spec in manifest.leaves.items() if is_selected(path)}
     unlike = differences(saved, wanted)

@@ -1,14 +1,16 @@
-"""The optimizer of a step: what it is shown of the model, and how its matrices are distributed.
+"""The optimizer of a step: the form in which it gets the parameters, and distributed matrices.
 
-Momenta are split as the strategy splits parameters, and a product of a matrix with itself needs all
-of it. Gathering every matrix on every device would cost all of the work N times. Instead matrices
-of the same shape are stacked, and one all-to-all turns
+Some optimizers, such as Muon, multiply a momentum matrix with itself and so need all of it, while
+momenta are sharded as the strategy shards parameters. Gathering every matrix on every device would
+repeat all of the work N times. Instead, matrices of the same shape are stacked, and one all-to-all
+turns
 
-    every device holds 1/N of each matrix   into   every device holds each of 1/N of the matrices
+    every device holds 1/N of each matrix   into   every device holds 1/N of the matrices, whole
 
-and another one turns it back. In between nothing is communicated: it is a `shard_map` in which the
-stack is local. Axes over which the matrices are whole already divide the work too, where that
-leaves less of it; then the results are gathered over them.
+and another all-to-all turns it back. The work in between communicates nothing: it runs in a
+`shard_map` on the local part of the stack. Axes over which the matrices are replicated divide the
+work too, if that reduces the number of matrices per device; the results are then gathered over
+them.
 """
 
 from __future__ import annotations
@@ -44,24 +46,25 @@ from .storage import Storage
 def optimizer_for(
     optimizer: optax.GradientTransformation, parts: ModelSpec, storage: Storage, mesh: Mesh
 ) -> tuple[Any, Storage, Update | None]:
-    """The optimizer for the stored form of a model's parameters.
+    """Returns the optimizer for the stored form of a model's parameters.
 
     Args:
-        optimizer: as the user gives it.
+        optimizer: the user's optimizer.
         parts: the model's structure, and the shapes of its parameters and buffers.
         storage: the stored form of its parameters.
-        mesh: names and sizes of its axes, over all devices.
+        mesh: names and sizes of the axes, over all devices.
 
     Returns:
-        The optimizer; the storage, which knows the rows of the optimizer's state; and the update
-        of the model's own parameters, where these are stored as they are.
+        The optimizer; the storage, which knows which leaves of the optimizer's state are rows; and
+        the traced update, if the parameters are stored in the model's own form.
 
     Raises:
-        ConfigError: when the optimizer cannot work on the parameters, with its reason.
-        UnsupportedError: when a pipeline cannot run it, naming the leaf and the operation.
+        ConfigError: when the optimizer cannot work on the parameters; it gives the reason.
+        UnsupportedError: when a pipeline cannot run it; it names the leaf and the operation.
     """
-    update = _fitting(optax.with_extra_args_support(optimizer), parts)
-    fitting, pipeline = update.optimizer, storage.strategy.pipeline
+    update = _trace_update(optax.with_extra_args_support(optimizer), parts)
+    fitting = update.optimizer
+    pipeline = storage.strategy.pipeline
     if storage.rows is None or pipeline is None:
         return fitting, storage, update
     if storage.stacks.depths:
@@ -76,13 +79,13 @@ def optimizer_for(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """What an optimizer does to parameters, traced.
+    """The traced update of an optimizer.
 
     Args:
         optimizer: the transformation.
         params: the shapes of the parameters.
-        state: those of its first state.
-        program: a program of gradients, state, parameters and loss.
+        state: the shapes of its first state.
+        program: the jaxpr of (gradients, state, parameters, loss).
         results: the shapes of the updates, and of the next state.
     """
 
@@ -104,7 +107,8 @@ class Update:
         Args:
             optimizer: the transformation.
             params: the shapes of the parameters.
-            check: raises for what the update returns, given that, parameters and state.
+            check: gets the result of the update, the parameters and the state, and raises if
+                the result is not valid.
         """
         state = jax.eval_shape(optimizer.init, params)
 
@@ -119,18 +123,18 @@ class Update:
         return cls(optimizer, params, state, *trace(params, state, params, loss))
 
 
-def _fitting(optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec) -> Update:
-    """That of the optimizer itself, if it takes nested dicts, or shown an `nnx.State`.
+def _trace_update(optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec) -> Update:
+    """Traces the optimizer on nested dicts, or on an `nnx.State` if it does not take dicts.
 
-    Masks and labels may be trees instead of functions, and then have the structure that
-    `nnx.state(model, nnx.Param)` has, or that of the nested dict that it is made of; with another
-    choice of what is trained, `nnx.state(model, choice)`.
+    Masks and labels may be trees instead of functions. They then have the structure of
+    `nnx.state(model, nnx.Param)`, or of the nested dict that it is made of; with another
+    `trainable`, that of `nnx.state(model, trainable)`.
     """
-    refused = _tried(optimizer, parts.params)
-    if isinstance(refused, Update):
-        return refused
-    if isinstance(refused, TypeError) and "'value'" in str(refused):
-        # Some take further arguments, and not this one: they do not get the loss.
+    result = _try_update(optimizer, parts.params)
+    if isinstance(result, Update):
+        return result
+    if isinstance(result, TypeError) and "'value'" in str(result):
+        # Some optimizers take extra arguments, but not `value`: they do not get the loss.
         inner = optimizer
 
         def update(
@@ -139,29 +143,31 @@ def _fitting(optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec)
             return inner.update(updates, state, params, **extra)
 
         optimizer = optax.GradientTransformationExtraArgs(inner.init, update)
-        refused = _tried(optimizer, parts.params)
-        if isinstance(refused, Update):
-            return refused
-    shown = _tried(_as_state(optimizer, parts), parts.params)
-    if isinstance(shown, Update):
-        return shown
-    if "obj_fn" in str(refused) or "value_fn" in str(refused):
+        result = _try_update(optimizer, parts.params)
+        if isinstance(result, Update):
+            return result
+    on_state = _try_update(_on_nnx_state(optimizer, parts), parts.params)
+    if isinstance(on_state, Update):
+        return on_state
+    # The error on nested dicts is the one to report.
+    error = result
+    if "obj_fn" in str(error) or "value_fn" in str(error):
         raise ConfigError(
-            f"the optimizer calls the loss itself: {_first_line(refused)} "
-            f"({type(refused).__name__}). An update is given gradients, state, parameters and "
+            f"the optimizer calls the loss itself: {_first_line(error)} "
+            f"({type(error).__name__}). An update is given gradients, state, parameters and "
             "value=, the loss; take one that needs no more, such as optax.adamw"
-        ) from refused
+        ) from error
     raise ConfigError(
-        f"the optimizer cannot work on the parameters of the model: {_first_line(refused)} "
-        f"({type(refused).__name__}). It is given the parameters as a nested dict, "
+        f"the optimizer cannot work on the parameters of the model: {_first_line(error)} "
+        f"({type(error).__name__}). It is given the parameters as a nested dict, "
         "nnx.to_pure_dict(nnx.state(model, nnx.Param)), or as that nnx.State; give a mask or "
         "labels as a function, such as mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, "
         "params), or as a tree of one of these structures"
-    ) from refused
+    ) from error
 
 
-def _tried(optimizer: Any, params: PyTree) -> Update | Exception:
-    """The update of parameters of such shapes, or what the optimizer raises."""
+def _try_update(optimizer: Any, params: PyTree) -> Update | Exception:
+    """Traces an update of parameters of these shapes; returns what the optimizer raises."""
     try:
         return Update.of(optimizer, params, _check_changes)
     except AxonDistError:
@@ -171,7 +177,7 @@ def _tried(optimizer: Any, params: PyTree) -> Update | Exception:
 
 
 def _check_changes(changes: object, params: PyTree, state: PyTree) -> None:
-    """Raises unless changes can be added to the parameters, and the state be given back."""
+    """Raises unless the updates can be added to the parameters and the state passed back."""
     if not isinstance(changes, tuple) or len(changes) != 2:
         raise ConfigError(
             f"the optimizer's update returned a {type(changes).__name__}; it must return a tuple "
@@ -198,51 +204,54 @@ def updated(
     params: PyTree,
     loss: Array,
 ) -> tuple[PyTree, PyTree]:
-    """The next parameters, and the next state of the optimizer whose update is given."""
+    """Applies an optimizer's update; returns the next parameters and the next state."""
     updates, state = update(grads, state, params, value=loss)
     return optax.apply_updates(params, updates), state
 
 
-def _as_state(
+def _on_nnx_state(
     optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
+    """Wraps an optimizer that works on an `nnx.State` so that it works on nested dicts."""
     trained = {path for path, _ in leaves_with_paths(parts.params)}
-    shown = nnx.state(parts.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
-    structure = jax.tree.structure(shown)
-    # The leaves of the two forms may be ordered differently: numbers among names.
+    nnx_state = nnx.state(parts.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
+    structure = jax.tree.structure(nnx_state)
+    # The leaves of the two forms may be ordered differently, where some keys are numbers.
     numbered = nnx.to_pure_dict(structure.unflatten(range(structure.num_leaves)))
     order = jax.tree.leaves(numbered)
 
-    def show(params: PyTree) -> nnx.State:
+    def to_nnx(params: PyTree) -> nnx.State:
         return structure.unflatten(_sorted(order, params))
 
-    def hide(tree: PyTree) -> PyTree:
+    def to_dicts(tree: PyTree) -> PyTree:
         return jax.tree.map(
             lambda x: nnx.to_pure_dict(x) if isinstance(x, nnx.State) else x,
             tree,
             is_leaf=lambda x: isinstance(x, nnx.State),
         )
 
-    def inside(state: PyTree) -> PyTree:
-        """The state as the optimizer itself has it."""
-        shapes = jax.eval_shape(lambda params: optimizer.init(show(params)), parts.params)
-        form = jax.tree.structure(shapes)
-        places = jax.tree.leaves(hide(form.unflatten(range(form.num_leaves))))
-        return form.unflatten(_sorted(places, state))
+    def inner_state(state: PyTree) -> PyTree:
+        """Returns the state in the form that the wrapped optimizer has."""
+        shapes = jax.eval_shape(lambda params: optimizer.init(to_nnx(params)), parts.params)
+        inner = jax.tree.structure(shapes)
+        positions = jax.tree.leaves(to_dicts(inner.unflatten(range(inner.num_leaves))))
+        return inner.unflatten(_sorted(positions, state))
+
+    def init(params: PyTree) -> PyTree:
+        return to_dicts(optimizer.init(to_nnx(params)))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> PyTree:
-        updates, state = optimizer.update(show(updates), inside(state), show(params), **extra)
-        return hide(updates), hide(state)
+        updates, state = optimizer.update(
+            to_nnx(updates), inner_state(state), to_nnx(params), **extra
+        )
+        return to_dicts(updates), to_dicts(state)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: hide(optimizer.init(show(params))), update
-    )
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _sorted(places: list[int], tree: PyTree) -> list[Any]:
-    """The leaves of a tree, each at its place."""
-    pairs = zip(places, jax.tree.leaves(tree), strict=True)
+def _sorted(positions: list[int], tree: PyTree) -> list[Any]:
+    """Sorts the leaves of a tree by the positions given for them."""
+    pairs = zip(positions, jax.tree.leaves(tree), strict=True)
     return [leaf for _, leaf in sorted(pairs, key=operator.itemgetter(0))]
 
 
@@ -252,16 +261,16 @@ def _first_line(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DistributedUpdate:
-    """What an optimizer does to parameters as the state holds them, its matrices distributed.
+    """An optimizer's update of stored parameters, with the work on matrices distributed.
 
     Args:
-        traced: what the optimizer does to them, as it runs.
+        traced: the traced update.
         param_policy: the shardings of parameters.
-        state_policy: those of their gradients and moments.
+        state_policy: the shardings of their gradients and moments.
         mesh: the devices.
 
     Attributes:
-        needs_matrices: whether the optimizer needs matrices whole, which are then distributed.
+        needs_matrices: whether the optimizer needs whole matrices, which are then distributed.
     """
 
     traced: Update
@@ -275,8 +284,8 @@ class DistributedUpdate:
         object.__setattr__(self, "needs_matrices", MATRIXWISE in names)
 
     @cached_property
-    def _places(self) -> tuple[PartitionSpec, ...]:
-        """The sharding of each input of the update."""
+    def _input_specs(self) -> tuple[PartitionSpec, ...]:
+        """The spec of each input of the update."""
         owners = shardings(self.state_policy, self.traced.params, self.mesh)
         moments = optimizer_shardings(
             self.state_policy, self.traced.params, self.traced.state, self.mesh
@@ -287,7 +296,7 @@ class DistributedUpdate:
 
     @property
     def hidden(self) -> str | None:
-        """The operation of the optimizer that hides matrices which it needs whole."""
+        """The operation, such as a branch, that hides work on whole matrices; None if none does."""
         return hidden_in(self.traced.program)
 
     @property
@@ -295,24 +304,24 @@ class DistributedUpdate:
         """How the matrices that the optimizer needs whole are distributed, stack by stack."""
         plans: list[Distribution] = []
 
-        def note(calls: Sequence[RowCall]) -> list[Array]:
+        def record(calls: Sequence[RowCall]) -> list[Array]:
             plans.extend(plan for plan, _ in self._stacks(calls))
             return [call.x for call in calls]
 
         if self.needs_matrices:
             run = functools.partial(run_with_calls, self.traced.program)
-            jax.eval_shape(lambda *values: run(values, note), *input_shapes(self.traced.program))
+            jax.eval_shape(lambda *values: run(values, record), *input_shapes(self.traced.program))
         return tuple(plans)
 
     def __call__(
         self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array
     ) -> tuple[PyTree, PyTree]:
-        """Updates.
+        """Computes the updates.
 
         Args:
-            grads: like the stored parameters, laid out as their moments.
-            state: of the optimizer.
-            params: as stored.
+            grads: the gradients of the stored parameters, sharded like their moments.
+            state: the state of the optimizer.
+            params: the stored parameters.
             value: the loss.
 
         Returns:
@@ -327,12 +336,12 @@ class DistributedUpdate:
     def _run(self, calls: Sequence[RowCall]) -> list[Array]:
         results: dict[int, Array] = {}
         for plan, members in self._stacks(calls):
-            made = self._together(plan, [calls[number] for number in members])
-            results.update(zip(members, made, strict=True))
+            outputs = self._run_stack(plan, [calls[number] for number in members])
+            results.update(zip(members, outputs, strict=True))
         return [results[number] for number in range(len(calls))]
 
     def _stacks(self, calls: Sequence[RowCall]) -> list[tuple[Distribution, list[int]]]:
-        """Which calls go together, and how their stack is distributed."""
+        """Groups calls whose matrices can be stacked, and plans how each stack is distributed."""
         groups: dict[Any, list[int]] = {}
         for number, call in enumerate(calls):
             lead, spec = self._specs(call)
@@ -346,28 +355,32 @@ class DistributedUpdate:
         ]
 
     def _distribution(self, key: tuple[Any, ...], calls: Sequence[RowCall]) -> Distribution:
-        function, shape, _, spec, apart, _ = key
+        function, shape, _, spec, stack_axes, _ = key
         size = self.mesh.shape
-        ranks = math.prod(size[axis] for axis in apart)
+        ranks = math.prod(size[axis] for axis in stack_axes)
         count = sum(math.prod(call.x.shape[: call.lead]) for call in calls) // ranks
         moved = spec_axes(spec)
-        num_ranks, extra = math.prod(size[axis] for axis in moved), []
+        num_ranks = math.prod(size[axis] for axis in moved)
+        extra = []
         for axis in self.mesh.axis_names:
             more = num_ranks * size[axis]
-            if axis not in (*apart, *moved) and -(-count // more) < -(-count // num_ranks):
+            reduces_work = -(-count // more) < -(-count // num_ranks)
+            if axis not in (*stack_axes, *moved) and reduces_work:
                 extra.append(axis)
                 num_ranks = more
-        return Distribution(function, shape, count, spec, apart, moved, tuple(extra), num_ranks)
+        return Distribution(
+            function, shape, count, spec, stack_axes, moved, tuple(extra), num_ranks
+        )
 
     def _specs(self, call: RowCall) -> tuple[PartitionSpec, PartitionSpec]:
-        """The specs of the dims that count matrices, and of those of a matrix."""
+        """Returns the spec of the leading dims, which count matrices, and that of a matrix."""
         if call.origin is None:
             return PartitionSpec(), PartitionSpec()
         number, dims = call.origin
-        entries = [axes_of(self._places[number], dim) for dim in dims]
+        entries = [axes_of(self._input_specs[number], dim) for dim in dims]
         return PartitionSpec(*entries[: call.lead]), PartitionSpec(*entries[call.lead :])
 
-    def _together(self, plan: Distribution, calls: Sequence[RowCall]) -> list[Array]:
+    def _run_stack(self, plan: Distribution, calls: Sequence[RowCall]) -> list[Array]:
         """Runs the calls of one stack."""
         inner = (*plan.spec, *[None] * (len(plan.shape) - len(plan.spec)))
         leads = [(self._specs(call)[0], call.lead) for call in calls]
@@ -389,14 +402,14 @@ class Distribution:
     """How the matrices of one stack are distributed.
 
     Args:
-        function: what is done to each; equal for all.
-        shape: of each.
-        count: how many there are, on each rank of the axes `apart`.
-        spec: the sharding of each before and after.
-        apart: the axes that count matrices already, such as that of a pipeline.
-        moved: the axes that split them, which an all-to-all moves to the dim that counts.
-        extra: the axes over which they are whole, and which divide the work all the same.
-        num_ranks: how many devices share the stack.
+        function: the function that runs on each matrix; the same for all.
+        shape: the shape of each matrix.
+        count: the number of matrices, on each rank of `stack_axes`.
+        spec: the sharding of each matrix before and after.
+        stack_axes: the axes that split the stack already, such as that of a pipeline.
+        moved: the axes that split each matrix, which an all-to-all moves to the stack dim.
+        extra: the axes over which the matrices are replicated, and which divide the work as well.
+        num_ranks: the number of devices that share the stack.
 
     Example:
         >>> spec = PartitionSpec(None, "fsdp")
@@ -411,19 +424,19 @@ class Distribution:
     shape: Shape
     count: int
     spec: PartitionSpec
-    apart: tuple[str, ...]
+    stack_axes: tuple[str, ...]
     moved: tuple[str, ...]
     extra: tuple[str, ...]
     num_ranks: int
 
     @property
     def per_device(self) -> int:
-        """How many matrices a device works on, padding among them."""
+        """The number of matrices per device, padding included."""
         return -(-self.count // self.num_ranks)
 
     @property
     def padding(self) -> int:
-        """How many matrices of zeros make the stack divide."""
+        """The number of zero matrices that make the stack divide by the devices."""
         return self.per_device * self.num_ranks - self.count
 
     def __str__(self) -> str:
@@ -438,23 +451,25 @@ class Distribution:
 def _on_device(
     plan: Distribution, leads: Sequence[int], arrays: Sequence[Array], more: Sequence[Array]
 ) -> list[Array]:
-    """What one device does: its parts of all matrices come, its matrices go."""
+    """Runs on one device: takes its shards of all matrices, returns its shards of the results."""
     flat = [x.reshape(-1, *x.shape[lead:]) for x, lead in zip(arrays, leads, strict=True)]
     stack = jnp.concatenate(flat)
     zeros = jnp.zeros((plan.padding, *stack.shape[1:]), stack.dtype)
     stack = jnp.concatenate([stack, zeros]) if plan.padding else stack
-    # XLA:CPU slices the parts out again for its all-to-all, and gives them different layouts.
+    # Without a barrier XLA:CPU slices the parts out again for its all-to-all, in other layouts.
     stack = jax.lax.optimization_barrier(stack)
-    results = _exchanged(plan, stack, jax.vmap(lambda x: plan.function(x, *more)))
-    ends, made = 0, []
+    results = _on_whole_matrices(plan, stack, jax.vmap(lambda x: plan.function(x, *more)))
+    start = 0
+    outputs = []
     for part, x in zip(flat, arrays, strict=True):
-        made.append(results[ends : ends + part.shape[0]].reshape(x.shape))
-        ends += part.shape[0]
-    return made
+        end = start + part.shape[0]
+        outputs.append(results[start:end].reshape(x.shape))
+        start = end
+    return outputs
 
 
-def _exchanged(plan: Distribution, stack: Array, work: Callable[[Array], Array]) -> Array:
-    """There, the work on whole matrices, and back."""
+def _on_whole_matrices(plan: Distribution, stack: Array, work: Callable[[Array], Array]) -> Array:
+    """Moves shards into whole matrices, runs the work on them, and moves the results back."""
     moves = [(axes_of(plan.spec, dim), 1 + dim) for dim in range(len(plan.spec))]
     moves = [move for move in moves if move[0]]
     if plan.extra:
@@ -463,7 +478,7 @@ def _exchanged(plan: Distribution, stack: Array, work: Callable[[Array], Array])
         stack = jax.lax.dynamic_slice_in_dim(stack, first, share)
     for axes, dim in moves:
         stack = jax.lax.all_to_all(stack, axes, split_axis=0, concat_axis=dim, tiled=True)
-    # The work is on matrices as the model has them, without the zeros that pad their shards.
+    # The work runs on matrices in the model's shape, without the zeros that pad their shards.
     stack = padded(work(cut(stack, (stack.shape[0], *plan.shape))), stack.shape)
     for axes, dim in reversed(moves):
         stack = jax.lax.all_to_all(stack, axes, split_axis=dim, concat_axis=0, tiled=True)

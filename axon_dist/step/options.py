@@ -1,4 +1,4 @@
-"""What a step does besides its strategy."""
+"""The options of a step other than its strategy."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class StepKeywords(TypedDict, total=False):
 
 
 def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool) -> StepOptions:
-    """The options of a step, given as a value, as keywords, or as both.
+    """Merges the options of a step, given as a value, as keywords, or as both.
 
     Args:
         options: the value; None for the defaults.
-        keywords: fields by name, over those of the value.
+        keywords: fields by name; they take precedence over those of the value.
         scales: whether the precision needs a loss scale, and so has one by default.
 
     Raises:
-        ConfigError: for a value that is no `StepOptions`, or a keyword that is no field of it.
+        ConfigError: if the value is not a `StepOptions`, or a keyword is not one of its fields.
 
     Example:
         >>> options_of(StepOptions(accumulate=4), {"ema": 0.999}, scales=False).ema
@@ -75,18 +75,18 @@ def check_arguments(
     strategy: Any = None,
     model: Any = None,
 ) -> None:
-    """Checks the kinds of the arguments that are no plain values.
+    """Checks the types of the arguments that are not plain values.
 
     Args:
         optimizer: must have `init` and `update`, as optax transformations do.
         loss_fn: must be callable.
         world: must be a `World`.
         remat: must be an `ActivationCheckpointing` or None.
-        strategy: a wrapper must be over a group of this world, and around such a model.
+        strategy: a wrapper must be over a group of this world, and around an equal model.
         model: the model, or a function that makes it.
 
     Raises:
-        ConfigError: naming what was got and what to give instead.
+        ConfigError: naming what was given and what to give instead.
         GroupError: when a wrapper is over a group of another world.
 
     Example:
@@ -97,8 +97,9 @@ def check_arguments(
     """
     if isinstance(optimizer, nnx.Optimizer):
         raise ConfigError(
-            "optimizer is an nnx.Optimizer, which keeps a state of its own; give the optax "
-            "transformation it was made of, the step keeps its state in TrainState.opt_state"
+            "optimizer is an nnx.Optimizer, which keeps its own state; give the optax "
+            "transformation it was made of: the step keeps its state in TrainState.opt_state",
+            code="nnx-optimizer",
         )
     if inspect.isclass(optimizer) or not OPTIMIZER.holds(optimizer):
         of_class = f"the class {getattr(optimizer, '__name__', '')}"
@@ -119,7 +120,8 @@ def check_arguments(
     if hasattr(loss_fn, "cache_info"):
         raise ConfigError(
             "loss_fn is cached by functools, which cannot look up models and batches, and would "
-            "give what it kept of another trace; give the function itself, loss_fn.__wrapped__"
+            "return values of another trace; give the function itself, loss_fn.__wrapped__",
+            code="cached-loss",
         )
     _check_arity(loss_fn)
     if not isinstance(world, World):
@@ -137,7 +139,7 @@ def check_arguments(
         )
     wrapped: Any = getattr(strategy, "module", None)
     both = isinstance(wrapped, nnx.Module) and isinstance(model, nnx.Module)
-    # Made anew it is as good: a strategy depends on names and shapes alone.
+    # An equal model made anew will do: a strategy depends on names and shapes alone.
     if both and wrapped is not model and _weights(wrapped) != _weights(model):
         raise ConfigError(
             f"the {type(strategy).__name__} is around another {type(wrapped).__name__} than the "
@@ -147,7 +149,7 @@ def check_arguments(
 
 
 def _weights(model: Any) -> dict[Any, Any]:
-    """The shape of every weight by its path."""
+    """Returns the shape of every weight by path."""
     flat: Any = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {path: getattr(variable.get_value(), "shape", None) for path, variable in flat}
 
@@ -157,7 +159,7 @@ def _axes(mesh: Mesh) -> str:
 
 
 def _check_arity(loss_fn: LossFn) -> None:
-    """Raises unless a loss can be called as `loss_fn(model, batch)`, or with a `step` besides."""
+    """Raises unless a loss can be called as `loss_fn(model, batch)`, perhaps with `step=` too."""
     if (signature := _signature(loss_fn)) is None:
         return
     try:
@@ -170,7 +172,7 @@ def _check_arity(loss_fn: LossFn) -> None:
 
 
 def takes_step(loss_fn: LossFn) -> bool:
-    """Whether a loss function has a parameter `step` that it must be given.
+    """Whether a loss function has a required parameter `step`.
 
     Example:
         >>> takes_step(lambda model, batch, *, step: 0.0), takes_step(lambda model, batch: 0.0)
@@ -185,12 +187,12 @@ def takes_step(loss_fn: LossFn) -> bool:
 def _signature(function: LossFn) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # A callable that Python knows no signature of.
+    except (TypeError, ValueError):  # Python cannot tell the signature of every callable.
         return None
 
 
 def check_kind(name: str, value: object, kind: type, example: str) -> None:
-    """Raises `ConfigError` unless an option is None or of its kind.
+    """Raises `ConfigError` unless an option is None or of the given type.
 
     Example:
         >>> check_kind("pad", None, str, "the path of a leaf")
@@ -200,13 +202,13 @@ def check_kind(name: str, value: object, kind: type, example: str) -> None:
 
 
 METRICS = ("loss", "grad_norm", "param_norm")
-"""What a step can be asked to report."""
+"""The metrics that a step can report."""
 
 AUTO = "auto"
-"""The `scan_layers` that leaves the choice to what is known of the devices."""
+"""The `scan_layers` that chooses by what is known of the devices."""
 
 ELASTIC = "elastic"
-"""The `deterministic` whose bits do not depend on how many ranks there are."""
+"""The `deterministic` whose bits do not depend on the number of ranks."""
 
 LOSS_SCALE = "loss_scale"
 """The metric in which a step with a `GradScaler` reports its scale."""
@@ -214,69 +216,69 @@ LOSS_SCALE = "loss_scale"
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What a step does besides the strategy.
+    """The options of a step other than its strategy.
 
     Args:
-        accumulate: K microbatches per step, added up before the optimizer runs; a pipeline has its
-            own number.
+        accumulate: K, the number of microbatches per step, whose gradients are added up before the
+            optimizer runs; a pipeline has its own number.
         clip_norm: the largest global norm of the gradient.
-        metrics: which numbers a step reports.
+        metrics: which metrics a step reports.
         scaler: the loss scale; float16 compute has one by default.
-        nonfinite: `"stop"`, `"skip"` or `"rollback"` makes a step whose loss or gradient is not
-            finite keep the state, on all devices, and say so in its metric `nonfinite`; a `Trainer`
-            then does what it says. None updates whatever comes, as plain JAX does.
+        nonfinite: with `"stop"`, `"skip"` or `"rollback"`, a step whose loss or gradient is not
+            finite keeps the state, on all devices, and sets its metric `nonfinite`; a `Trainer`
+            then acts as the word says. None applies every update, as plain JAX does.
         deterministic: True compiles for the same bits in every run, which may be slower on GPUs;
             see `deterministic_options`. `"elastic"` gives the same bits on any number of ranks too,
             on CPUs: for data parallelism, ZeRO and FSDP a step adds up along one balanced binary
-            tree over `logical_shards`. A rank evaluates its shards one after another, so that
-            `accumulate` asks for no more than that there are as many.
-        logical_shards: V, into how many equal parts of successive samples a batch is cut under
-            `deterministic="elastic"`; a power of two, and a multiple of the ranks of every run that
-            is to have these bits.
-        pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
-            with samples of weight 0 (`Padding`), and it is proven of the program that these change
-            neither the loss nor a metric nor a buffer; else the step is refused. None refuses
-            batches that do not divide.
-        compiler_options: what XLA gets beside and over the options of the chip, which
-            `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
-            takes one of them away. Every program of the step is compiled with them, and what
-            `lower(batch).compile()` shows is what runs.
-        separable: True promises that the loss of a batch is the (weighted) mean of those of its
-            parts, False that it is not. None reads it from the programs of the loss of the batch
-            and of one part, at the sizes that run: a mean, a sum and `Weighted` have the value of
-            the whole batch however it is cut, and so has a function of sums over the samples. A
-            loss that couples samples otherwise is computed in global view, and is refused with
-            microbatches, unless False says that what these find is to be averaged all the same. A
-            metric that couples samples beside a loss that does not is refused with microbatches.
-            With True the loss of each part is computed as it is written, and these are averaged: a
-            quotient `sum / count` is NaN for a part in which a mask selects nothing, and then for
-            the batch, where one device has a number. `Weighted(sum, count)`, of which a part of
-            weight 0 counts nothing, has that number, as has None, which adds the sums up.
-        eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
-            as `{"deterministic": True}`. Modules of NNX are switched by `eval()`, and bridged Linen
-            modules, with the layers of Linen in them, as `evaluation` says; give here what
-            models of yours need besides.
-        ema: the decay of a moving average of the trained parameters, which the state then keeps,
-            `ema = decay * ema + (1 - decay) * params` after every update, from the first
-            parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates
+            tree over `logical_shards`. A rank evaluates its shards one after another, so
+            `accumulate` only requires that there are at least as many shards.
+        logical_shards: V, the number of equal parts of successive samples into which a batch is cut
+            under `deterministic="elastic"`; a power of two, and a multiple of the number of ranks
+            of every run that shall have the same bits.
+        pad: the leaf of the batch that weighs samples. Batches that do not divide are filled up
+            with samples of weight 0 (`Padding`). The step is refused unless its program proves that
+            these change neither the loss nor a metric nor a buffer. None refuses batches that do
+            not divide.
+        compiler_options: options for XLA in addition to those of the chip, which they override.
+            `hardware.HARDWARE` lists the options of the chips, which make collectives fewer and
+            hidden; the value None removes one of them. Every program of the step is compiled with
+            these options, and `lower(batch).compile()` shows the program that runs.
+        separable: True promises that the loss of a batch is the (weighted) mean of the losses of
+            its parts, False that it is not. None reads it from the programs of the loss of the
+            batch and of one part, at the sizes that run: a mean, a sum and `Weighted` have the
+            value of the whole batch however it is cut, and so has a function of sums over the
+            samples. A loss that couples samples in another way is computed in global view, and is
+            refused with microbatches; with False, the losses of the microbatches are averaged
+            instead. A metric that couples samples is refused with microbatches if the loss does
+            not couple them. True trusts the loss and averages the losses of the parts: a quotient
+            `sum / count` is NaN for a part in which a mask selects nothing, and then for the batch,
+            where one device has a number. `Weighted(sum, count)` has that number, since a part of
+            weight 0 does not count; so has None, which adds the sums up.
+        eval_kwargs: keyword arguments that `evaluate` passes to the call of the model, in place of
+            those that the loss passes, such as `{"deterministic": True}`. NNX modules are switched
+            by `eval()`; bridged Linen modules, and the Linen layers in them, as `evaluation`
+            describes. Give here what else your models need.
+        ema: the decay of a moving average of the trained parameters, which the state then keeps:
+            `ema = decay * ema + (1 - decay) * params` after every update, starting from the first
+            parameters. `evaluate` and `merge` use it with `ema=True`, and a `Trainer` validates
             it.
-        unroll: up to how many blocks are unrolled, where `scan_layers` is `"auto"` and the strategy
-            splits or recomputes them; longer chains run as one loop. None leaves it to
-            `scan_layers`. It changes no number.
+        unroll: the largest number of blocks that are unrolled, where `scan_layers` is `"auto"` and
+            the strategy splits or recomputes them; longer chains run as one loop. None leaves it to
+            `scan_layers`. It does not change the results.
         scan_layers: whether equal blocks that call each other run as one loop, a `lax.scan`, or are
-            unrolled. A loop is compiled once, gathers and recomputes one block at a time, and puts
-            what each keeps for its backward pass on stacks; unrolled, each block is compiled by
-            itself. `"auto"` leaves up to four blocks unrolled, and on GPUs more where the
-            stacks of a loop would take more time in 10,000 steps than compiling the blocks; but
-            blocks that are recomputed, and more than 16 that gather their weights, are a loop. On
-            other devices, and under tensor, context and expert parallelism, more than four are a
-            loop. `print(step)` says what it chose and why, once a batch was traced. Blocks that
-            the model keeps stacked are a loop of its own. It changes no number.
-        axis_names: the axes of the mesh that are meant by the names in the code of the model, such
-            as `{"data": ("dp", "fsdp"), "heads": "tp"}`: in `with_sharding_constraint`, in
-            `reshard`, and in the annotations of `nnx.with_partitioning`. Axes of the mesh are known
-            by their own names, and constraints also by names that others use, such as `"data"` and
-            `"model"`. An empty list means no axis. It changes no number.
+            unrolled. A loop is compiled once, gathers and recomputes one block at a time, and
+            stacks what each block keeps for its backward pass; unrolled, each block is compiled
+            separately. `"auto"` unrolls up to four blocks, and on GPUs more if the stacks of a loop
+            would cost more time in 10,000 steps than compiling the blocks; but recomputed blocks,
+            and more than 16 that gather their weights, run as a loop. On other devices, and under
+            tensor, context and expert parallelism, more than four run as a loop. `print(step)` says
+            what it chose and why, once a batch was traced. Blocks that the model keeps stacked run
+            in the model's own loop. It does not change the results.
+        axis_names: which mesh axes the axis names in the model's code refer to, such as
+            `{"data": ("dp", "fsdp"), "heads": "tp"}`: in `with_sharding_constraint`, in
+            `reshard`, and in the annotations of `nnx.with_partitioning`. Mesh axes are known by
+            their own names, and in constraints also by common other names, such as `"data"` and
+            `"model"`. An empty list means no axis. It does not change the results.
 
     Example:
         >>> StepOptions(accumulate=4, clip_norm=1.0).accumulate
@@ -301,14 +303,14 @@ class StepOptions:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether bits do not depend on how many ranks there are."""
+        """Whether the bits do not depend on the number of ranks."""
         return self.deterministic == ELASTIC
 
     def __post_init__(self) -> None:
         check_fields(self, "build_train_step")
 
     def validate(self) -> None:
-        """Raises `ConfigError` unless every option has a possible value."""
+        """Raises `ConfigError` unless every option has a valid value."""
         if self.accumulate < 1:
             raise ConfigError(
                 f"accumulate is {self.accumulate!r}; it must be a whole number of microbatches, "
@@ -316,8 +318,9 @@ class StepOptions:
             )
         if self.unroll is not None and self.unroll < 1:
             raise ConfigError(
-                f"unroll is {self.unroll!r}; it must be up to how many blocks are written out, at "
-                "least 1, which runs all of them by a loop, or None"
+                f"unroll is {self.unroll!r}; it must be the largest number of blocks to unroll, at "
+                "least 1, which runs all of them as a loop, or None",
+                code="unroll-range",
             )
         if self.unroll is not None and self.scan_layers != AUTO:
             raise ConfigError(
@@ -342,5 +345,6 @@ class StepOptions:
             raise ConfigError(
                 f"logical_shards is {shards!r}, and deterministic is {self.deterministic!r}; "
                 f"deterministic={ELASTIC!r} needs logical_shards, a power of two such as 8, and "
-                "without it there are none"
+                "other values take none",
+                code="logical-shards",
             )

@@ -1,4 +1,4 @@
-"""A model taken apart once, outside the step: its structure, its parameters, everything else."""
+"""A model split once, outside the step, into structure, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from ..ops.int8 import Int8Form, as_values, int8_form, narrowed
 from ..ops.precision import MixedPrecision, cast_floating
 
 INT8 = "int8"
-"""The dtype of frozen parameters that is no cast: matrices are kept as `int8_form` says."""
+"""The `frozen_dtype` that quantises matrices, as `int8_form` says, instead of casting them."""
 
 STATE = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
-"""Variables that a forward pass changes, so that no optimizer can."""
+"""Variables that a forward pass changes itself, so an optimizer must not."""
 
 
 def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
-    """Reads what is to be trained.
+    """Turns a choice of trained parameters into an nnx filter.
 
     Args:
-        trainable: a type of Variable, such as `nnx.LoRAParam`; a string, a regular expression that
-            is searched for in the paths of the model's `nnx.Param`s; a predicate
-            `(keys, variable)` or another filter of nnx, such as
-            `nnx.All(nnx.Param, nnx.Not(nnx.PathContains("embedding")))`; or a tuple of these, of
-            which any may hold.
+        trainable: a type of Variable, such as `nnx.LoRAParam`; a regular expression that is
+            searched for in the paths of the model's `nnx.Param`s; a predicate
+            `(keys, variable)` or another nnx filter, such as
+            `nnx.All(nnx.Param, nnx.Not(nnx.PathContains("embedding")))`; or a tuple of these, any
+            of which may match.
 
     Returns:
-        `(keys, variable)` -> whether it is trained, which is a filter of nnx: what
+        `(keys, variable)` -> whether it is trained. This is an nnx filter, such as
         `nnx.Optimizer(model, tx, wrt=...)` takes.
 
     Raises:
-        ConfigError: when it is none of these, or a string is no regular expression.
+        ConfigError: when it is none of these, or a string is not a regular expression.
 
     Example:
         >>> is_trained = trainable_filter(("head", nnx.LoRAParam))
@@ -90,14 +90,14 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
 
 
 def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
-    """Raises unless a choice finds something in a model, and nothing that no optimizer can change.
+    """Raises unless a choice matches Variables of a model, all of which an optimizer may change.
 
     Args:
-        trainable: as for `trainable_filter`; of a tuple each part must find something.
-        model: any; its leaves may be tracers.
+        trainable: as for `trainable_filter`; each part of a tuple must match something.
+        model: any model; its leaves may be tracers.
 
     Raises:
-        ConfigError: naming the choice and what there is, or the Variable.
+        ConfigError: naming the choice and what the model has, or the Variable.
     """
     flat = nnx.to_flat_state(nnx.state(model))
     for one in trainable if isinstance(trainable, (tuple, list)) else (trainable,):
@@ -122,19 +122,20 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
 
 
 def frozen_as(dtype: DTypeLike, frozen: PyTree) -> Any:
-    """Reads the dtype that frozen parameters shall be kept in.
+    """Reads the dtype in which the state keeps frozen parameters.
 
     Args:
         dtype: a floating-point dtype or its name, or int8.
         frozen: the frozen parameters.
 
     Raises:
-        ConfigError: when it is no such dtype, or nothing is frozen.
+        ConfigError: when it is another dtype, or nothing is frozen.
     """
     if not jax.tree.leaves(frozen):
         raise ConfigError(
-            f"frozen_dtype={dtype!r}, and nothing of the model is frozen; say what is trained, "
-            "such as trainable=nnx.LoRAParam, or leave the dtype out"
+            f"frozen_dtype={dtype!r}, and the model has no frozen parameters; say what is trained, "
+            "such as trainable=nnx.LoRAParam, or leave the dtype out",
+            code="nothing-frozen",
         )
     try:
         is_int8 = jnp.dtype(dtype) == jnp.int8
@@ -153,15 +154,17 @@ def _words(trainable: Any) -> str:
 
 # The metaclass of modules hides `|` from type checkers.
 ModelLike: TypeAlias = Union[nnx.Module, Callable[[], nnx.Module]]  # noqa: UP007
-"""A module, or a function of no arguments that makes one (its arrays are then init sharded)."""
+"""A module, or a function of no arguments that makes one, whose arrays are then created sharded."""
 
 LINEN_BOX = "linen_meta_type"
-"""What `nnx.bridge` notes of a value with axes: how Linen is to box it."""
+"""The metadata in which `nnx.bridge` records how Linen boxes a value with axes."""
 
-STEP, SHARED = "axon_step", "axon_shared"
+STEP = "axon_step"
+"""The key among the buffers under which a loss gets the number of the step."""
+SHARED = "axon_shared"
+"""The key among the buffers under which a loss gets what all samples share."""
 MEAN_WEIGHT = "axon_mean_weight"
-"""Among what samples share: the mean weight of a sample, by which a `WithTerm` counts its term."""
-"""The keys among the buffers of what a loss reads beside the samples."""
+"""The key in `SHARED` of the mean weight of a sample, by which a `WithTerm` counts its term."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,24 +173,24 @@ class ModelSpec:
 
     Args:
         graphdef: the structure; hashable, without arrays.
-        params: nested dict of `ShapeDtypeStruct`, what the optimizer trains.
+        params: nested dict of `ShapeDtypeStruct`: the trained parameters.
         buffers: nested dict of `ShapeDtypeStruct`: statistics, random keys and their counts.
-        frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer leaves alone.
+        frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer does not train.
         reads_step: whether the loss takes the number of the step.
-        shared: nested dict of `ShapeDtypeStruct`: what a batch has beside its samples.
-        others: the paths of the buffers of other kinds than statistics and random streams, which
-            are as large as their maker likes.
+        shared: nested dict of `ShapeDtypeStruct`: what a batch has in addition to its samples.
+        others: the paths of the buffers that are neither statistics nor random streams; these may
+            be of any size.
         int8: the frozen parameters that the state keeps in eight bits, by path; `frozen` and
             `weights` describe them as the model reads them.
 
     Attributes:
-        weights: nested dict of `ShapeDtypeStruct`: trained and frozen parameters, as the model has
-            them. The forward pass reads these, and policies and units know no other.
+        weights: nested dict of `ShapeDtypeStruct`: trained and frozen parameters, in the model's
+            form. The forward pass reads these; policies and units work on these alone.
         shapes: their global shapes by path.
         frozen_paths: the paths of the frozen parameters.
 
     Raises:
-        ConfigError: when nothing is trained, or something without a gradient.
+        ConfigError: when nothing is trained, or a trained parameter has no gradient.
     """
 
     graphdef: nnx.GraphDef
@@ -204,7 +207,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not jax.tree.leaves(self.params):
-            # A choice that finds nothing has spoken already.
+            # A choice that matches nothing has raised already.
             raise ConfigError(
                 "the model has no nnx.Param, so there is nothing to train; a bridged Linen module "
                 "needs lazy_init(x) first"
@@ -212,8 +215,9 @@ class ModelSpec:
         for path, leaf in leaves_with_paths(self.params):
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 raise ConfigError(
-                    f"the parameter {path!r} has dtype {leaf.dtype}, of which there is no "
-                    "gradient; keep it in an nnx.Variable instead of an nnx.Param"
+                    f"the parameter {path!r} has dtype {leaf.dtype}, which has no gradient; keep "
+                    "it in an nnx.Variable instead of an nnx.Param",
+                    code="param-dtype",
                 )
         weights = combine(self.params, self.frozen) if self.frozen else self.params
         object.__setattr__(self, "weights", weights)
@@ -224,20 +228,20 @@ class ModelSpec:
 
     @property
     def arguments(self) -> tuple[PyTree, PyTree]:
-        """What a forward pass takes beside the samples, as shapes: weights, and buffers."""
+        """The arguments of a forward pass other than the samples, as shapes: weights, buffers."""
         step = jax.ShapeDtypeStruct((), jnp.int32)
         return self.weights, self.with_inputs(self.buffers, step, self.shared)
 
     def with_inputs(self, buffers: PyTree, step: Any, shared: PyTree) -> PyTree:
-        """Buffers as a forward pass takes them: with what the loss reads beside the samples.
+        """Adds the other inputs of the loss that belong to no sample to the buffers.
 
-        It is passed with them, since like them it belongs to no sample, and like a key that nobody
-        draws from it comes out as it went in.
+        They are passed with the buffers because these belong to no sample either. They come out
+        unchanged, like a key from which nothing is drawn.
 
         Args:
             buffers: the model's own.
-            step: how many steps have been taken; left out where the loss does not take it.
-            shared: what the batch has beside its samples, a nested dict.
+            step: how many steps have been taken; omitted if the loss does not take it.
+            shared: nested dict, what the batch has in addition to its samples.
         """
         number = {STEP: step} if self.reads_step else {}
         return {**buffers, **number, **({SHARED: shared} if shared else {})}
@@ -249,7 +253,7 @@ class ModelSpec:
 
     @property
     def dtype(self) -> Any:
-        """The dtype that the parameters promote to; of complex numbers that of their parts."""
+        """The dtype that the parameters promote to; for complex numbers that of their parts."""
         dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.params)))
         return jnp.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
@@ -261,34 +265,33 @@ class ModelSpec:
 
     @cached_property
     def abstract(self) -> nnx.Module:
-        """The model with shapes in place of arrays, to look at and not to change."""
+        """The model with shapes in place of arrays; do not modify it."""
         return nnx.merge(self.graphdef, self.weights, self.buffers)
 
     @cached_property
     def stacks(self) -> Mapping[Path, int]:
-        """The outermost modules that stack layers, and how many each holds."""
+        """The outermost modules that stack layers, and the number of layers in each."""
         return stacks_of(self.abstract)
 
     @cached_property
     def bridges(self) -> frozenset[Path]:
         """The paths of the bridged Linen modules."""
-        keys = (keys for keys, _ in bridges_of(self.abstract))
-        return frozenset("/".join(map(str, each)) for each in keys)
+        return frozenset("/".join(map(str, keys)) for keys, _ in bridges_of(self.abstract))
 
     def merge(self, weights: PyTree, buffers: PyTree) -> nnx.Module:
-        """Puts a model together around given arrays; changing it leaves them as they are.
+        """Builds a model from arrays; changing the model does not change the trees given.
 
-        A parameter in eight bits becomes the value of its Variable as `Int8`.
+        A parameter in eight bits becomes an `Int8` value of its Variable.
         """
         values = as_values(weights, self.int8) if self.int8 else weights
         return nnx.merge(self._unboxed, values, split_inputs(buffers)[0], copy=True)
 
     @cached_property
     def _unboxed(self) -> nnx.GraphDef:
-        """The structure in which Linen finds arrays where its author has written axes on them.
+        """The structure without Linen's boxes, so Linen finds plain arrays behind annotations.
 
-        Whoever unboxes such a value lays it out over these axes where a mesh is in context, also
-        over one that has none of them; the strategy has read them and decides.
+        Unboxing such a value would lay it out over the annotated axes if a mesh is in context, even
+        over a mesh without these axes. The strategy has read the annotations and decides instead.
         """
         model = nnx.merge(self.graphdef, self.weights, self.buffers)
         variables = (v for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable))
@@ -303,9 +306,9 @@ class Source:
     """Where the first values of a model come from: arrays of a module, or a function to run.
 
     Args:
-        arrays: (weights, buffers) of a module that exists; weights are trained and frozen.
-        make: returns (weights, buffers) of a new one; to be jitted with the shardings that they
-            shall be init with.
+        arrays: (weights, buffers) of an existing module; weights are trained and frozen.
+        make: returns (weights, buffers) of a new module; to be jitted with `out_shardings`, so that
+            the arrays are created sharded.
     """
 
     arrays: tuple[PyTree, PyTree] | None = None
@@ -313,7 +316,7 @@ class Source:
 
 
 def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[ModelSpec, Source]:
-    """Splits a model into structure and arrays, without making any array of a factory's model.
+    """Splits a model into structure and arrays; a factory's model is only traced.
 
     Args:
         model: an NNX module, or a zero-argument function that returns one.
@@ -324,8 +327,8 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
         The parts, and where the first values come from.
 
     Raises:
-        ConfigError: when `model` is neither, or nothing in it is trained, or something without a
-            gradient.
+        ConfigError: when `model` is neither, or nothing in it is trained, or a trained parameter
+            has no gradient.
 
     Example:
         >>> parts, source = split_model(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
@@ -342,8 +345,9 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ConfigError(
                     f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; "
-                    "give the function that makes the model, of which a step makes every array in "
-                    "its place"
+                    "give the function that makes the model, and the step creates every array with "
+                    "its sharding",
+                    code="model-of-shapes",
                 )
             if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
                 raise ConfigError(f"{name!r} of the model {problem}")
@@ -357,14 +361,15 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
         )
     if hasattr(model, "cache_info"):
         raise ConfigError(
-            "the function that makes the model is cached by functools, and would give what it kept "
-            "of another trace; give the function itself, such as lambda: Model(rngs=nnx.Rngs(0))"
+            "the function that makes the model is cached by functools, and would return values of "
+            "another trace; give the function itself, such as lambda: Model(rngs=nnx.Rngs(0))",
+            code="cached-model",
         )
     _check_takes_nothing(model)
     structure: list[Any] = []
 
     def new() -> tuple[PyTree, PyTree, PyTree]:
-        # Annotated models would ask for a mesh in context; the strategy decides instead.
+        # Annotated models would require a mesh in context; the strategy decides instead.
         with nnx.use_eager_sharding(False):
             made = model()
         if not isinstance(made, nnx.Module):
@@ -383,8 +388,9 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
 
 
 def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
-    """What makes the weights and buffers of a new model, by its trace where that is small."""
-    layout, consts = jax.tree.structure(shapes), closed.consts
+    """Returns a function that makes the weights and buffers; it reuses the trace if it is small."""
+    layout = jax.tree.structure(shapes)
+    consts = closed.consts
     is_small = sum(getattr(x, "nbytes", _MOST_KEPT + 1) for x in consts) <= _MOST_KEPT
 
     def values() -> tuple[PyTree, PyTree]:
@@ -393,16 +399,17 @@ def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
         return combine(params, frozen), buffers
 
     if not is_small:
+        # Do not keep large constants alive in the closure.
         closed = None
     return values
 
 
 _MOST_KEPT = 2**16
-"""Bytes of constants up to which the trace of a factory is kept: a step lives long."""
+"""The most bytes of constants with which the trace of a factory is kept: a step lives long."""
 
 
 def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:
-    """The buffers of the model, and the inputs of the loss that are passed with them."""
+    """Separates the buffers of the model from the inputs of the loss that are passed with them."""
     inputs = {key: buffers[key] for key in (STEP, SHARED) if key in buffers}
     return {key: value for key, value in buffers.items() if key not in inputs}, inputs
 
@@ -410,20 +417,20 @@ def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:
 def stored_as(
     parts: ModelSpec, source: Source, dtypes: MixedPrecision | None, frozen: Any = None
 ) -> tuple[ModelSpec, Source]:
-    """Parts and first values of a model in the dtypes that a policy keeps between steps.
+    """Casts a model to the dtypes in which a policy keeps it between steps.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         source: where its first values come from.
         dtypes: `param` is for trained parameters, `buffer` for statistics; None leaves them.
-        frozen: the dtype of frozen parameters, or its name; None leaves them. With `"int8"` the
-            values stay what they are, and the parts say which the state keeps in eight bits.
+        frozen: the dtype of frozen parameters, or its name; None leaves them. `"int8"` does not
+            cast the values here: the returned parts say which the state keeps in eight bits.
 
     Returns:
-        Both, recast; a factory's values are cast where they are made.
+        The parts and the source, recast; a factory's values are cast where they are made.
 
     Raises:
-        ConfigError: when the dtype is none of floats nor int8, or nothing is frozen.
+        ConfigError: when the dtype is neither floating-point nor int8, or nothing is frozen.
     """
     frozen = None if frozen is None else frozen_as(frozen, parts.frozen)
     if frozen == INT8:
@@ -467,12 +474,17 @@ def _forms(parts: ModelSpec) -> dict[Path, Int8Form]:
 def _split(
     model: nnx.Module, trained: Any
 ) -> tuple[tuple[nnx.GraphDef, frozenset[Path]], tuple[PyTree, PyTree, PyTree]]:
-    """The structure, and what buffers are no layers' state; trained, buffers and frozen."""
+    """Splits a model.
+
+    Returns:
+        The structure with the paths of `ModelSpec.others`; and (trained, buffers, frozen).
+    """
     graphdef, params, frozen, buffers = nnx.split(model, trained, nnx.Param, ...)
-    states = params, buffers, frozen
-    for keys, leaf in (pair for state in states for pair in nnx.to_flat_state(state)):
+    states = (params, buffers, frozen)
+    leaves = [pair for state in states for pair in nnx.to_flat_state(state)]
+    for keys, leaf in leaves:
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        # Leaves of a tree within a Variable have no path of their own.
+        # The leaves of a tree inside a Variable have no path of their own.
         if isinstance(value, (dict, list, tuple, nnx.State)):
             path = "/".join(map(str, keys))
             raise ConfigError(
@@ -489,7 +501,7 @@ def _split(
 
 
 def _check_takes_nothing(make: Function) -> None:
-    # The metaclass of modules hides what a class takes.
+    # The metaclass of modules hides the signature of the class.
     run, args = (make.__init__, (None,)) if isinstance(make, type) else (make, ())
     try:
         inspect.signature(run).bind(*args)

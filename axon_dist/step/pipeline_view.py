@@ -1,4 +1,4 @@
-"""Gradients by a pipeline: stages per rank, microbatches in the order of a schedule."""
+"""Gradients in a pipeline: a rank runs its stages on microbatches in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -48,50 +48,55 @@ from .spec import StepSpec
 from .storage import nested_metrics, traced, unit_paths
 
 Partitioned: TypeAlias = dict[int, int]
-"""Of parameters outside the blocks that are split by the vocabulary, number and dim."""
+"""The parameters outside the blocks that are split over the vocabulary: index to split dim."""
 
 
 def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
-    """Gradients by a pipeline, in stored form, with the sharding of their moments.
+    """Computes gradients in a pipeline, in stored form, sharded like their moments.
 
-    The pipeline axis and the batch axes are manual: a rank holds its stages and its samples of
-    every microbatch, adds up gradients over the whole schedule, and reduces them once. Other axes
-    stay with the compiler.
+    The pipeline axis and the batch axes are manual: a rank has its stages and its samples of every
+    microbatch, adds up gradients over the whole schedule, and reduces them once. The compiler
+    partitions over the other axes.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         arguments: parameters, buffers, batch and scale.
     """
-    plan, (params, frozen, buffers, batch, scale) = StagedPlan.of(spec), arguments
+    plan = StagedPlan.of(spec)
+    params, frozen, buffers, batch, scale = arguments
     if spec.num_microbatches == 1:
         batch = jax.tree.map(lambda x: x[None], batch)
     params, frozen = plan.changes.cast((params, frozen))
     replicated = PartitionSpec()
-    parted = plan.parted(buffers, batch) if plan.pipeline.schedule.splits_vocabulary else {}
+    split_dims: Partitioned = {}
+    if plan.pipeline.schedule.splits_vocabulary:
+        split_dims = plan.vocabulary_dims(buffers, batch)
     draws = None
     if jax.tree.leaves(buffers) or spec.parts_draw(batch):
         draws = draws_of(spec, batch, spec.strategy.batch_axes)
-    rest_specs = [plan.by_tokens(parted.get(i), replicated) for i in range(len(plan.rows.rest))]
+    rest_specs = [
+        plan.split_spec(split_dims.get(i), replicated) for i in range(len(plan.rows.rest))
+    ]
     stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
     in_specs: list[Any] = [(plan.row_specs, rest_specs), replicated]
     if plan.rows.untrained is not None:
-        stored[1] = plan.rows.untrained.rows_of(frozen), plan.rows.rest_of(frozen)
-        in_specs[1] = plan.frozen_specs, rest_specs
+        stored[1] = (plan.rows.untrained.rows_of(frozen), plan.rows.rest_of(frozen))
+        in_specs[1] = (plan.frozen_specs, rest_specs)
     mapped = jax.shard_map(
-        lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, parted),
+        lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, split_dims),
         mesh=spec.mesh,
         axis_names=frozenset(plan.axes),
         in_specs=(*in_specs, replicated, PartitionSpec(None, spec.strategy.batch_axes), replicated),
-        out_specs=(*plan.grad_specs(parted), replicated, replicated, replicated),
+        out_specs=(*plan.grad_specs(split_dims), replicated, replicated, replicated),
         check_vma=False,
     )
     parts = spec.num_microbatches * spec.num_ranks
-    # As in `gradient_sums`: scaled like the mean of the whole batch.
+    # As in `gradient_sums`: gradients are scaled like those of the mean of the whole batch.
     scale = None if scale is None else scale / parts
     rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
     if not plan.is_whole_mesh:
         rows, rest = plan.reduced_outside(rows, rest)
-    # Shards of a region are padded to equal sizes.
+    # `shard_map` needs equal shards: cut the padding off again.
     reduced = like(plan.rows.assemble(rows, rest), spec.stored.params)
     reduced = jax.lax.with_sharding_constraint(reduced, spec.stored.owners)
     total, weight, metrics = loss
@@ -102,22 +107,21 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedPlan:
-    """What one rank does in the manual region.
+    """The work of one rank in the manual region.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        pipeline: what its strategy says about the pipeline.
+        pipeline: the pipeline of its strategy.
         rows: the stored form of the parameters.
-        axes: the axes that are manual.
-        is_whole_mesh: whether no axis is left to the compiler.
-        changes: those of the model on a rank: its blocks are units.
-        rank_shapes: the shapes of the model's parameters where a rank computes: of its own experts
-            alone.
-        row_specs: the specs of the rows of trained parameters in the manual region: by stages, and
-            experts over the ranks that their tokens are sent to.
-        frozen_specs: likewise those of frozen ones.
-        added_over: the batch axes over which the gradients of each row are added up: not those it
-            is split over, along which the samples of all ranks are sent to it.
+        axes: the manual axes.
+        is_whole_mesh: whether all axes are manual, so that none is left to the compiler.
+        changes: the changes to the model on a rank: its blocks are units.
+        rank_shapes: the shapes of the model's parameters on a rank, which has only its own experts.
+        row_specs: the specs of the rows of trained parameters in the manual region: split by
+            stages, and experts over the ranks that their tokens are sent to.
+        frozen_specs: the same for the rows of frozen parameters.
+        added_over: the batch axes over which the gradients of each row are summed. Axes that split
+            the row are not among them: the samples of all ranks along these are sent to the row.
     """
 
     spec: StepSpec
@@ -133,15 +137,18 @@ class StagedPlan:
 
     @classmethod
     def of(cls, spec: StepSpec) -> StagedPlan:
-        """The plan of a step whose strategy has a pipeline."""
-        strategy, rows = spec.strategy, spec.stored.storage.rows
+        """Builds the plan of a step whose strategy has a pipeline."""
+        strategy = spec.strategy
+        rows = spec.stored.storage.rows
         assert strategy.pipeline is not None
         assert rows is not None
-        axis, batch_axes = strategy.pipeline.axis, strategy.batch_axes
+        axis = strategy.pipeline.axis
+        batch_axes = strategy.batch_axes
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
         blocks, looped = unit_paths(called, spec.stored.storage.stacks)
-        of_rank, row_specs = dict(rows.flat_shapes), []
+        rank_shapes = dict(rows.flat_shapes)
+        row_specs = []
         manual = (axis, *strategy.resident)
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
@@ -151,8 +158,8 @@ class StagedPlan:
             by_slot = flatten(layout)
             for keys, slot in part.slots.items():
                 sharding = NamedSharding(spec.mesh, PartitionSpec(*by_slot[slot][1:]))
-                shape = sharding.shard_shape(of_rank[keys].shape)
-                of_rank[keys] = jax.ShapeDtypeStruct(shape, of_rank[keys].dtype)
+                shape = sharding.shard_shape(rank_shapes[keys].shape)
+                rank_shapes[keys] = jax.ShapeDtypeStruct(shape, rank_shapes[keys].dtype)
         return cls(
             spec=spec,
             pipeline=strategy.pipeline,
@@ -160,7 +167,7 @@ class StagedPlan:
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
             changes=ModelChanges(strategy, spec.parts, blocks, looped=looped),
-            rank_shapes=nest(of_rank),
+            rank_shapes=nest(rank_shapes),
             row_specs=row_specs[0],
             frozen_specs=row_specs[1] if rows.frozen else [],
             added_over=[
@@ -169,36 +176,43 @@ class StagedPlan:
             ],
         )
 
-    def parted(self, buffers: PyTree, batch: Batch) -> Partitioned:
-        """The parameters split by the vocabulary, of a schedule that has actions for them."""
+    def vocabulary_dims(self, buffers: PyTree, batch: Batch) -> Partitioned:
+        """Finds the parameters to split over the vocabulary, for a schedule that splits it."""
         trace = self.trace(buffers, batch, in_region=False)
         axis = self.pipeline.axis
         embedding = self.pipeline.schedule.splits_embedding
-        rest, size = self.rows.rest, self.spec.mesh.shape[axis]
+        rest = self.rows.rest
+        size = self.spec.mesh.shape[axis]
         dims = partition_by_tokens(trace, rest, axis, size, embedding)
         return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
 
-    def by_tokens(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
-        """The spec, or one that splits a dim over the pipeline where this one does not begin so."""
+    def split_spec(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
+        """Returns a spec that splits `dim` over the pipeline; the given one if it does so already.
+
+        With `dim=None` it is the given one too.
+        """
         axis = self.pipeline.axis
         if dim is None or (dim < len(spec) and axes_of(spec, dim)[:1] == (axis,)):
             return spec
         return PartitionSpec(*(None,) * dim, axis)
 
-    def grad_specs(self, parted: Partitioned) -> tuple[PyTree, PyTree]:
-        """The specs of rows and rest when they leave the manual region.
+    def grad_specs(self, split_dims: Partitioned) -> tuple[PyTree, PyTree]:
+        """Returns the specs of the gradients of rows and rest as they leave the manual region.
 
-        A reduce-scatter in a region where other axes are automatic would first gather over these.
-        There the addends of all ranks leave side by side, and the compiler sums them outside.
+        In a region where other axes are automatic, a reduce-scatter would first gather over these.
+        There, the addends of all ranks leave the region stacked in a new dim, and the compiler sums
+        them outside.
         """
         if not self.is_whole_mesh:
             axis = self.pipeline.axis
-            pairs = map(zip, self.row_specs, self.added_over)
-            rows = [[PartitionSpec(axis, by or None, *row[1:]) for row, by in of] for of in pairs]
+            rows = []
+            for specs_of_row, axes_of_row in zip(self.row_specs, self.added_over, strict=True):
+                pairs = zip(specs_of_row, axes_of_row, strict=True)
+                rows.append([PartitionSpec(axis, by or None, *row[1:]) for row, by in pairs])
             return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
         manual = jax.tree.map(lambda x: only_axes(x.spec, self.axes), self.spec.stored.owners)
         rest = [
-            None if spec is None else self.by_tokens(parted.get(i), spec)
+            None if spec is None else self.split_spec(split_dims.get(i), spec)
             for i, spec in enumerate(self.rows.rest_of(manual))
         ]
         return self.rows.trained.rows_of(manual), rest
@@ -211,23 +225,27 @@ class StagedPlan:
         batch: Batch,
         scale: Any,
         draws: Draws | None,
-        parted: Partitioned,
+        split_dims: Partitioned,
     ) -> Any:
-        """Runs on one rank: its stages and its samples in, reduced sums and new buffers out.
+        """Runs on one rank: takes its stages and samples, returns reduced sums and new buffers.
 
-        `params` and `frozen` are each the rows and the rest, of which None is at the places of the
-        other's; of what is `parted` this rank has its part.
+        `params` and `frozen` are each a pair of rows and rest; each rest has None where the other
+        has a value. Of the parameters in `split_dims` this rank has its shard.
         """
         spec = self.spec
         drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
         stacks = spec.stored.storage.stacks
         drawing = stacks.split_buffers(drawing) if stacks.depths else drawing
         trace = self.trace(drawing, batch)
-        lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted}) if parted else []
-        looked_up = tuple(each.rows.result for each in lookups)
-        unparted = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
-        trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unparted))
-        programs, count = self.programs(trace), spec.num_microbatches
+        lookups = (
+            lookups_in(trace, {i: self.rows.rest[i] for i in split_dims}) if split_dims else []
+        )
+        looked_up = tuple(lookup.rows.result for lookup in lookups)
+        unsplit = {keys: i for i, keys in enumerate(self.rows.rest) if i not in split_dims}
+        trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unsplit))
+        programs = self.programs(trace)
+        count = spec.num_microbatches
+        # The buffers that the loss changes, and the stage that changes each.
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
         paths = [path for path, _ in leaves_with_paths(drawing)]
@@ -237,16 +255,19 @@ class StagedPlan:
         if in_turn:
             check_order(trace, drawing, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
-        ahead = {keys: rest[i] for keys, i in unparted.items()}
+        ahead = {keys: rest[i] for keys, i in unsplit.items()}
         over_time, changed = buffers_over_time(trace, drawing, count, learned, unchanged, ahead)
-        leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
+        leaves = jax.tree.leaves(batch)
+        first = jax.tree.leaves(drawing)
 
         def data(microbatch: Array) -> Data:
-            at = functools.partial(jax.lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
-            now = [at(over_time[i]) if i in over_time else leaf for i, leaf in enumerate(first)]
+            row = functools.partial(jax.lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
+            buffers_now = [
+                row(over_time[i]) if i in over_time else leaf for i, leaf in enumerate(first)
+            ]
             if draws is not None:
-                now = [at_part(leaf, draws.part(microbatch)) for leaf in now]
-            return Data(now, [at(leaf) for leaf in leaves])
+                buffers_now = [at_part(leaf, draws.part(microbatch)) for leaf in buffers_now]
+            return Data(buffers_now, [row(leaf) for leaf in leaves])
 
         weight = mean_weight(trace, data, count, spec.strategy.batch_axes)
         sums = Executor(
@@ -263,40 +284,42 @@ class StagedPlan:
             learned={i: first[i] for i in learned},
             once=once,
             means=means,
-            parted=parted,
+            parted=split_dims,
             lookups=lookups,
         ).run()
         leaves, structure = jax.tree.flatten(changed)
         after = structure.unflatten(sums.learned.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.depths else after
         unit = jnp.ones(()) if weight is None else weight
-        reduced, names = self._reduce(sums, parted), cast(Any, trace.metrics)
-        total, of_loss, metrics = all_sum(sums.loss, self.axes)
-        loss = total, of_loss, nested_metrics(dict(zip(names, metrics, strict=True)))
+        reduced = self._reduce(sums, split_dims)
+        names = cast(Any, trace.metrics)
+        total, loss_weight, metrics = all_sum(sums.loss, self.axes)
+        loss = (total, loss_weight, nested_metrics(dict(zip(names, metrics, strict=True))))
         return *reduced, unit, loss, changed if draws is None else without_rank(changed, buffers)
 
     def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:
-        """The loss of one microbatch of this rank; outside of the manual region of all ranks."""
-        spec, strategy = self.spec, self.spec.strategy
+        """Traces the loss of one microbatch: of this rank in the region, of all ranks outside."""
+        spec = self.spec
+        strategy = spec.strategy
 
-        def also(model: nnx.Module) -> None:
+        def change(model: nnx.Module) -> None:
             spec.change_layers(model)
             if in_region and strategy.batch_axes:
                 synchronise_statistics(model, strategy.batch_axes)
 
         policy = None if strategy.remat is None else strategy.remat.remat
-        prepare = self.changes.prepare(None, also, policy)
+        prepare = self.changes.prepare(None, change, policy)
         shapes = self.rank_shapes if in_region else self.rows.shapes
         params = jax.eval_shape(self.changes.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
-        # Outside of the region the rewriting would be for all of the mesh.
+        # The rewriting is for one rank: outside of the region the trace covers the whole mesh.
         rewrite = functools.partial(rewritten, strategy=strategy, mesh=spec.mesh)
         stacks = spec.stored.storage.stacks
         return traced(run, rewrite if in_region else None, stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
-        """The stages of a traced loss: one program for all where blocks are a chain of equals."""
+        """Cuts a traced loss into stages: one program for all if its blocks are a uniform chain."""
         uniform = UniformStages.find(trace, self.rows) if trace.is_chain else None
         programs = (uniform or SwitchStages(trace, self.rows)).programs()
         if self.pipeline.schedule.splits_vocabulary:
@@ -312,10 +335,11 @@ class StagedPlan:
             for program in programs
         ]
 
-    def _reduce(self, sums: PipelineSums, parted: Partitioned) -> tuple[Any, Any]:
-        """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""
-        row_specs, rest_specs = self.grad_specs(parted)
-        wire, batch_axes = self.spec.reduction.dtype, self.spec.strategy.batch_axes
+    def _reduce(self, sums: PipelineSums, split_dims: Partitioned) -> tuple[Any, Any]:
+        """Sums rows over the ranks that share a stage, and the other parameters over all ranks."""
+        row_specs, rest_specs = self.grad_specs(split_dims)
+        wire = self.spec.reduction.dtype
+        batch_axes = self.spec.strategy.batch_axes
         rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
         rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
         if not self.is_whole_mesh:
@@ -325,31 +349,35 @@ class StagedPlan:
         def reduced(x: Array | None, spec: PartitionSpec, axes: tuple[str, ...]) -> Array | None:
             return x if x is None else reduce_by(x, only_axes(spec, axes), axes, wire)
 
-        pairs = enumerate(zip(rest, rest_specs, strict=True))
-        of_rest = [reduced(x, s, batch_axes if i in parted else self.axes) for i, (x, s) in pairs]
-        of_rows = [
-            [reduced(*each) for each in zip(*of_row, strict=True)]
-            for of_row in zip(rows, row_specs, self.added_over, strict=True)
+        reduced_rest = []
+        for i, (x, rest_spec) in enumerate(zip(rest, rest_specs, strict=True)):
+            # A parameter split over the vocabulary has another shard on each stage.
+            axes = batch_axes if i in split_dims else self.axes
+            reduced_rest.append(reduced(x, rest_spec, axes))
+        reduced_rows = [
+            [reduced(*each) for each in zip(*row, strict=True)]
+            for row in zip(rows, row_specs, self.added_over, strict=True)
         ]
-        return of_rows, of_rest
+        return reduced_rows, reduced_rest
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
-        """The sums of addends that left the manual region side by side."""
+        """Sums the addends that left the manual region stacked; the compiler reduces them."""
         owners = jax.tree.map(lambda sharding: sharding.spec, self.spec.stored.owners)
-        places = self.rows.trained.rows_of(owners), self.rows.rest_of(owners)
+        row_places = self.rows.trained.rows_of(owners)
+        rest_places = self.rows.rest_of(owners)
 
         stages = self.pipeline.axis
         others = tuple(axis for axis in self.spec.mesh.axis_names if axis != stages)
 
         def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
-            # `jnp.sum` would add, and send, bfloat16 as float32.
+            # `jnp.sum` would add bfloat16 in float32, and send float32.
             summed = jax.lax.reduce_sum(on_wire(x, self.spec.reduction.dtype), (dim,))
             return jax.lax.with_sharding_constraint(summed, NamedSharding(self.spec.mesh, spec))
 
         def over_all(x: Array, spec: PartitionSpec) -> Array:
-            # First over the ranks that will each own a part, then over the stages.
+            # Sum first over the ranks that will each own a shard, then over the stages.
             part = total(x, 1, PartitionSpec(stages, *only_axes(spec, others)))
             return total(part, 0, spec).astype(x.dtype)
 
-        rows = jax.tree.map(lambda x, spec: total(x, 1, spec).astype(x.dtype), rows, places[0])
-        return rows, jax.tree.map(over_all, rest, places[1])
+        rows = jax.tree.map(lambda x, spec: total(x, 1, spec).astype(x.dtype), rows, row_places)
+        return rows, jax.tree.map(over_all, rest, rest_places)

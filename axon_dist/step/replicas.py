@@ -1,4 +1,4 @@
-"""The step of replicas that train on their own: a row of the state each, and nothing between."""
+"""The step of replicas that train independently (DiLoCo): each has a row of the state."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .state_form import StateLayout
 from .update import one_step, unscaled_gradients, wide_copy
 
 ROWS = ("params", "opt_state", "buffers", "scaler")
-"""What of a state has a row for each replica."""
+"""The fields of a state that have one row per replica."""
 
 
 def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
-    """What all replicas report, as one: their means, and of what is true or false whether any is.
+    """Combines the metrics of all replicas: takes means, and the disjunction of the nonfinite flag.
 
     Args:
         metrics: rows of scalars, one for each replica.
@@ -44,16 +44,16 @@ def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
 
 
 def mean_rows(buffers: PyTree) -> PyTree:
-    """The buffers to evaluate with: the mean of statistics, and of the rest the first replica's."""
+    """Returns the buffers to evaluate with: mean statistics, and the first replica's other rows."""
 
-    def one(x: Array) -> Array:
+    def mean_or_first(x: Array) -> Array:
         return x.mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
 
-    return jax.tree.map(one, buffers)
+    return jax.tree.map(mean_or_first, buffers)
 
 
 def _repeated(x: Array, replicas: int) -> Array:
-    """A row for each replica; the keys of the first are the model's own, of r folded with r."""
+    """Repeats an array for each replica; replica 0 keeps the keys, replica r folds in r."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(x, (replicas, *x.shape))
     folded = [jnp.vectorize(jax.random.fold_in)(x, number) for number in range(1, replicas)]
@@ -61,17 +61,18 @@ def _repeated(x: Array, replicas: int) -> Array:
 
 
 def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation:
-    """How the loss of a replica's share is made of those of its parts.
+    """Finds out how the loss of one replica's share of the batch is made of those of its parts.
 
     Args:
-        inner: the step of one replica; itself where there is one.
-        spec: the step of all of them.
-        placed: the batch of all of them, arrays or shapes.
+        inner: the step of one replica; without replicas, the step itself.
+        spec: the step of all replicas.
+        placed: the batch of all replicas, arrays or shapes.
     """
     slow = spec.strategy.slow
     if slow is None:
         return spec.with_shared(placed.shared).separator.of(placed.arrays)
-    lead, ranks = int(spec.num_microbatches > 1), spec.mesh.shape[slow.axis]
+    lead = int(spec.num_microbatches > 1)
+    ranks = spec.mesh.shape[slow.axis]
 
     def share(x: Array) -> jax.ShapeDtypeStruct:
         samples = (*x.shape[:lead], x.shape[lead] // ranks, *x.shape[lead + 1 :])
@@ -81,10 +82,11 @@ def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation
 
 
 def _specs(axis: str) -> Any:
-    """The specs of a state in the region, but for what stays outside of it."""
-    rows, full = PartitionSpec(axis), PartitionSpec()
+    """Returns the specs of a state in the manual region; `outer` and `outer_state` stay outside."""
+    rows = PartitionSpec(axis)
+    full = PartitionSpec()
     placed: Any = {name: rows for name in ROWS}
-    return TrainState(step=full, frozen=full, ema=full, outer=full, meeting=full, **placed)  # type: ignore[arg-type]
+    return TrainState(step=full, frozen=full, ema=full, outer=full, outer_state=full, **placed)  # type: ignore[arg-type]
 
 
 def _own_row(state: TrainState) -> TrainState:
@@ -101,7 +103,7 @@ def _with_rows(state: TrainState, change: Any) -> TrainState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outer:
-    """What the replicas of a step have in common, and how it changes in an outer step.
+    """The parameters that all replicas of a step share, and the outer steps that update them.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -111,7 +113,7 @@ class Outer:
 
     @property
     def plan(self) -> OuterLoop:
-        """When they synchronize, and how."""
+        """When and how the replicas synchronize."""
         plan: Any = self.spec.strategy.slow
         return plan
 
@@ -122,13 +124,13 @@ class Outer:
         return self.plan.parts(sizes)
 
     def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
-        """What a run begins with.
+        """Makes the first outer parameters and the first state of the outer optimizer.
 
         Args:
-            params: of one replica, which are all alike.
+            params: the parameters of one replica; all replicas start from the same ones.
 
         Returns:
-            `outer` and `meeting` of a state.
+            `outer` and `outer_state` of a state.
         """
         outer = wide_copy(params)
         states = tuple(self.plan.outer.init(self._part(outer, n)) for n in self._numbers)
@@ -139,60 +141,61 @@ class Outer:
         return outer, {"opt_state": states, "missing": missing}
 
     def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, Metrics]:
-        """Its shardings: the parameters as those of a replica, alike on all of them.
+        """Returns the shardings: each replica's devices hold the outer parameters as its own.
 
         Args:
-            state: of shapes.
+            state: a state of shapes.
             rows: the shardings of the replicas' own parameters.
 
         Returns:
-            The shardings of `outer` and `meeting`.
+            The shardings of `outer` and `outer_state`.
         """
         strategy, mesh = self.spec.stored.storage.strategy, self.spec.mesh
         states = tuple(
-            optimizer_shardings(strategy.opt_state, self._part(state.outer, number), one, mesh)
-            for number, one in enumerate(state.meeting["opt_state"])
+            optimizer_shardings(strategy.opt_state, self._part(state.outer, number), moments, mesh)
+            for number, moments in enumerate(state.outer_state["opt_state"])
         )
-        left = {"missing": rows} if "missing" in state.meeting else {}
-        return shardings(strategy.params, state.outer, mesh), {"opt_state": states, **left}
+        feedback = {"missing": rows} if "missing" in state.outer_state else {}
+        return shardings(strategy.params, state.outer, mesh), {"opt_state": states, **feedback}
 
     def program(self, number: int) -> Callable[[TrainState], TrainState]:
-        """The program of one fragment's outer step, to be traced.
+        """Returns the outer step of one fragment, to be jitted.
 
         Args:
-            number: of the fragment.
+            number: the index of the fragment.
 
         Returns:
-            A function from a state to the next; the count of steps stays.
+            A function from a state to the next; it leaves the count of steps as it is.
         """
         paths = self.fragments[number]
 
-        # Profilers show a compiled program by the name of its function.
+        # Profilers show a compiled program under the name of its function.
         def outer_step(state: TrainState) -> TrainState:
             rest, params = partition(state.params, paths)
             rest_outer, outer = partition(state.outer, paths)
-            others, missing = partition(state.meeting.get("missing", {}), paths)
+            others, missing = partition(state.outer_state.get("missing", {}), paths)
             grads, missing = self._mean(outer, params, missing)
-            states = list(state.meeting["opt_state"])
+            states = list(state.outer_state["opt_state"])
             with jax.named_scope("outer_optimizer"):
                 updates, states[number] = self.plan.outer.update(grads, states[number], outer)
                 outer = optax.apply_updates(outer, updates)
             params = jax.tree.map(
                 lambda o, p: jnp.broadcast_to(o.astype(p.dtype), p.shape), outer, params
             )
-            left = {"missing": combine(others, missing)} if missing else {}
+            feedback = {"missing": combine(others, missing)} if missing else {}
             return dataclasses.replace(
                 state,
                 params=combine(rest, params),
                 outer=combine(rest_outer, outer),
-                meeting={"opt_state": tuple(states), **left},
+                outer_state={"opt_state": tuple(states), **feedback},
             )
 
         return outer_step
 
     def wire_bytes(self) -> int:
-        """Bytes that one device sends over the slow axis in H steps, by the formula."""
-        mesh, policy = self.spec.mesh, self.spec.stored.storage.strategy.params
+        """Returns the bytes that one device sends over the slow axis in H steps, by the formula."""
+        mesh = self.spec.mesh
+        policy = self.spec.stored.storage.strategy.params
         places = shardings(policy, self.spec.stored.params, mesh)
         by_path = dict(leaves_with_paths(places))
         shapes = leaves_with_paths(self.spec.stored.params)
@@ -211,52 +214,64 @@ class Outer:
         return partition(tree, self.fragments[number])[1]
 
     def _mean(self, outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
-        """The mean of how far the replicas went, each device about its own shards alone."""
-        mesh, axis = self.spec.world.mesh, self.plan.axis
-        compression, ranks = self.plan.compression, mesh.shape[axis]
+        """Averages how far the replicas moved from the outer parameters, shard by shard.
+
+        Returns:
+            The mean, which is the gradient of the outer optimizer, and the new error feedback.
+        """
+        mesh = self.spec.world.mesh
+        axis = self.plan.axis
+        compression = self.plan.compression
+        ranks = mesh.shape[axis]
         split = specs(self.spec.stored.storage.strategy.params, outer, mesh)
         rows = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), split)
 
         def local(outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
-            went = jax.tree.map(lambda o, p: o - p[0].astype(o.dtype), outer, params)
+            deltas = jax.tree.map(lambda o, p: o - p[0].astype(o.dtype), outer, params)
             if compression is None:
-                return all_mean(went, axis), missing
-            values = jax.tree.map(lambda w, m: w + m[0], went, missing)
+                return all_mean(deltas, axis), missing
+            values = jax.tree.map(lambda d, m: d + m[0], deltas, missing)
             leaves, structure = jax.tree.flatten(values)
-            mean, late = compression.mean(leaves, axis, ranks)
-            left = [x[None] for x in late]
-            return structure.unflatten(mean), structure.unflatten(left)
+            mean, errors = compression.mean(leaves, axis, ranks)
+            error_rows = [x[None] for x in errors]
+            return structure.unflatten(mean), structure.unflatten(error_rows)
 
-        left = rows if compression is not None else missing
+        feedback_specs = rows if compression is not None else missing
         mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(split, rows, left), out_specs=(split, left), check_vma=False
+            local,
+            mesh=mesh,
+            in_specs=(split, rows, feedback_specs),
+            out_specs=(split, feedback_specs),
+            check_vma=False,
         )
-        went, late = mapped(
+        mean, errors = mapped(
             for_region(outer, split, mesh),
             for_region(params, rows, mesh),
             for_region(missing, rows, mesh) if missing else missing,
         )
-        return like(went, outer), like(late, missing)
+        return like(mean, outer), like(errors, missing)
 
 
 class ReplicaForm(StateLayout):
-    """What the state of a step with several replicas looks like, and the model in it.
+    """The layout of the state of a step with several replicas.
 
-    The model of a state is the one with the outer parameters, those of the last outer step, and the
-    mean of the replicas' statistics.
+    The model of such a state has the outer parameters, which are those after the last outer step,
+    and the mean of the replicas' statistics.
 
     Args:
-        spec: what the step of all replicas is made of.
+        spec: the step of all replicas.
         source: where the first values of its model come from.
 
     Attributes:
-        outer: what the replicas have in common.
-        inner: the step of one replica, where the axis between them is manual.
+        outer: the parameters that all replicas share, and their outer steps.
+        inner: the step of one replica, in the region where the axis between replicas is manual.
     """
 
     def __init__(self, spec: StepSpec, source: Source):
-        self.outer, self.inner = Outer(spec), spec.replica()
-        plan, strategy = self.outer.plan, spec.stored.storage.strategy
+        self.outer = Outer(spec)
+        self.inner = spec.replica()
+        plan = self.outer.plan
+        strategy = spec.stored.storage.strategy
         params, moments = (Copies(x, plan.axis) for x in (strategy.params, strategy.opt_state))
         super().__init__(
             spec, source, dataclasses.replace(strategy, params=params, opt_state=moments)
@@ -265,23 +280,23 @@ class ReplicaForm(StateLayout):
         self.outer_steps = tuple(self.outer.program(number) for number in range(plan.fragments))
 
     def _with_replicas(self, places: TrainState) -> TrainState:
-        """The shardings with those of what the replicas have in common."""
+        """Adds the shardings of `outer` and `outer_state`, which all replicas share."""
         row = NamedSharding(self.spec.mesh, PartitionSpec(self.outer.plan.axis))
-        outer, meeting = self.outer.places(self.model_shapes, places.params)
+        outer, outer_state = self.outer.places(self.model_shapes, places.params)
         return dataclasses.replace(
             places,
             buffers=jax.tree.map(lambda _: row, self.model_shapes.buffers),
             scaler=jax.tree.map(lambda _: row, self.model_shapes.scaler),
             outer=outer,
-            meeting=meeting,
+            outer_state=outer_state,
         )
 
     def due(self, step: int) -> tuple[int, ...]:
-        """Which outer steps follow after so many steps."""
+        """Returns which outer steps are due after a number of steps."""
         return self.outer.plan.due(step)
 
     def on_device(self, state: TrainState) -> TrainState:
-        """The same state without padding: it is in device memory, and no buffer divided."""
+        """Removes the padding; the state is in device memory and its buffers are not sharded."""
         return self.unpadded(state)
 
     def _on_each(
@@ -291,9 +306,10 @@ class ReplicaForm(StateLayout):
         placed: Placed,
         out_specs: Any,
     ) -> Any:
-        """Runs a function of one replica's state and share on all of them, side by side."""
-        spec, axis = self.spec, self.outer.plan.axis
-        # Looked at here, and known in the region, where it could not be traced.
+        """Runs a function of one replica's state and share of the batch on all replicas at once."""
+        spec = self.spec
+        axis = self.outer.plan.axis
+        # The separator caches what it finds here: the loss could not be traced in the region.
         separation_of(self.inner, spec, placed)
         batch: PyTree = batch_spec((axis,), spec.num_microbatches)
         mapped = jax.shard_map(
@@ -304,11 +320,11 @@ class ReplicaForm(StateLayout):
             out_specs=out_specs,
             check_vma=False,
         )
-        # What they have in common stays out: no step looks at it.
-        return mapped(dataclasses.replace(state, outer=None, meeting=None), placed)
+        # What the replicas share stays outside: inner steps do not read it.
+        return mapped(dataclasses.replace(state, outer=None, outer_state=None), placed)
 
     def gradients(self, state: TrainState, placed: Placed) -> GradientResult:
-        """The gradients of all replicas, and their metrics: a row for each."""
+        """Returns the gradients and the metrics of all replicas, one row for each."""
         inner = self.inner
 
         def run(state: TrainState, placed: Placed) -> tuple:
@@ -320,16 +336,17 @@ class ReplicaForm(StateLayout):
     def step(
         self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
-        """A step that each replica takes by itself.
+        """Takes one step on each replica independently.
 
-        The axis between the replicas is manual, and the program of one replica is that of the same
-        strategy on the rest of the mesh: no collective in it can cross the axis, for it does not
-        know the axis by name. Equals
+        The axis between the replicas is manual. The program of one replica is that of the same
+        strategy on the rest of the mesh. No collective in it can cross the axis, because the
+        program does not name the axis. Equals
 
             for r in range(R):
                 state[r] = step(state[r], share r of the batch)
         """
-        inner, axis = self.inner, self.outer.plan.axis
+        inner = self.inner
+        axis = self.outer.plan.axis
 
         def run(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
             new, metrics = one_step(inner, state, placed, was_nonfinite)
@@ -337,19 +354,19 @@ class ReplicaForm(StateLayout):
 
         out_specs = _specs(axis), PartitionSpec(axis)
         new, metrics = self._on_each(run, state, placed, out_specs)
-        return dataclasses.replace(new, outer=state.outer, meeting=state.meeting), metrics
+        return dataclasses.replace(new, outer=state.outer, outer_state=state.outer_state), metrics
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The parameters on which the replicas last agreed, and the mean of their buffers."""
+        """Returns the parameters of the last outer step, and the mean of the replicas' buffers."""
         outer = jax.tree.map(lambda o, p: o.astype(p.dtype), state.outer, state.params)
         return outer, mean_rows(state.buffers)
 
     def around(
         self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
     ) -> TrainState:
-        """The first state with given parameters; see `StateLayout.around`."""
+        """Builds the first state around given parameters; see `StateLayout.around`."""
         one = super().around(stored, buffers, opt_state)
         count = self.spec.mesh.shape[self.outer.plan.axis]
         rows = _with_rows(one, lambda tree: jax.tree.map(lambda x: _repeated(x, count), tree))
-        outer, meeting = self.outer.first(one.params)
-        return dataclasses.replace(rows, outer=outer, meeting=meeting)
+        outer, outer_state = self.outer.first(one.params)
+        return dataclasses.replace(rows, outer=outer, outer_state=outer_state)

@@ -1,4 +1,4 @@
-"""What `build_train_step` refuses: one table, walked before any array exists."""
+"""The rules by which `build_train_step` refuses a step, checked before any array exists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Found = Mapping[str, Any] | None
 
 
 def _microbatches(spec: StepSpec) -> Found:
-    accumulate, count = spec.options.accumulate, spec.num_microbatches
+    accumulate = spec.options.accumulate
+    count = spec.num_microbatches
     return {"accumulate": accumulate, "count": count} if accumulate != count else None
 
 
@@ -41,11 +42,12 @@ def _layers(spec: StepSpec) -> None:
 
 
 def _residents(spec: StepSpec) -> Found:
-    strategy, reduction = spec.strategy, spec.reduction
+    strategy = spec.strategy
+    reduction = spec.reduction
     if strategy.pipeline is not None:
         return None
-    alone = dataclasses.replace(strategy, resident=())
-    is_local, asked = wants_ranks(dataclasses.replace(spec, strategy=alone))
+    without_experts = dataclasses.replace(strategy, resident=())
+    is_local, asked = wants_ranks(dataclasses.replace(spec, strategy=without_experts))
     if not is_local:
         return None
     per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
@@ -53,28 +55,33 @@ def _residents(spec: StepSpec) -> Found:
 
 
 def _stage_experts(spec: StepSpec) -> Found:
-    strategy, storage = spec.strategy, spec.stored.storage
+    strategy = spec.strategy
+    storage = spec.stored.storage
     assert storage.rows is not None
     axis = strategy.resident[0]
 
-    def along(policy: Policy, tree: PyTree) -> list[Path]:
-        def split(path, leaf):
+    def split_along_axis(policy: Policy, tree: PyTree) -> list[Path]:
+        def is_split(path, leaf):
             return axis in spec_axes(policy(path, leaf.shape, spec.mesh))
 
-        return [path for path, leaf in leaves_with_paths(tree) if split(path, leaf)]
+        return [path for path, leaf in leaves_with_paths(tree) if is_split(path, leaf)]
 
-    stray, place = along(strategy.params, spec.parts.weights), "in blocks that are not all alike"
+    offending = split_along_axis(strategy.params, spec.parts.weights)
+    place = "in blocks that differ"
     modules = nnx.iter_modules(spec.parts.abstract)
-    mixing = {"/".join(map(str, keys)) for keys, module in modules if has_experts(module)}
-    if others := [path for path in stray if path.rpartition("/")[0] not in mixing]:
-        stray, place = others, "in a module without the methods mix_experts and feed"
+    experts = {"/".join(map(str, keys)) for keys, module in modules if has_experts(module)}
+    if others := [path for path in offending if path.rpartition("/")[0] not in experts]:
+        offending = others
+        place = "in a module without the methods mix_experts and feed"
     elif not storage.is_by_vectors:
         rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
-        trees = spec.stored.params, spec.stored.frozen
-        paths = [path for tree in trees for path in along(storage.strategy.params, tree)]
-        stray = [path for path in paths if path not in rows]
+        paths = [
+            *split_along_axis(storage.strategy.params, spec.stored.params),
+            *split_along_axis(storage.strategy.params, spec.stored.frozen),
+        ]
+        offending = [path for path in paths if path not in rows]
         place = "outside its blocks"
-    return {"path": stray[0], "axis": axis, "where": place} if stray else None
+    return {"path": offending[0], "axis": axis, "where": place} if offending else None
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -84,12 +91,13 @@ def _statistics(spec: StepSpec) -> Found:
     if spec.options.separable:
         asked = [*asked, "separable=True"]
     statistics = own_statistics(spec.parts.abstract)
-    # Where nothing asks for ranks, such a model runs in global view.
+    # If nothing asks for per-rank computation, such a model runs in global view.
     return {"path": statistics[0], "asked": " and ".join(asked)} if statistics and asked else None
 
 
 def _stage_classes(spec: StepSpec) -> Found:
-    remat, rows = spec.strategy.remat, spec.stored.storage.rows
+    remat = spec.strategy.remat
+    rows = spec.stored.storage.rows
     if remat is None or not remat.classes:
         return None
     assert rows is not None
@@ -103,13 +111,13 @@ def _stage_classes(spec: StepSpec) -> Found:
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
 
 
-def _rounded(spec: StepSpec, fp8: Fp8Layers) -> Found:
+def _fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> Found:
     why = no_fp8_gather(spec, fp8) if fp8.gathers else ""
     return {"name": spec.strategy.name, "why": why} if why else None
 
 
 def _matrices(spec: StepSpec) -> Found:
-    # Stages that differ take branches of their own, with their own matrices in them.
+    # Stages that differ run in branches of their own, each with its own matrices.
     if spec.mesh.size == 1 or spec.stored.storage.is_by_vectors:
         return None
     kind = spec.stored.update.hidden
@@ -117,7 +125,8 @@ def _matrices(spec: StepSpec) -> Found:
 
 
 def _loops(spec: StepSpec) -> Found:
-    options, strategy = spec.options, spec.strategy
+    options = spec.options
+    strategy = spec.strategy
     is_unroll = options.unroll is not None
     name = "unroll" if is_unroll else "scan_layers"
     value = options.unroll if is_unroll else options.scan_layers
@@ -132,7 +141,8 @@ def _loops(spec: StepSpec) -> Found:
         return {**facts, "why": f"recomputes groups of interval={interval!r}, which are a loop"}
     if is_unroll:
         return None
-    stacks, model = sorted(spec.parts.stacks), {**facts, "strategy": "the model"}
+    stacks = sorted(spec.parts.stacks)
+    model = {**facts, "strategy": "the model"}
     if unrolls and stacks:
         return {**model, "why": f"keeps the blocks of {stacks[0]!r} stacked, and loops over them"}
     if options.scan_layers is True and not spec.changes.units:
@@ -164,7 +174,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         ),
     ),
     Requirement(
-        "there are sums to keep",
+        "remat policy 'sums' needs sums to keep",
         lambda spec: spec.strategy.remat and check_sums(spec.strategy, spec.parts.abstract),
     ),
     Requirement("layers can be changed", lambda spec: spec.strategy.layers and _layers(spec)),
@@ -176,19 +186,19 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         ),
     ),
     Requirement.row(
-        "units gather what travels in fp8",
+        "fp8 gather needs weights sharded per block",
         UnsupportedError,
-        "gather='fp8' is about weights that units gather where they use them, and under strategy "
-        "{name!r} {why}; leave gather out, or split parameters by full_shard or hybrid_shard, and "
-        "leave the reduction of their gradients as it is by default",
-        lambda spec: None if spec.changes.fp8 is None else _rounded(spec, spec.changes.fp8),
+        "gather='fp8' is for weights that each block gathers where it uses them, and under "
+        "strategy {name!r} {why}; leave gather out, or split parameters by full_shard or "
+        "hybrid_shard, and leave the reduction of their gradients at its default",
+        lambda spec: None if spec.changes.fp8 is None else _fp8_gather(spec, spec.changes.fp8),
     ),
     Requirement.row(
-        "parameters that samples travel to are the compiler's to reduce",
+        "expert parameters are reduced by the compiler",
         UnsupportedError,
-        "parameters are split along {axis!r} and the samples of all its ranks travel to them, so "
+        "parameters are split along {axis!r} and the samples of all its ranks are sent to them, so "
         "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
-        "every microbatch is reduced, in the dtype of the compute",
+        "every microbatch is reduced, in the compute dtype",
         lambda spec: _residents(spec) if spec.strategy.resident else None,
     ),
     Requirement.row(
@@ -208,10 +218,10 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         lambda spec: _matrices(spec) if spec.stored.update.needs_matrices else None,
     ),
 )
-"""What a step must fulfil, whatever its batch; what depends on the batch is traced.
+"""The rules for every step, whatever its batch. Rules about the batch are checked by tracing.
 
-What cannot be made, as stages, an optimizer for them, or a layout, speaks where it is made: by the
-first rule that asks for it, or by the step.
+Stages, staged optimizers and layouts raise where they are built: in the first rule that needs them,
+or in the step.
 """
 
 
@@ -226,33 +236,35 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "stages have experts in equal blocks",
         UnsupportedError,
-        "the pipeline has {path!r} {where}, and experts that tokens travel to along {axis!r} must "
-        "be those of modules with these methods, as models.Experts, in blocks with parameters of "
-        "equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp beside the "
-        "pipeline; or leave the pipeline out",
+        "the pipeline has {path!r} {where}, and experts that tokens are sent to along {axis!r} "
+        "must be those of modules with these methods, as models.Experts, in blocks with parameters "
+        "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
+        "addition to the pipeline; or leave the pipeline out",
         lambda spec: _stage_experts(spec) if spec.strategy.resident else None,
     ),
     Requirement.row(
         "stages recompute their blocks",
         StrategyConflictError,
         "the stages of a pipeline recompute block by block, here {blocks}, and activation "
-        "checkpointing names the classes {classes}; leave the classes out, or say them to the "
+        "checkpointing names the classes {classes}; leave the classes out, or give them to the "
         "pipeline: classes=(...)",
         lambda spec: _stage_classes(spec) if spec.strategy.remat else None,
     ),
 )
-"""What a step of a pipeline must fulfil besides."""
+"""The additional rules for a pipeline."""
 
 
 def _stops_replicas(spec: StepSpec) -> Found:
-    slow, policy = spec.strategy.slow, spec.options.nonfinite
+    slow = spec.strategy.slow
+    policy = spec.options.nonfinite
     if slow is None or policy is None or not policy.holds:
         return None
     return {"axis": slow.axis, "policy": policy.value}
 
 
-def _averaged_alone(spec: StepSpec) -> Found:
-    slow, ema = spec.strategy.slow, spec.options.ema
+def _ema_of_replicas(spec: StepSpec) -> Found:
+    slow = spec.strategy.slow
+    ema = spec.options.ema
     return None if slow is None or ema is None else {"axis": slow.axis, "ema": ema}
 
 
@@ -285,12 +297,12 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         _stops_replicas,
     ),
     Requirement.row(
-        "what is averaged is one",
+        "EMA needs one set of parameters",
         UnsupportedError,
-        "ema={ema} averages the parameters of every step, and replicas over axis {axis!r} have "
-        "none in common but in an outer step; leave ema out, for the outer optimizer averages: "
-        "diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
-        _averaged_alone,
+        "ema={ema} averages the parameters of every step, and replicas over axis {axis!r} agree "
+        "on their parameters only in an outer step; leave ema out: the outer optimizer averages, "
+        "as in diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
+        _ema_of_replicas,
     ),
     Requirement.row(
         "fragments have parameters",
@@ -300,24 +312,24 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         _fragments,
     ),
     Requirement.row(
-        "what is compressed is real",
+        "compressed parameters are real",
         UnsupportedError,
-        "the parameter {path!r} is complex, and {how} is of real numbers; leave the compression "
-        "out",
+        "the parameter {path!r} is complex, and {how} compresses real numbers only; leave the "
+        "compression out",
         _compressed,
     ),
 )
-"""What a step with several replicas must fulfil besides."""
+"""The additional rules for a step with several replicas."""
 
 
 def check_rules(spec: StepSpec) -> None:
-    """Raises what the first broken rule says, if there is one; warns of statistics of a part.
+    """Raises the error of the first broken rule; warns if statistics are those of a microbatch.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
 
     Raises:
-        AxonDistError: of the kind that names what is wrong.
+        AxonDistError: of the class that the broken rule has.
     """
     if spec.strategy.slow is not None:
         check_all(REPLICA_RULES, spec)

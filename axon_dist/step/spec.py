@@ -1,4 +1,4 @@
-"""`StepSpec`: all that a training step is made of, as one value that its parts read."""
+"""`StepSpec`: everything that defines a training step, as one value."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from .storage import Storage, storage_of
 
 _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
     {
-        # XLA adds in a fixed order there, on however many threads.
+        # XLA:CPU adds in a fixed order, whatever the number of threads.
         Backend.EMULATED: {},
         Backend.GLOO: {},
         # Scatters sort instead of racing, cuBLAS and cuDNN take algorithms with a fixed order, and
         # no kernel is chosen by how fast it was this time: a superset of
         # xla_gpu_exclude_nondeterministic_ops (openxla/xla, docs/determinism.md and #12520).
-        # A product that XLA gives to Triton has no kernel but one that was timed, so that XLA ends
-        # without one (jax 0.11 and 0.12); cuBLAS has a default for each.
+        # Triton has only kernels that autotuning picks by time, so XLA fails to find one for a
+        # product that it gives to Triton (jax 0.11 and 0.12); cuBLAS has a default for each.
         Backend.NCCL: {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False},
-        # A TPU program has one order, which its compiler fixes.
+        # The TPU compiler fixes the order.
         Backend.TPU: {},
     }
 )
 
 
 def deterministic_options(world: World, deterministic: bool | str = True) -> dict[str, OptionValue]:
-    """The compiler options under which a program gives the same bits every time.
+    """Returns the compiler options under which a program gives the same bits every time.
 
-    The same means: the same program, mesh, versions and kind of devices. Another mesh adds in
+    This holds for the same program, mesh, versions and kind of devices. Another mesh adds in
     another order, except under `"elastic"`.
 
     Args:
@@ -59,10 +59,11 @@ def deterministic_options(world: World, deterministic: bool | str = True) -> dic
         deterministic: True, or `"elastic"` for the same bits on any number of devices.
 
     Returns:
-        Names and values for `jax.jit(..., compiler_options=...)`; none where nothing has to be set.
+        Names and values for `jax.jit(..., compiler_options=...)`; empty if nothing has to be set.
 
     Raises:
-        UnsupportedError: for devices of which it is not known; for `"elastic"` on others than CPUs.
+        UnsupportedError: for devices whose options are not known; for `"elastic"` on other devices
+            than CPUs.
 
     Example:
         >>> deterministic_options(World.emulate(8))
@@ -70,21 +71,22 @@ def deterministic_options(world: World, deterministic: bool | str = True) -> dic
     """
     if world.backend not in _OPTIONS:
         raise UnsupportedError(
-            f"deterministic=True on {world.backend} devices: it is not known what makes them give "
-            f"the same bits twice; use {', '.join(_OPTIONS)} devices, or leave it out"
+            f"deterministic=True on {world.backend} devices: the options with which they give the "
+            f"same bits twice are not known; use {', '.join(_OPTIONS)} devices, or leave it out",
+            code="deterministic-devices",
         )
     if deterministic != ELASTIC:
         return dict(_OPTIONS[world.backend])
     if not world.is_cpu:
         raise UnsupportedError(
-            f"deterministic={ELASTIC!r} on {world.backend} devices: that bits do not depend on the "
+            f"deterministic={ELASTIC!r} on {world.backend} devices: that bits are equal on any "
             "number of ranks has been shown on CPUs alone; use emulated devices or processes on "
-            "CPUs, or deterministic=True"
+            "CPUs, or deterministic=True",
+            code="elastic-devices",
         )
-    # The simplifier turns x / broadcast(y) into x * broadcast(1 / y) or not, by what other passes
-    # have left when it comes there, and these differ between one partition and several. What is
-    # moved out of a loop is fused with what stands there, and then other products are contracted
-    # with a sum (FMA).
+    # Whether the simplifier turns x / broadcast(y) into x * broadcast(1 / y) depends on the passes
+    # before it, which differ between one partition and several. Code that is moved out of a loop is
+    # fused with the code around the loop, and then other products are contracted with a sum (FMA).
     return {"xla_disable_hlo_passes": "algsimp,while-loop-invariant-code-motion"}
 
 
@@ -94,26 +96,27 @@ def compiler_options(
     deterministic: bool | str = False,
     strategy: Strategy | None = None,
 ) -> dict[str, OptionValue]:
-    """Puts together what every program of a step is compiled with.
+    """Merges the compiler options of every program of a step.
 
-    The table of chips says what makes collectives fewer and hidden, by the kind of the devices;
-    emulated devices, and chips that it does not know, have nothing set. `deterministic` adds to it,
-    and what the user gives comes last.
+    The table of chips has options that make collectives fewer and hidden, by the kind of the
+    devices; emulated devices, and chips that it does not know, have none. `deterministic` adds its
+    own, and the user's options take precedence.
 
     Args:
         world: the devices, and the mesh they form.
-        given: names and values for the compiler; None as a value takes an option of the chip away.
-        deterministic: whether every run has to give the same bits, and on any number of devices.
-        strategy: of the step, by which the table of chips distinguishes what is sent; None leaves
-            that open.
+        given: names and values for the compiler; the value None removes an option of the chip.
+        deterministic: True if every run shall give the same bits, `"elastic"` if also on any number
+            of devices.
+        strategy: the strategy of the step: options in the table depend on what it sends. None if it
+            is not known.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
 
     Raises:
-        ConfigError: for a value of an unsupported type, an option to take away that no chip has,
+        ConfigError: for a value of an unsupported type, an option to remove that no chip has,
             one that contradicts `deterministic`, or one that the compiler refuses.
-        UnsupportedError: for `deterministic` on devices of which nothing is known.
+        UnsupportedError: for `deterministic` on devices whose options are not known.
 
     Example:
         >>> compiler_options(World.emulate(8))
@@ -138,7 +141,7 @@ def compiler_options(
     elif chip is not None and strategy is not None:
         parallel = False if strategy.pipeline else None
         if strategy.layers and parallel is None:
-            # The pieces sent around a ring are several arrays, sent together.
+            # Each transfer around a ring consists of several arrays.
             parallel = all(x.sends_around and x.splits_positions for x in strategy.layers)
         keeps_whole, sums = strategy.keeps_weights_whole, strategy.sends_only_sums
         defaults = chip.options_for(world.size, keeps_whole, sums, parallel)
@@ -166,16 +169,17 @@ def _check_values(options: Mapping[str, OptionValue | None]) -> None:
 def _accepted(
     world: World, options: Mapping[str, OptionValue], of_chip: Set[str]
 ) -> dict[str, OptionValue]:
-    """The options without those of the chip that this compiler does not know.
+    """Removes the options of the chip that this compiler does not know.
 
-    Compiles next to nothing: an unknown name would otherwise come up in the first step.
+    Compiles a trivial program: otherwise an unknown name would only fail in the first step.
     """
-    known, refused = dict(options), []
+    known = dict(options)
+    refused = []
     replicated = NamedSharding(world.mesh, PartitionSpec())
     while known:
-        nothing = jax.jit(lambda: jnp.zeros(()), out_shardings=replicated, compiler_options=known)
+        trivial = jax.jit(lambda: jnp.zeros(()), out_shardings=replicated, compiler_options=known)
         try:
-            nothing.lower().compile()
+            trivial.lower().compile()
             break
         except (RuntimeError, ValueError, TypeError) as error:
             unknown = [name for name in known if f"option: '{name}'" in str(error)]
@@ -202,14 +206,14 @@ def _refusal(world: World, options: Mapping[str, OptionValue], error: Exception)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stored:
-    """The parameters and the optimizer of a step as its state has them.
+    """The parameters and the optimizer of a step, in the form that the state has.
 
     Args:
-        storage: how the state holds the parameters.
-        params: the shapes of the trained parameters.
-        frozen: the shapes of the frozen parameters.
-        owners: the shardings of the gradients after reduction: those of their moments.
-        update: the optimizer, with the matrices that it needs whole distributed over devices.
+        storage: how the state stores the parameters.
+        params: the shapes of the stored trained parameters.
+        frozen: the shapes of the stored frozen parameters.
+        owners: the shardings of the reduced gradients, which are those of their moments.
+        update: the optimizer, which distributes its work on whole matrices over devices.
     """
 
     storage: Storage
@@ -221,32 +225,32 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
-    """A step as `build_train_step` was asked for it, with every option resolved.
+    """The arguments of `build_train_step`, with every option resolved.
 
-    What costs a trace or a look at the model follows when it is first asked for, and once.
+    Anything that needs a trace or a look at the model is computed on first use, and cached.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         optimizer: an optax transformation of the model's parameters.
-        strategy: about the model's own leaves.
+        strategy: the strategy for the model's own leaves.
         world: the devices, and the mesh they form.
-        options: what the step does besides.
-        region: the mesh as one of several replicas sees it that train on their own, within the
-            region where the axis between them is manual; None outside of such a region.
+        options: the options of the step other than its strategy.
+        region: the mesh as one replica sees it in the region where the axis between replicas is
+            manual, if replicas train independently; None outside of such a region.
         batch: a global batch that the step is built for, as the loss sees it, arrays or shapes;
-            None where no batch is known.
-        loop_choices: takes, whenever the step is traced, which blocks run as a loop.
+            None if no batch is known.
+        loop_choices: which blocks run as a loop; filled whenever the step is traced.
 
     Attributes:
-        mesh: the mesh, as it is in context where the step is traced.
-        num_microbatches: into how many microbatches a batch is cut; a pipeline has a number of its
-            own.
-        num_ranks: how many ranks split the samples of a microbatch; or how many logical shards do.
-        reduction: how gradients become one.
-        compute_dtype: the dtype that the model computes in.
-        is_local: whether each rank differentiates its own samples; else the compiler divides the
-            work.
+        mesh: the mesh that is in context where the step is traced.
+        num_microbatches: into how many microbatches a batch is cut; a pipeline has its own number.
+        num_ranks: the number of ranks that split the samples of a microbatch; with
+            `deterministic="elastic"` the number of logical shards.
+        reduction: how the gradients of the ranks are reduced.
+        compute_dtype: the dtype in which the model computes.
+        is_local: whether each rank differentiates its own samples; otherwise the compiler
+            partitions the work.
     """
 
     parts: ModelSpec
@@ -266,35 +270,38 @@ class StepSpec:
     is_local: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        strategy, options, is_elastic = self.strategy, self.options, self.options.is_elastic
-        pipeline, precision = strategy.pipeline, strategy.precision
+        strategy = self.strategy
+        options = self.options
+        is_elastic = options.is_elastic
+        pipeline = strategy.pipeline
+        precision = strategy.precision
         mesh = self.world.mesh if self.region is None else self.region
         count = options.accumulate if pipeline is None else pipeline.schedule.num_microbatches
         count = 1 if is_elastic else count
-        # A rule refuses axes that the mesh lacks.
+        # Axes that the mesh lacks count as 1 here; a rule refuses them later.
         ranks = math.prod(mesh.shape.get(axis, 1) for axis in strategy.batch_axes)
         reduction = strategy.reduction or Reduction()
         compute = self.parts.dtype if precision is None else precision.compute
-        # Without batch axes no rank has gradients of its own to sum first; and parameters that are
-        # resident are for the samples of other ranks, too.
-        is_apart = pipeline is None and not strategy.resident and bool(strategy.batch_axes)
+        # Without batch axes no rank has gradients of its own to sum first. Resident parameters,
+        # such as experts, get the samples of other ranks too.
+        can_be_local = pipeline is None and not strategy.resident and bool(strategy.batch_axes)
         derived = {
             "mesh": mesh,
             "num_microbatches": count,
             "num_ranks": ranks if options.logical_shards is None else options.logical_shards,
             "reduction": reduction,
             "compute_dtype": compute,
-            "is_local": is_apart and (is_elastic or reduction.is_local(count, compute)),
+            "is_local": can_be_local and (is_elastic or reduction.is_local(count, compute)),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
     def replica(self, region: bool = True) -> StepSpec:
-        """The step of one replica, where the strategy has several that train on their own.
+        """Returns the step of one replica, if the strategy has replicas that train independently.
 
         Args:
-            region: to be traced where the axis between the replicas is manual; else it is a step
-                of all devices that leaves this axis alone.
+            region: whether it is traced where the axis between replicas is manual; otherwise it is
+                a step of all devices that does not split this axis.
         """
         slow = self.strategy.slow
         if slow is None:
@@ -306,13 +313,13 @@ class StepSpec:
         return dataclasses.replace(self, strategy=strategy, region=mesh)
 
     def together(self) -> StepSpec:
-        """The step of all replicas together, as if they met on every step."""
+        """Returns the step of all replicas as if they synchronized on every step."""
         if self.strategy.slow is None:
             return self
         return dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, slow=None))
 
     def microbatch(self, batch: Batch) -> tuple[int, Batch]:
-        """How many samples a microbatch of all ranks has, and its shapes.
+        """Returns the number of samples of a microbatch over all ranks, and its shapes.
 
         Args:
             batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
@@ -321,7 +328,7 @@ class StepSpec:
         return jax.tree.leaves(shapes)[0].shape[0], shapes
 
     def parts_draw(self, batch: Batch) -> bool:
-        """Whether the loss draws random numbers of parts of a batch, of which there are several.
+        """Whether the batch is cut into parts and the loss draws random numbers for each.
 
         Args:
             batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
@@ -334,24 +341,25 @@ class StepSpec:
 
     @cached_property
     def compiler_options(self) -> dict[str, OptionValue]:
-        """What the programs of the step are compiled with."""
-        options, deterministic = self.options.compiler_options, self.options.deterministic
+        """The compiler options of the programs of the step."""
+        options = self.options.compiler_options
+        deterministic = self.options.deterministic
         return compiler_options(self.world, options, deterministic, self.strategy)
 
     @cached_property
     def separator(self) -> Separator:
-        """Knows, for a shape of batches, whether ranks may compute the loss on their own."""
+        """Finds out for each batch shape whether ranks may compute the loss on their own."""
         return Separator(self)
 
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
-        """The same step with another loss for the parts of a batch, such as a weighed one.
+        """Returns the same step with another loss for the parts of a batch, such as a weighted one.
 
-        The separator is kept: what it knows is about the user's loss.
+        The separator is kept: its results are about the user's loss.
         """
         return self._changed("stored", "changes", "separator", loss_fn=loss_fn)
 
     def with_shared(self, shared: PyTree) -> StepSpec:
-        """The same step for batches with something beside their samples.
+        """Returns the same step for batches that have more than their samples.
 
         Args:
             shared: nested dict of arrays or shapes; {} for nothing.
@@ -365,7 +373,7 @@ class StepSpec:
         return self._for_shared[key]
 
     def _changed(self, *cached: str, **changes: Any) -> StepSpec:
-        """A step with other fields, and what was found out that does not depend on these."""
+        """Replaces fields; keeps the cached values of the properties named in `cached`."""
         other = dataclasses.replace(self, **changes)
         vars(other).update({name: x for name, x in vars(self).items() if name in cached})
         return other
@@ -376,11 +384,11 @@ class StepSpec:
 
     @cached_property
     def stored(self) -> Stored:
-        """The parameters and the optimizer as the state has them."""
+        """The parameters and the optimizer in the form that the state has."""
         storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
         optimizer, storage, update = optimizer_for(self.optimizer, self.parts, storage, self.mesh)
         params, frozen = jax.eval_shape(storage.store, self.parts.weights)
-        # Of stages whose blocks are trained in part, trained and frozen rows share their paths.
+        # Stages whose blocks are partly trained have trained and frozen rows at the same paths.
         shapes = combine(params, frozen) if storage.rows is None else params
         storage = dataclasses.replace(storage, shapes=shapes)
         update = Update.of(optimizer, params) if update is None else update
@@ -391,12 +399,12 @@ class StepSpec:
 
     @cached_property
     def changes(self) -> ModelChanges:
-        """What changes in the model where the compiler or each rank runs all of it."""
-        # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
+        """The changes to the model where the compiler, or each rank, runs all of it."""
+        # Of a step with a pipeline, only evaluations run the whole model: they recompute nothing.
         by_stages = self.strategy.pipeline is not None
         strategy = dataclasses.replace(self.strategy, remat=None) if by_stages else self.strategy
         if self.options.is_elastic:
-            # Weights are whole: blocks are no units of a gather, however the strategy splits them.
+            # Weights are gathered before the model runs, so blocks do not gather their own.
             strategy = dataclasses.replace(strategy, params=Replicate(), opt_state=Replicate())
         units: frozenset[Path] = frozenset()
         is_split = strategy.splits or bool(self.parts.int8)
@@ -405,11 +413,12 @@ class StepSpec:
         return ModelChanges(strategy, self.parts, units, self._loop_rule())
 
     def _loop_rule(self) -> LoopRule:
-        """Which chains of blocks run as a loop."""
-        options, told = self.options, self.loop_choices
+        """Returns the rule for which chains of blocks run as a loop."""
+        options = self.options
+        choices = self.loop_choices
 
         def tell(choice: LoopChoice) -> None:
-            told[choice] = None
+            choices[choice] = None
 
         if options.scan_layers != AUTO:
             most = 1 if options.scan_layers else sys.maxsize
@@ -420,16 +429,16 @@ class StepSpec:
         return LoopRule(why=why, cost=cost, tell=tell)
 
     def _loop_cost(self) -> tuple[LoopCost | None, str]:
-        """What a loop over blocks costs on the devices, or None and why it is not known."""
+        """Returns the cost of a loop over blocks here, or None and why it is not known."""
         if self.world.is_cpu:
             return None, "CPUs spend more on compiling than a loop takes"
         chip = relative_of(self.world.mesh)
         if chip is None or not chip.block_seconds:
             return None, "what a loop costs on these devices is not known"
         if self.strategy.layers and self.mesh.size > 1:
-            # Unrolled, pieces that are sent around rings and to experts were never compared.
+            # Loops were not measured against unrolled blocks that send around rings or to experts.
             return None, f"what a loop costs under {self.strategy.name} is not known"
-        # Inside `shard_map` shapes are those of a rank.
+        # Inside `shard_map` the traced shapes are those of one rank already.
         num_shares = 1 if self.is_local else self.num_ranks
         cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares)
         if not self.strategy.keeps_weights_whole and self.mesh.size > 1:
@@ -438,10 +447,10 @@ class StepSpec:
         return cost, ""
 
     def change_layers(self, model: nnx.Module) -> None:
-        """Makes the calls of a merged model's layers those of the strategy, in place."""
+        """Replaces the calls of a merged model's layers by those of the strategy, in place."""
         layout = self.strategy.layout(self.world.mesh)
-        # Kernels first: where a layer has mapped attention over all axes already, nothing is left
-        # for them to split.
+        # Kernels first: once a layer has mapped attention over all axes, no axis is left for the
+        # kernels to split.
         modules = [module for _, module in nnx.iter_modules(model)]
         if any(hasattr(module, "attend") for module in modules):
             map_kernels(model, layout)

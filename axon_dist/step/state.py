@@ -1,10 +1,11 @@
-"""`TrainState`: everything a run carries from step to step, as one pytree."""
+"""`TrainState`: everything that a run carries from step to step, as one pytree."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,36 +23,36 @@ from ..sharding import Padding
 WEIGHTS = ArgumentKind(
     "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
     "are those of the model",
-    lambda x: isinstance(x, Mapping) and all(hasattr(one, "shape") for one in x.values()),
+    lambda x: isinstance(x, Mapping) and all(hasattr(leaf, "shape") for leaf in x.values()),
 )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The arrays of a run; steps map it to the next and reuse its memory.
+    """The arrays of a run. A step maps one state to the next and reuses its memory.
 
-    Its containers are plain dicts and named tuples, which cross the border of a jitted function
-    at a fraction of the cost of an `nnx.State`.
+    The containers are plain dicts and named tuples. Passing them into a jitted function costs a
+    fraction of what an `nnx.State` costs.
 
     Args:
         step: scalar int32, how many steps have been taken.
-        params: nested dict, what the optimizer trains.
-        opt_state: what the optax transformation keeps.
+        params: nested dict, the trained parameters.
+        opt_state: the state of the optax transformation.
         buffers: nested dict: statistics, random keys and their counts.
         scaler: the state of the loss scale, or None without one.
-        frozen: nested dict, the parameters that the optimizer leaves alone.
+        frozen: nested dict, the parameters that the optimizer does not train.
         ema: nested dict, the moving average of `params`, in float32 or wider; or None.
-        outer: nested dict, the parameters of the last outer step where replicas train apart, in
-            float32 or wider; `params`, `opt_state`, `buffers` and `scaler` then have a row for
-            each replica in dim 0. None otherwise.
-        meeting: what the next outer step of such replicas needs besides: `opt_state`, one of
-            the outer optimizer for each fragment, and `missing`, the error of each replica's
-            compression.
-        padding: which leaves end in rows of zeros, because the devices that split them do not
-            divide their dims, and their shapes in the model; None where none does. A step never
+        outer: nested dict, the parameters after the last outer step where replicas train
+            independently (DiLoCo), in float32 or wider; `params`, `opt_state`, `buffers` and
+            `scaler` then have one row per replica in dim 0. None otherwise.
+        outer_state: what else the next outer step of such replicas needs: `opt_state`, a tuple with
+            the state of the outer optimizer for each fragment, and `missing`, the error feedback of
+            each replica's compression.
+        padding: which leaves end in rows of zeros, because their dims do not divide by the devices
+            that split them, and their shapes in the model; None if no leaf is padded. A step never
             computes with these rows. `step.weights(state)`, `step.merge(state)` and checkpoints
-            have the shapes of the model. It is no leaf of the tree.
+            have the shapes of the model. This field is static: it is not a leaf of the tree.
     """
 
     step: Array
@@ -62,15 +63,21 @@ class TrainState:
     frozen: PyTree = dataclasses.field(default_factory=dict)
     ema: PyTree = None
     outer: PyTree = None
-    meeting: Any = None
+    outer_state: Any = None
     padding: Padding | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def meeting(self) -> Any:
+        """The deprecated name of `outer_state`."""
+        warnings.warn("TrainState.meeting is called outer_state", DeprecationWarning, stacklevel=2)
+        return self.outer_state
 
 
 def averaged(state: TrainState) -> TrainState:
-    """The state with the moving average in place of the parameters, in their dtypes.
+    """Returns the state with the moving average in place of the parameters, in their dtypes.
 
     Raises:
-        ConfigError: when the state has none.
+        ConfigError: when the state has no moving average.
     """
     if state.ema is None:
         raise ConfigError(
@@ -89,14 +96,15 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
 
     Args:
         state: any.
-        shapes: what the states of the step look like.
+        shapes: the shapes of the step's states.
         places: their shardings.
 
     Raises:
-        ConfigError: naming the first array that is missing, left over, of another shape or dtype,
-            or on another layout of devices.
+        ConfigError: naming the first array that is missing, unexpected, of another shape or dtype,
+            or sharded differently.
     """
-    wanted, leaves = dict(leaves_with_paths(shapes)), dict(leaves_with_paths(state))
+    wanted = dict(leaves_with_paths(shapes))
+    leaves = dict(leaves_with_paths(state))
     layouts = dict(leaves_with_paths(places))
     for path in [*wanted, *(path for path in leaves if path not in wanted)]:
         problem = _problem(leaves.get(path), wanted.get(path), layouts.get(path))
@@ -109,7 +117,7 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
 
 
 def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
-    """What is wrong with one array of a state, if anything."""
+    """Returns what is wrong with one array of a state, or None."""
     if leaf is None or wanted is None:
         return "is missing" if leaf is None else "is more than it has"
     if not hasattr(leaf, "shape") or not hasattr(leaf, "__array__"):
@@ -127,13 +135,13 @@ def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
 
 
 def check_usable(state: TrainState) -> None:
-    """Raises where the arrays of a state were donated.
+    """Raises if the arrays of a state were donated.
 
-    A step gives the memory of its state to the next. XLA may end the process when a program
-    reads donated memory (jax 0.10 on several CPU devices does).
+    A step donates its state to the next one. XLA may abort the process when a program reads
+    donated memory (jax 0.10 on several CPU devices does).
 
     Raises:
-        ConfigError: when an earlier step has used the state up.
+        ConfigError: when an earlier step has used the state up, or `state` is not a `TrainState`.
     """
     if not isinstance(state, TrainState):
         what = "None" if state is None else f"a {type(state).__name__}"
@@ -150,27 +158,27 @@ def check_usable(state: TrainState) -> None:
 
 
 FLAG = "nonfinite"
-"""The metric that is true where a guarded step changed nothing."""
+"""The metric that is true when the nonfinite guard kept the state unchanged."""
 
 
 class Nonfinite(NamedChoice):
     """What a run does when a loss or a gradient is not finite.
 
-    A step built with one of them leaves parameters and moments as they were, decided on the
-    devices: the host learns of it only with the metrics. Gradients that overflow under a loss scale
-    do not count, as long as it can still fall.
+    A step built with one of these policies then leaves parameters and moments unchanged. The
+    devices decide it; the host learns of it only from the metrics. Gradients that overflow under a
+    loss scale do not count as nonfinite while the scale can still decrease.
     """
 
     STOP = "stop"
-    """The run ends with an error; its last state is that before the batch."""
+    """The run ends with an error; its last state is the one before the batch."""
     SKIP = "skip"
-    """The run goes on with the next batch, and counts."""
+    """The run continues with the next batch; the skipped step counts as a step."""
     ROLLBACK = "rollback"
-    """The run goes on from its newest checkpoint, with batches that it has not seen yet."""
+    """The run continues from its newest checkpoint, with batches that it has not seen yet."""
 
     @property
     def holds(self) -> bool:
-        """Whether the state stays as it was in the steps under way, too."""
+        """Whether steps that are already in flight keep the state unchanged too."""
         return self is not Nonfinite.SKIP
 
 
@@ -179,7 +187,7 @@ class NonfiniteLoss:
     """The first step of a run that was not finite.
 
     Args:
-        step: which one, counted from 1.
+        step: its number, counted from 1.
         loss: its loss.
     """
 
@@ -187,14 +195,14 @@ class NonfiniteLoss:
     loss: float
 
     def __str__(self) -> str:
-        """Names the step and what was not finite in it."""
+        """Names the step and says what was not finite in it."""
         if math.isfinite(self.loss):
             return f"step {self.step}: a gradient is not finite (the loss is {self.loss:.4g})"
         return f"step {self.step}: the loss is {self.loss}"
 
 
 def is_lost(values: Mapping[str, float]) -> bool:
-    """Whether a step was not finite, by its metrics; without a guard, by its loss."""
+    """Whether the metrics of a step say that it was not finite; without a guard, its loss."""
     return bool(values[FLAG]) if FLAG in values else not math.isfinite(values["loss"])
 
 

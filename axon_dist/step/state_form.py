@@ -1,4 +1,4 @@
-"""The state of a step, described: shapes, places, claims, and how the first one is made."""
+"""The layout of a step's state: shapes, shardings, claims, and how the first state is made."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ from .update import one_step, unscaled_gradients, wide_copy
 
 @dataclasses.dataclass(frozen=True)
 class Claims:
-    """The shardings a strategy claims for parameters, gradients and moments, and why, as tables.
+    """The shardings that a strategy claims for parameters, gradients and moments, with reasons.
 
     Args:
-        params: about the parameters.
-        grads: about the gradients that reach the optimizer: they are sharded like its moments.
-        opt_state: about the optimizer state.
-        frozen: about the frozen parameters; of no rows where there are none.
-        programs: what a compiled step must show besides; each raises where it does not.
+        params: the table of the parameters.
+        grads: the table of the gradients that reach the optimizer, which are sharded like its
+            moments.
+        opt_state: the table of the optimizer state.
+        frozen: the table of the frozen parameters; without rows if there are none.
+        programs: additional checks of a compiled step; each raises if the check fails.
     """
 
     params: Explanation
@@ -65,10 +66,10 @@ class Claims:
     programs: tuple[Callable[[jax.stages.Compiled], Any], ...] = ()
 
     def of_program(self, *checks: Callable[[jax.stages.Compiled], Any]) -> Claims:
-        """These claims, and what a compiled step must show besides.
+        """Returns these claims with additional checks of a compiled step.
 
         Args:
-            checks: functions of the compiled step that raise, such as
+            checks: functions of the compiled step that raise if they fail, such as
                 `functools.partial(axon_dist.inspect.expect_kernels, attention=24, remat=0)`.
 
         Returns:
@@ -81,10 +82,10 @@ class Claims:
 
         Args:
             state: arrays, whose shards are measured, or shapes with shardings.
-            grads: gradients, where there are some.
+            grads: gradients, if there are any.
 
         Raises:
-            ClaimError: naming the leaves that a device holds more of.
+            ClaimError: naming the leaves of which a device has more than is claimed.
         """
         self.params.check(state.params)
         self.opt_state.check(state.opt_state)
@@ -93,14 +94,14 @@ class Claims:
             self.grads.check(grads)
 
     def check_compiled(self, compiled: jax.stages.Compiled, state: TrainState) -> None:
-        """Raises unless a compiled step leaves its state split, and shows besides, as claimed.
+        """Raises unless a compiled step returns its state split as claimed and passes all checks.
 
         Args:
             compiled: from `TrainStep.lower(batch).compile()`.
             state: the shapes of the state.
 
         Raises:
-            ClaimError: as `check`, and as what is claimed of the program says.
+            ClaimError: as in `check`, or from one of `programs`.
         """
         for check in self.programs:
             check(compiled)
@@ -109,77 +110,81 @@ class Claims:
     def __rich__(self) -> Group:
         frozen = [self.frozen] if self.frozen.rows else []
         explanations = (self.params, self.grads, self.opt_state, *frozen)
-        return Group(*(one.table() for one in explanations))
+        return Group(*(explanation.table() for explanation in explanations))
 
 
 def placed_shape(x: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array with its sharding."""
+    """Returns the shape of an array with a sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def weight_shapes(parts: ModelSpec) -> dict[Path, jax.ShapeDtypeStruct]:
-    """Every array of a model but those of random streams, by path.
+    """Returns the shape of every array of a model by path, except those of random streams.
 
     Args:
         parts: the model's structure, and the shapes of its arrays.
     """
-    drawn, _ = nnx.split_state(nnx.state(parts.abstract), nnx.RngState, ...)
-    streams = {path for path, _ in leaves_with_paths(nnx.to_pure_dict(drawn))}
-    both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
-    return {path: leaf for path, leaf in both if path not in streams}
+    rng_state, _ = nnx.split_state(nnx.state(parts.abstract), nnx.RngState, ...)
+    streams = {path for path, _ in leaves_with_paths(nnx.to_pure_dict(rng_state))}
+    leaves = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
+    return {path: leaf for path, leaf in leaves if path not in streams}
 
 
 class StateLayout:
-    """What a `TrainState` looks like, is init, and goes from one step to the next; its model.
+    """The layout of a step's `TrainState`, how it is initialized and updated, and its model.
 
     Args:
-        spec: what the step is made of.
+        spec: the definition of the step.
         source: where the first values of its model come from.
-        strategy: lays trained parameters and their moments out; None is that of the stored form.
+        strategy: shards trained parameters and their moments; None for that of the stored form.
 
     Attributes:
-        spec: what the step is made of.
+        spec: the definition of the step.
         source: where the first values of its model come from.
-        whole: the place of what every device holds.
-        reported: where a step leaves its metrics.
-        shapes: a `TrainState` of shapes, as they are stored: padded where devices do not divide a
-            dim.
+        replicated: the sharding of what every device holds whole.
+        reported: the sharding of a step's metrics.
+        shapes: a `TrainState` of shapes as stored: padded where a dim does not divide by the
+            devices.
         places: a `TrainState` of shardings.
         model_shapes: a `TrainState` of shapes without padding, with which a step computes.
-        padding: which leaves are padded; None where none is.
-        owners: the shardings of the gradients after reduction: those of their moments.
+        padding: which leaves are padded; None if none is.
+        owners: the shardings of the reduced gradients, which are those of their moments.
         claims: the shardings that the strategy claims, and why.
-        outer_steps: what replicas that train on their own do in an outer step; none where there is
-            one.
+        outer_steps: the outer steps of replicas that train independently; empty without them.
     """
 
     def __init__(self, spec: StepSpec, source: Source, strategy: Strategy | None = None):
-        self.spec, self.source = spec, source
-        parts, stored, mesh = spec.parts, spec.stored, spec.mesh
+        self.spec = spec
+        self.source = source
+        parts = spec.parts
+        stored = spec.stored
+        mesh = spec.mesh
         self.replicated = self.reported = NamedSharding(mesh, PartitionSpec())
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
-        store, one = stored.storage.store, stored.storage.strategy
+        store = stored.storage.store
+        of_replica = stored.storage.strategy
         state = jax.eval_shape(lambda w, b: self.around(store(w), b), parts.weights, parts.buffers)
         # The shardings of one replica's parameters, trained and frozen.
         self._stored: tuple[Any, Any] = (
-            shardings(one.params, stored.params, mesh),
-            shardings(one.params, stored.frozen, mesh),
+            shardings(of_replica.params, stored.params, mesh),
+            shardings(of_replica.params, stored.frozen, mesh),
         )
         buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
         if parts.others and spec.reduction.sync_buffers:
-            # Buffers that are no layer's statistics are sharded as parameters would be. Rules about
-            # paths are about parameters; what divides any leaf divides these too.
+            # Buffers that are not statistics are sharded as parameters would be, but only by the
+            # part of the policy that splits any leaf: rules about paths are for parameters.
             policy = spec.strategy.params.flexible_part
             buffers = map_with_path(
                 lambda path, x, spec: policy(path, x.shape, mesh) if path in parts.others else spec,
                 parts.buffers,
                 buffers,
             )
-        self._divided = parts.others & {
+        self._split_buffers = parts.others & {
             path for path, spec in leaves_with_paths(buffers) if spec != PartitionSpec()
         }
-        strategy = strategy or one
-        rows, moments = state.params, strategy.opt_state
+        strategy = strategy or of_replica
+        rows = state.params
+        moments = strategy.opt_state
         self.owners = shardings(moments, rows, mesh)
         self.places: Any = TrainState(
             step=self.replicated,  # type: ignore[arg-type]
@@ -188,20 +193,19 @@ class StateLayout:
             buffers=jax.tree.map(lambda place: NamedSharding(mesh, place), buffers),
             scaler=jax.tree.map(lambda _: self.replicated, state.scaler),
             frozen=self._stored[1],
-            # Made shard by shard where the moments are, which are never less divided than
-            # parameters.
+            # The average is sharded like the moments, which are never split less than parameters.
             ema=None if state.ema is None else shardings(moments, state.ema, mesh),
         )
         if spec.strategy.offload is not CPUOffload.NONE:
-            # Of replicas that train on their own nothing is offloaded.
+            # Replicas that train independently offload nothing, so one replica's places will do.
             self.places = _offloaded(self.places, spec.strategy.offload)
             self._stored = self.places.params, self.places.frozen
-        under, opt_state = f"under {strategy.name}", state.opt_state
+        under = f"under {strategy.name}"
         self.claims = Claims(
             explain(strategy.params, rows, mesh, f"parameters {under}"),
             explain(moments, rows, mesh, f"gradients {under}"),
-            explain_optimizer(moments, rows, opt_state, mesh, f"optimizer state {under}"),
-            explain(one.params, state.frozen, mesh, f"frozen parameters {under}"),
+            explain_optimizer(moments, rows, state.opt_state, mesh, f"optimizer state {under}"),
+            explain(of_replica.params, state.frozen, mesh, f"frozen parameters {under}"),
         )
         self.model_shapes: TrainState = state
         self._places = self._with_replicas(self.places)
@@ -211,23 +215,23 @@ class StateLayout:
         self.shapes: TrainState = dataclasses.replace(stored, padding=self.padding)
 
     def _with_replicas(self, places: TrainState) -> TrainState:
-        """The shardings with those of what replicas have in common; nothing where there is one."""
+        """Adds the shardings of what replicas share; without replicas it adds nothing."""
         return places
 
     def unpadded(self, state: TrainState) -> TrainState:
-        """A stored state without the rows that pad it, as a step computes with it; in `jit`."""
+        """Removes the padding of a stored state, as a step computes with it; call it in `jit`."""
         if self.padding is None:
             return state
         return model_tree(dataclasses.replace(state, padding=None), self.model_shapes, self._places)
 
     def padded(self, state: TrainState) -> TrainState:
-        """A state as it is stored; the inverse of `unpadded`, in `jit`."""
+        """Pads a state as it is stored; the inverse of `unpadded`; call it in `jit`."""
         if self.padding is None:
             return state
         return dataclasses.replace(stored_tree(state, self._places), padding=self.padding)
 
     def due(self, step: int) -> tuple[int, ...]:
-        """Which of the outer steps follow after so many steps."""
+        """Returns which outer steps are due after a number of steps."""
         return ()
 
     @property
@@ -236,53 +240,54 @@ class StateLayout:
         return jax.tree.map(placed_shape, self.shapes, self.places)
 
     def on_device(self, state: TrainState) -> TrainState:
-        """The same state as a step computes with it.
+        """Returns the state as a step computes with it.
 
-        It is in device memory, without padding, and its buffers are whole.
+        It is in device memory, has no padding, and its buffers are gathered.
         """
         if self.spec.strategy.offload is not CPUOffload.NONE:
             places = jax.tree.map(lambda place: place.with_memory_kind("device"), self.places)
             state = jax.device_put(state, places)
         state = self.unpadded(state)
-        if not self._divided:
+        if not self._split_buffers:
             return state
-        buffers = map_with_path(
-            lambda path, x: (
-                jax.lax.with_sharding_constraint(x, self.replicated) if path in self._divided else x
-            ),
-            state.buffers,
-        )
+
+        def gather(path: Path, x: Array) -> Array:
+            if path not in self._split_buffers:
+                return x
+            return jax.lax.with_sharding_constraint(x, self.replicated)
+
+        buffers = map_with_path(gather, state.buffers)
         return dataclasses.replace(state, buffers=buffers)
 
     def gradients(self, state: TrainState, placed: Placed) -> GradientResult:
-        """The gradients of a state's parameters, whatever their losses are scaled by."""
+        """Computes the gradients of a state's parameters, with any loss scale divided out."""
         return unscaled_gradients(self.spec, state, placed)
 
     def step(
         self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
-        """From one state in device memory to the next."""
+        """Computes the next state from one in device memory."""
         return one_step(self.spec, state, placed, was_nonfinite)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The trained parameters as stored, and the buffers, of the model in a state."""
+        """Returns the stored trained parameters and the buffers of a state's model."""
         return state.params, mean_buffers(state.buffers, self.spec.reduction)
 
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The model's own parameters, trained and frozen, and buffers, as a state holds them."""
+        """Returns a state's parameters, trained and frozen, and buffers, in the model's form."""
         params, buffers = self.model_of(state)
         return self.spec.stored.storage.weights(params, state.frozen), buffers
 
     @cached_property
     def values_of_rows(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
-        """`values` as one program, where they are cut out of rows or of padded arrays."""
+        """`values` as one jitted function, for states with rows or padded arrays."""
         if self.padding is None:
             return jax.jit(self.values)
         return self._placed_values
 
     @cached_property
     def _placed_values(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
-        """`values` as one program, each array laid out as `weight_targets` says."""
+        """`values` as one jitted function, with the shardings of `weight_targets`."""
         targets = self.weight_targets
         places = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
         return jax.jit(
@@ -290,18 +295,18 @@ class StateLayout:
         )
 
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
-        """What a forward pass takes beside the samples, as a state and a batch hold it."""
+        """Returns the weights and buffers that a forward pass takes, from a state and a batch."""
         params, buffers = self.model_of(state)
         weights = self.spec.stored.storage.forward(params, state.frozen)
         return weights, self.spec.parts.with_inputs(buffers, state.step, shared)
 
     @cached_property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
-        """The model's arrays but those of random streams: shape, dtype and sharding by path.
+        """Shape, dtype and sharding by path of the model's arrays, except those of random streams.
 
-        The sharding is the state's own, but for a pipeline, whose rows are put together from arrays
-        that are split over all axes of the mesh. A dim that the state pads is split over as many
-        axes as divide it.
+        The sharding is the state's own. With a pipeline, whose rows are built from the model's
+        arrays, these are split over all axes of the mesh instead. A dim that the state pads is
+        split over as many axes as divide it.
         """
         parts, mesh = self.spec.parts, self.spec.mesh
         if self.spec.stored.storage.rows is None:
@@ -315,18 +320,19 @@ class StateLayout:
         return jax.tree.map(placed_shape, shapes, even_places(shapes, places))
 
     def weights(self, state: TrainState) -> dict[Path, Array]:
-        """The arrays of `weight_targets` with the values of a state."""
-        targets, values = self.weight_targets, self.values
+        """Returns the arrays of `weight_targets` with the values of a state."""
+        targets = self.weight_targets
+        values = self.values
         if self.spec.stored.storage.rows is not None or self.padding is not None:
             values = self._placed_values
         arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: arrays[path] for path in targets}
 
     def init(self, weights: Mapping[Path, Array]) -> TrainState:
-        """Makes the first state, every array where it lives.
+        """Makes the first state; every array is created with its final sharding.
 
         Args:
-            weights: in place of the model's own first values, by path; they are used up.
+            weights: arrays that replace the model's own first values, by path; they are donated.
 
         Returns:
             The state; a module that was given keeps its arrays.
@@ -335,8 +341,9 @@ class StateLayout:
             ClaimError: when an array is not split as the strategy claims.
             LaunchError: when the processes of the run start from different parameters.
         """
-        # Parameters first, moments second: what drawing the former took is free again by then.
-        world, is_placed = self.spec.world, self.source.make is None and not weights
+        # Parameters come before moments: the memory used for drawing them is free again by then.
+        world = self.spec.world
+        is_placed = self.source.make is None and not weights
         if is_placed:
             params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
@@ -346,15 +353,16 @@ class StateLayout:
             buffers = jax.device_put(buffers, self.replicated)
         else:
             stored, buffers = self._drawn(weights)
-        # A given module keeps its arrays: placing one on the device where it is makes no copy.
+        # A given module keeps its arrays: `put` does not copy one that is on its device already, so
+        # the next program must not donate it.
         complete = self._in_parts(self._first, self.places, owns=not is_placed)
         state = complete(stored, buffers)
         if world.num_processes > 1:
-            first = state.params, state.frozen
-            # Of the blocks of one row some may be trained and others frozen, at one place in each
-            # tree.
-            is_same = self.spec.stored.storage.rows is None
-            agree(world, "first parameters", checksums(combine(*first) if is_same else first))
+            first = (state.params, state.frozen)
+            # With rows, the trained and the frozen blocks of a row have the same path in both
+            # trees, which cannot be combined then.
+            can_combine = self.spec.stored.storage.rows is None
+            agree(world, "first parameters", checksums(combine(*first) if can_combine else first))
         self.claims.check(state)
         return state
 
@@ -367,29 +375,32 @@ class StateLayout:
         if self.source.make is None:
             raise ConfigError(
                 "the step was given a module, whose arrays exist; give build_train_step a "
-                "function that makes the module, and its arrays are init where they live"
+                "function that makes the module, and its arrays are created with their shardings"
             )
         return self._factory.lower({})
 
     def around(
         self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
     ) -> TrainState:
-        """The first state with given parameters, trained and frozen, as stored, and buffers.
+        """Builds the first state around parameters and buffers.
 
         Args:
-            stored: the parameters.
+            stored: the stored parameters, trained and frozen.
             buffers: the model's.
-            opt_state: of the optimizer; None has it made.
+            opt_state: the state of the optimizer; None to initialize it.
         """
-        (params, frozen), spec, scaler = stored, self.spec, self.spec.options.scaler
+        params, frozen = stored
+        spec = self.spec
+        scaler = spec.options.scaler
         if not spec.reduction.sync_buffers:
             buffers = stack_buffers(buffers, spec.reduction, spec.num_ranks)
+        step = jnp.zeros((), jnp.int32)
+        if opt_state is None:
+            opt_state = spec.stored.update.traced.optimizer.init(params)
         return TrainState(
-            step=jnp.zeros((), jnp.int32),
+            step=step,
             params=params,
-            opt_state=spec.stored.update.traced.optimizer.init(params)
-            if opt_state is None
-            else opt_state,
+            opt_state=opt_state,
             buffers=buffers,
             scaler=None if scaler is None else scaler.init(),
             frozen=frozen,
@@ -397,21 +408,21 @@ class StateLayout:
         )
 
     def _first(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
-        """The first state, stored, with given parameters as they are stored."""
+        """Builds the first state, padded, around stored parameters."""
         shapes = self.spec.stored.params, self.spec.stored.frozen
         return self.padded(self.around(model_tree(stored, shapes, self._stored), buffers))
 
     @property
-    def _is_same(self) -> bool:
+    def _stores_model_arrays(self) -> bool:
         """Whether stored parameters are the model's own arrays.
 
-        Rows of a pipeline, whole numbers and padded arrays are other ones.
+        Rows of a pipeline, int8 weights and padded arrays are not.
         """
-        is_same = self.spec.stored.storage.rows is None and not self.spec.parts.int8
-        return is_same and self.padding is None
+        is_unchanged = self.spec.stored.storage.rows is None and not self.spec.parts.int8
+        return is_unchanged and self.padding is None
 
     def _first_stored(self, replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
-        """Stored parameters and buffers; what is replaced is not even drawn."""
+        """Makes stored parameters and buffers; arrays that are replaced are not drawn."""
         make: Any = self.source.make or (lambda: self.source.arrays)
         weights, buffers = map_with_path(
             lambda path, x: replacing.get(path.partition("/")[2], x), make()
@@ -421,13 +432,14 @@ class StateLayout:
 
     @cached_property
     def _factory(self) -> Any:
-        """(weights) -> stored parameters and buffers, as one program."""
+        """(weights) -> stored parameters and buffers, as one jitted function."""
         places = (self._stored, self.replicated)
-        donated = 0 if self._is_same else ()
+        donated = 0 if self._stores_model_arrays else ()
         return jax.jit(self._first_stored, out_shardings=places, donate_argnums=donated)
 
     def _in_parts(self, function: Function, places: PyTree, owns: bool) -> InParts:
-        world, is_cpu = self.spec.world, self.spec.world.is_cpu
+        world = self.spec.world
+        is_cpu = world.is_cpu
         return InParts(
             function,
             places,
@@ -446,7 +458,7 @@ class StateLayout:
             got, wanted = (f"{x.dtype}{list(x.shape)}" for x in (array, targets[path]))
             if got != wanted:
                 raise ConfigError(f"{path!r} is {wanted} in the model; got {got}; convert it first")
-        # An array that is in its place is not copied; those of a module stay usable.
+        # Given arrays may be used in place; those of the module are copied, so it stays usable.
         arrays = {path: jax.device_put(x, targets[path].sharding) for path, x in weights.items()}
         if self.source.arrays is not None:
             pairs = (pair for tree in self.source.arrays for pair in leaves_with_paths(tree))
@@ -460,12 +472,12 @@ class StateLayout:
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
         buffers = jax.tree.map(lambda _: self.replicated, self.spec.parts.buffers)
-        places = self._stored, buffers
-        return self._in_parts(self._first_stored, places, owns=self._is_same)(arrays)
+        places = (self._stored, buffers)
+        return self._in_parts(self._first_stored, places, owns=self._stores_model_arrays)(arrays)
 
 
 def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:
-    """The same places, those of what is offloaded in the memory of the host."""
+    """Moves the shardings of offloaded fields to host memory."""
     kinds = {"params": offload.params, "opt_state": offload.opt_state}
     kinds |= {"frozen": offload.params, "ema": offload.opt_state}
     moved = {

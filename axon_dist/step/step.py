@@ -1,4 +1,4 @@
-"""The training step: one jitted function, and what belongs to it."""
+"""The training step: one jitted function, and methods to start, evaluate and inspect it."""
 
 from __future__ import annotations
 
@@ -37,41 +37,45 @@ from .state_form import Claims, StateLayout, placed_shape
 from .uneven import added, adds_up, pieces
 
 STEPS_IN_FLIGHT = 16
-"""The most un-waited steps on emulated devices."""
+"""The most steps in flight on emulated devices."""
 
 
 class TrainStep:
-    """A jitted training step, and what belongs to it; made by `build_train_step`.
+    """A jitted training step, made by `build_train_step`.
 
     Args:
-        spec: what it is made of.
-        form: what its states look like, and how the first one is made.
+        spec: the definition of the step.
+        form: the layout of its states, and how the first one is made.
 
     Attributes:
-        spec: what it is made of.
+        spec: the definition of the step.
         parts: the structure of the model and the shapes of its arrays.
-        strategy: with every option resolved.
+        strategy: the strategy, with every option resolved.
         world: the devices.
-        options: what the step does besides the strategy.
-        storage: how the state holds the parameters.
-        compiler_options: what its programs are compiled with.
+        options: the options of the step other than its strategy.
+        storage: how the state stores the parameters.
+        compiler_options: the compiler options of its programs.
         layout: how batches are cut.
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
         claims: the shardings that the strategy claims, and why; `init` checks them.
         on_device: (state) -> the same state, all of it in device memory.
-        axis_names: which axes of the mesh the names in the code of the model mean.
-        form: what its states look like, and how the first one is made.
+        axis_names: which mesh axes the axis names in the model's code refer to.
+        form: the layout of its states, and how the first one is made.
     """
 
     def __init__(self, spec: StepSpec, form: StateLayout):
         self.spec = spec
-        self.parts, self.strategy = spec.parts, spec.strategy
-        self.world, self.options = spec.world, spec.options
-        self.storage, self.compiler_options = spec.stored.storage, spec.compiler_options
-        self.form, self._agreed = form, set[str]()
+        self.parts = spec.parts
+        self.strategy = spec.strategy
+        self.world = spec.world
+        self.options = spec.options
+        self.storage = spec.stored.storage
+        self.compiler_options = spec.compiler_options
+        self.form = form
+        self._agreed = set[str]()
         self.axis_names = AxisNames.of(spec.world.mesh, spec.options.axis_names)
-        # Whether the state stays as it was from the first step that is not finite.
+        # Whether the state stays unchanged from the first nonfinite step on.
         self._keeps_state = bool(spec.options.nonfinite and spec.options.nonfinite.holds)
         self._last: weakref.ref[TrainState] | None = None
         self.layout: BatchLayout = BatchLayout.of(spec)
@@ -80,15 +84,16 @@ class TrainStep:
         self.claims: Claims = form.claims
         self.on_device: Callable[[TrainState], TrainState] = form.on_device
         self._in_flight = deque[Array]()
-        pipeline, sizes = spec.strategy.pipeline, spec.mesh.shape
-        # What one stage of a pipeline runs is partitioned by the compiler over all other axes.
-        by_hand = sizes.keys() if pipeline is None else {pipeline.axis, *spec.strategy.batch_axes}
-        is_partitioned = any(size > 1 for axis, size in sizes.items() if axis not in by_hand)
+        pipeline = spec.strategy.pipeline
+        sizes = spec.mesh.shape
+        # The compiler partitions each stage of a pipeline over the axes that are not manual.
+        manual = sizes.keys() if pipeline is None else {pipeline.axis, *spec.strategy.batch_axes}
+        is_partitioned = any(size > 1 for axis, size in sizes.items() if axis not in manual)
         guarded = DeadlockGuard if is_partitioned else jax.jit
         jit = functools.partial(guarded, compiler_options=spec.compiler_options)
         on_device = form.on_device
 
-        # Profilers show a compiled program by the name of its function.
+        # Profilers show a compiled program under the name of its function.
         def train_step(
             state: TrainState, placed: Placed, was_nonfinite: Array | None = None
         ) -> tuple[TrainState, Metrics]:
@@ -121,18 +126,19 @@ class TrainStep:
 
     @property
     def idle_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that no strategy splits: all ranks along one compute the same."""
+        """The mesh axes over which no strategy splits: all ranks along one compute the same."""
         sizes = self.world.mesh.shape.items()
         return tuple(axis for axis, size in sizes if size > 1 and axis not in self.strategy.axes)
 
     @property
     def whole(self) -> tuple[LeafDecision, ...]:
-        """The arrays that every device holds whole under a strategy that splits arrays, and why.
+        """The arrays that every device holds whole although the strategy splits arrays, and why.
 
-        Parameters, trained and frozen, where it splits these; else those whose moments are whole.
-        None under a strategy that splits no array.
+        If it splits parameters, these are trained and frozen parameters; otherwise the parameters
+        whose moments are whole. Empty under a strategy that splits no array.
         """
-        strategy, sizes = self.storage.strategy, self.spec.mesh.shape
+        strategy = self.storage.strategy
+        sizes = self.spec.mesh.shape
         if any(sizes[axis] > 1 for axis in strategy.params.split_axes):
             return (*self.claims.params.whole, *self.claims.frozen.whole)
         if any(sizes[axis] > 1 for axis in strategy.opt_state.split_axes):
@@ -141,45 +147,47 @@ class TrainStep:
 
     @property
     def whole_summary(self) -> str:
-        """How many arrays stay whole, their bytes, and why the largest does; "" where none does."""
+        """How many arrays stay whole, their bytes, and why the largest does; "" if none does."""
         if not self.whole:
             return ""
-        largest, size = max(self.whole, key=lambda row: row.bytes), byte_size(self.whole_bytes)
-        each = "the largest" if len(self.whole) > 1 else "it"
+        largest = max(self.whole, key=lambda row: row.bytes)
+        size = byte_size(self.whole_bytes)
+        subject = "the largest" if len(self.whole) > 1 else "it"
         return (
             f"whole on every device: {len(self.whole)} "
             f"array{'s' * (len(self.whole) > 1)} of {size}, "
-            f"{each} {largest.path!r} ({largest.decision.reason})"
+            f"{subject} {largest.path!r} ({largest.decision.reason})"
         )
 
     @property
     def whole_bytes(self) -> int:
-        """The bytes of the arrays that stay whole; each device has as many."""
+        """The bytes per device of the arrays that stay whole."""
         return sum(row.bytes for row in self.whole)
 
     def __repr__(self) -> str:
-        world, count = self.world, self.spec.num_microbatches
+        world = self.world
+        count = self.spec.num_microbatches
         what = f"{self.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
         what += f", {count} microbatches" if count > 1 else ""
         idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
         return f"TrainStep({what}{''.join(idle)})"
 
     def __str__(self) -> str:
-        """What it is, on one screen: mesh, what is split and what is whole, view, options."""
+        """Describes the step on one screen: mesh, split and whole arrays, view, options."""
         return describe(self)
 
     @property
     def loop_choices(self) -> tuple[LoopChoice, ...]:
-        """Which blocks run as a loop and why, for the batches traced so far."""
+        """Which blocks run as a loop, and why, for the batches traced so far."""
         return tuple(self.spec.loop_choices)
 
     @in_context_of_step
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
-        """Makes the first state, every array init where it lives.
+        """Makes the first state; every array is created with its final sharding.
 
         Args:
-            weights: by path, arrays that take the place of the model's first values, as
-                `weight_targets` describes them; all of them or some. They are used up.
+            weights: arrays by path that replace the model's first values, all or some, as
+                `weight_targets` describes them. They are donated.
 
         Returns:
             The state. Its arrays are its own: the module given stays usable.
@@ -195,21 +203,21 @@ class TrainStep:
 
     @in_context_of_step
     def init_from(self, params: PyTree) -> TrainState:
-        """Makes the first state of a run that begins with the parameters of another.
+        """Makes the first state of a run that starts from the parameters of another.
 
-        The optimizer, its moments, the averages and the count of steps begin anew; so do buffers,
-        and parameters that are frozen are the model's.
+        The optimizer state, the averages, the buffers and the count of steps start fresh. Frozen
+        parameters are the model's own.
 
         Args:
-            params: as `load_checkpoint(path, step, parts="params")` returns them, in the form of a
-                state of this step.
+            params: parameters in the form of a state of this step, such as
+                `load_checkpoint(path, step, parts="params")` returns.
 
         Returns:
-            The state. Averages of the parameters, and those of replicas that train apart, begin
-            with these parameters too.
+            The state. The moving average, and the outer parameters of replicas that train
+            independently, start from these parameters too.
 
         Raises:
-            ConfigError: when they have not the structure of this step's parameters.
+            ConfigError: when they do not have the structure of this step's parameters.
         """
         state = self.form.init({})
         if jax.tree.structure(params) != jax.tree.structure(state.params):
@@ -226,7 +234,7 @@ class TrainStep:
         return self.form.init(self.form.weights(state))
 
     def _check(self, state: TrainState) -> None:
-        """Whether a state is one of this step; its own last one is not looked at again."""
+        """Raises unless a state fits this step; the step's own last state is not checked again."""
         check_usable(state)
         if self._last is None or self._last() is not state:
             check_fits(state, self.abstract_state, self.state_shardings)
@@ -234,19 +242,19 @@ class TrainStep:
 
     @property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
-        """The model's arrays but those of random streams: shape, dtype and sharding by path."""
+        """Shape, dtype and sharding by path of the model's arrays, without random streams."""
         return self.form.weight_targets
 
     @in_context_of_step
     def weights(self, state: TrainState, *, ema: bool = False) -> dict[Path, Array]:
-        """The model's arrays of `weight_targets` by path, in the form of the model.
+        """Returns the arrays of `weight_targets` by path, in the model's form.
 
         Args:
-            state: of this step; it stays usable.
-            ema: the moving average of the parameters in their place.
+            state: a state of this step; it stays usable.
+            ema: whether to take the moving average of the parameters instead.
 
         Returns:
-            The arrays; those of a pipeline are put together from its rows.
+            The arrays; those of a pipeline are cut out of its rows.
         """
         self._check(state)
         return self.form.weights(averaged(state) if ema else state)
@@ -255,11 +263,11 @@ class TrainStep:
     def lower_init(self) -> jax.stages.Lowered:
         """Lowers the making of a factory's parameters and buffers, without running it.
 
-        It is one program here, whose memory is the most that `init` takes. `init` runs smaller
-        ones with the same results, which compile faster.
+        Here it is one program, whose memory is the most that `init` takes. `init` itself runs
+        several smaller programs with the same results, which compile faster.
 
         Returns:
-            The lowered program; `.compile()` it to read how much memory their birth takes.
+            The lowered program; `.compile()` it to read how much memory initialization takes.
 
         Raises:
             ConfigError: when the step was given a module, whose arrays exist already.
@@ -276,22 +284,24 @@ class TrainStep:
         *,
         held: Array | None = None,
     ) -> tuple[TrainState, Metrics]:
-        """Takes one step; the arrays of the state given are used up.
+        """Takes one step; the arrays of the given state are donated.
 
         Args:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
-                of this one; or what `place` returned.
+                of this one; or the result of `place`.
             was_nonfinite: the last metric `nonfinite`; "stop" and "rollback" then keep the state.
-            held: its older, deprecated name.
+            held: the deprecated name of `was_nonfinite`.
 
         Returns:
-            The next state, and the metrics as scalars on the devices, not waited for.
+            The next state, and the metrics as scalars on the devices; the step does not wait for
+            them.
 
         Raises:
             DivisibilityError: when the batch cannot be cut evenly.
             ConfigError: when an earlier step has used the state up.
-            UnsupportedError: when the parts of a batch new to the builder do not give its loss.
+            UnsupportedError: when the loss of a batch of a new shape does not follow from its
+                parts.
         """
         if held is not None:
             warnings.warn("held= is called was_nonfinite=", DeprecationWarning, stacklevel=2)
@@ -301,7 +311,7 @@ class TrainStep:
         was_nonfinite = self._flag(was_nonfinite) if self._keeps_state else None
         if self.world.num_processes > 1:
             self._agree_on_program(state, placed, was_nonfinite)
-        # How many steps it has taken is asked of the devices where it is not this step's.
+        # The count of steps is read from the devices only if the state is not this step's last one.
         last, count = self._counted
         if self._outer_steps and last() is not state:
             count = int(state.step)
@@ -321,52 +331,52 @@ class TrainStep:
             self._counted = weakref.ref(state), count + 1
         self._last = weakref.ref(state)
         if self.world.is_cpu:
-            # Each emulated device of a step under way parks a thread while it waits for the others:
-            # in a pool full of them none can arrive, and XLA ends the process.
+            # Each emulated device of a step in flight blocks a thread while it waits for the
+            # others. If blocked threads fill the pool, the others cannot arrive, and XLA aborts.
             self._in_flight.append(metrics["loss"])
             if len(self._in_flight) > STEPS_IN_FLIGHT:
                 jax.block_until_ready(self._in_flight.popleft())
         return state, metrics
 
     def _agree_on_program(self, *args: Any) -> None:
-        """Before the first step on batches of a shape: whether all processes will run the same."""
+        """Checks, once per batch shape, that all processes run the same program."""
         shapes = str(jax.tree.map(jnp.shape, args[1:]))
         if shapes not in self._agreed:
             agree(self.world, "step", {"program": digest(self._step.lower(*args))})
             self._agreed.add(shapes)
 
     def _flag(self, was_nonfinite: Array | None) -> Array:
-        """The flag of the step before; for the first step one sharded like all later ones."""
+        """Places the flag of the step before; the first step gets one with the same sharding."""
         if was_nonfinite is not None:
-            # Under a caller's explicit mesh it came on that mesh.
+            # Under a caller's explicit mesh the flag is on that mesh.
             return jax.device_put(was_nonfinite, self.form.replicated)
         return jax.make_array_from_callback((), self.form.replicated, lambda _: np.zeros((), bool))
 
     @in_context_of_step
     def place(self, batch: Batch) -> Placed:
-        """Puts a batch on the devices, so that a later step does not wait for it."""
+        """Puts a batch on the devices ahead of time, so that a later step does not wait for it."""
         return self.layout.place(batch)
 
     @in_context_of_step
     def separation(self, batch: Batch) -> Separation:
-        """In which view the gradients of such a batch are computed, and why not another.
+        """Returns in which view the gradients of such a batch are computed, and why.
 
         Args:
             batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
 
         Returns:
-            What was found out about the loss; prints as a sentence.
+            How the loss is computed from the parts of the batch; prints as a sentence.
 
         Raises:
-            UnsupportedError: when the strategy needs ranks that compute the loss each from its own
-                samples, and the loss couples them.
+            UnsupportedError: when the strategy needs every rank to compute the loss from its own
+                samples, and the loss couples samples.
         """
         replica = self.spec.replica(region=False)
         return separation_of(replica, self.spec, self.layout.abstract(batch))
 
     @in_context_of_step
     def coupling(self, batch: Batch) -> str:
-        """What in the loss couples samples, so that other microbatches would change it; "" if not.
+        """Says what couples samples, so that other microbatches would change the loss; or "".
 
         Args:
             batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
@@ -377,15 +387,15 @@ class TrainStep:
     @readable_by_caller
     @in_context_of_step
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, Metrics]:
-        """The reduced gradients of a batch, before clipping; the state stays.
+        """Computes the reduced gradients of a batch, before clipping.
 
         Args:
-            state: of this step; it stays usable.
+            state: a state of this step; it stays usable.
             batch: as for a step.
 
         Returns:
-            A tree like the parameters, sharded as a step has them: like the moments that they
-            update, and padded where these are; and the metrics.
+            A tree like the parameters, sharded and padded like their moments, as within a step; and
+            the metrics.
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
@@ -397,13 +407,13 @@ class TrainStep:
     def evaluate_sums(
         self, state: TrainState, batch: Batch, *, ema: bool = False
     ) -> dict[str, Weighted]:
-        """What `evaluate` reports, as sums that add up over batches of any sizes.
+        """Computes the numbers of `evaluate` as sums, which add up over batches of any sizes.
 
-        Over several batches a metric is `sum(totals) / sum(weights)`. Its weight is its own where
-        it is `Weighted`, else that of the loss, and the number of samples where that has none.
+        Over several batches a metric is `sum(totals) / sum(weights)`. A `Weighted` metric has its
+        own weight, any other that of the loss, which is the number of samples if the loss has none.
 
         Args:
-            state: of this step; it stays usable.
+            state: a state of this step; it stays usable.
             batch: as for `evaluate`.
             ema: as for `evaluate`.
 
@@ -415,18 +425,19 @@ class TrainStep:
         layout = dataclasses.replace(self.layout, num_microbatches=1, logical_shards=1)
         if isinstance(batch, FilledBatch):
             return self._sums_of_samples(state, batch.samples, layout)
-        is_padded, has_others = layout.padding is not None, layout.num_processes > 1
-        if is_padded or has_others or samples_of(apart(batch)[0]) % layout.divisor == 0:
+        can_place = layout.padding is not None or layout.num_processes > 1
+        if can_place or samples_of(apart(batch)[0]) % layout.divisor == 0:
             return self._evaluate(state, layout.place(batch))
         return self._sums_of_samples(state, batch, layout)
 
     def _sums_of_samples(
         self, state: TrainState, batch: Batch, layout: BatchLayout
     ) -> dict[str, Weighted]:
-        """What `evaluate_sums` gives of any number of samples, of which this process has all."""
+        """Computes `evaluate_sums` for any number of samples, all of which this process has."""
         if layout.padding is not None:
             batch = layout.padding.fill(batch, 1)
-        ranks, samples = layout.divisor, samples_of(apart(batch)[0])
+        ranks = layout.divisor
+        samples = samples_of(apart(batch)[0])
         if samples % ranks and not self._adds_up(batch):
             return self._evaluate(state, layout.place_whole(batch))
         sums = []
@@ -436,7 +447,7 @@ class TrainStep:
         return added(sums)
 
     def _adds_up(self, batch: Batch) -> bool:
-        """Whether what `evaluate_sums` gives of parts of a batch adds up to that of the batch."""
+        """Whether the `evaluate_sums` of the parts of a batch add up to that of the batch."""
         samples, shared = apart(batch)
         key = shape_key((shapes_of(samples), shapes_of(shared)))
         if key not in self._sums_of_parts:
@@ -447,13 +458,13 @@ class TrainStep:
     @readable_by_caller
     @in_context_of_step
     def evaluate(self, state: TrainState, batch: Batch, *, ema: bool = False) -> dict[str, Array]:
-        """The loss and metrics of a batch with the model in eval mode; the state stays.
+        """Computes the loss and metrics of a batch with the model in eval mode.
 
         Args:
-            state: of this step; it stays usable.
-            batch: leaves of shape [B, ...], as for a step. Where all samples are of one process, B
-                need not divide by the ranks: each sample counts once all the same.
-            ema: with the moving average of the parameters in their place.
+            state: a state of this step; it stays usable.
+            batch: leaves of shape [B, ...], as for a step. If one process has all samples, B need
+                not divide by the ranks: each sample still counts once.
+            ema: whether to take the moving average of the parameters instead.
 
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
@@ -462,11 +473,12 @@ class TrainStep:
 
     @in_context_of_step
     def merge(self, state: TrainState, *, ema: bool = False) -> nnx.Module:
-        """The model with the values of a state, or with the moving average of its parameters."""
+        """Returns the model with the values of a state, or with the average of its parameters."""
         self._check(state)
         state = averaged(state) if ema else state
         if self.storage.rows is not None or self.form.padding is not None:
-            # Rows are cut out of stacks, which only device memory lets one do.
+            # Rows are cut out of stacks, which needs device memory. With padding, the jitted
+            # `values_of_rows` moves the state itself.
             state = state if self.form.padding else self.on_device(state)
             return self.parts.merge(*self.form.values_of_rows(state))
         return self.parts.merge(*self.form.values(state))
@@ -479,17 +491,17 @@ class TrainStep:
             batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
 
         Returns:
-            The lowered step; `.compile()` it to read its memory and collectives. It compiles as it
-            runs, with `compiler_options`.
+            The lowered step; `.compile()` it to read its memory and collectives. It is the program
+            that runs, and compiles with the same `compiler_options`.
         """
         return self._lower(batch, 1)
 
     @in_context_of_step
     def lower_outer_steps(self) -> tuple[jax.stages.Lowered, ...]:
-        """Lowers what follows the steps after which replicas synchronize; one program a fragment.
+        """Lowers the outer steps, in which replicas synchronize; one program per fragment.
 
         Returns:
-            The lowered programs; none where the strategy has no replicas that train on their own.
+            The lowered programs; empty if the strategy has no replicas that train independently.
         """
         return tuple(run.lower(self.form.placed_shapes) for run in self._outer_steps)
 
@@ -509,10 +521,11 @@ class TrainStep:
 
     @in_context_of_step
     def outer_step_programs(self) -> tuple[tuple[Any, list[jax.ShapeDtypeStruct]], ...]:
-        """Traces what follows the steps after which replicas synchronize; one program a fragment.
+        """Traces the outer steps, in which replicas synchronize; one program per fragment.
 
         Returns:
-            As of `program`, for a state alone; none where the strategy has no such replicas.
+            As for `program`, with the state as the only argument; empty if the strategy has no
+            replicas that train independently.
         """
         state = self.form.placed_shapes
         return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._outer_steps)
@@ -521,14 +534,14 @@ class TrainStep:
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 
-        What it learns is kept: a step for such a batch then only has to be compiled. In an
-        abstract world it only traces.
+        The results are cached: a step on such a batch then only has to be compiled. In an abstract
+        world it only traces.
 
         Args:
             batch: as for `lower`.
 
         Raises:
-            AxonDistError: about what the step cannot do with such a batch.
+            AxonDistError: when the step cannot run on such a batch.
         """
         if is_abstract(self.world):
             trace(self._step, self._arguments(batch, 1))
@@ -537,7 +550,7 @@ class TrainStep:
 
     @in_context_of_step
     def check_rows(self, batch: Batch) -> None:
-        """As `check`, for the rows of this process, which are what a step takes."""
+        """As `check`, but takes the rows of this process, as a step does."""
         self._lower(batch, self.layout.num_processes)
 
     def _lower(self, batch: Batch, num_processes: int) -> jax.stages.Lowered:
@@ -552,7 +565,7 @@ class TrainStep:
             ) from error
 
     def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
-        """The arguments of the step as shapes."""
+        """Returns the arguments of the step as shapes."""
         flag = jax.ShapeDtypeStruct((), bool, sharding=self.form.replicated)
         placed = self.layout.abstract(batch, num_processes)
         return self.form.placed_shapes, placed, flag if self._keeps_state else None
@@ -561,9 +574,9 @@ class TrainStep:
 def _on_stored(
     run: Callable[[TrainState], TrainState], form: StateLayout
 ) -> Callable[[TrainState], TrainState]:
-    """A function of states without padding, of states as they are stored."""
+    """Turns a function of states without padding into one of stored states."""
 
-    # Profilers show a compiled program by the name of its function.
+    # Profilers show a compiled program under the name of its function.
     @functools.wraps(run)
     def on_stored(state: TrainState) -> TrainState:
         return form.padded(run(form.unpadded(state)))
@@ -572,15 +585,15 @@ def _on_stored(
 
 
 class PortableForm:
-    """The model's own form of the states of a step, which a step of any strategy can take up.
+    """The canonical form of a step's states, which a step of any strategy can load.
 
-    Most strategies lay the model's own arrays out over the mesh: their states are portable as they
-    are. A pipeline keeps the blocks of its stages in rows, so that its parameters, and what the
-    optimizer keeps of them, are put back into the form of the model; split over all axes, so that
-    no device holds more than its share of them.
+    Most strategies shard the model's own arrays, so their states are portable as they are. A
+    pipeline stores the blocks of its stages in rows: its parameters and optimizer state are
+    converted back to the model's form. They are then split over all mesh axes, so that no device
+    holds more than its share.
 
     Args:
-        step: whose states are converted.
+        step: the step whose states are converted.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -604,17 +617,16 @@ class PortableForm:
         optimizer: Any = step.spec.stored.update.traced.optimizer
         paths = step.parts.frozen_paths
 
-        to_model = functools.partial(
-            _convert,
-            lambda params, frozen: partition(storage.weights(params, frozen), paths),
-            optimizer.state_to_model,
-        )
-        to_rows = functools.partial(
-            _convert,
-            lambda params, frozen: storage.store(combine(params, frozen)),
-            optimizer.state_from_model,
-        )
-        form, mesh = step.form, step.world.mesh
+        def model_weights(params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
+            return partition(storage.weights(params, frozen), paths)
+
+        def row_weights(params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
+            return storage.store(combine(params, frozen))
+
+        to_model = functools.partial(_convert, model_weights, optimizer.state_to_model)
+        to_rows = functools.partial(_convert, row_weights, optimizer.state_from_model)
+        form = step.form
+        mesh = step.world.mesh
         portable = jax.eval_shape(to_model, form.model_shapes)
         places = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
         padding = padding_of(portable, places)
@@ -635,31 +647,34 @@ class PortableForm:
 
     @in_own_context
     def of(self, state: TrainState) -> TrainState:
-        """The portable form of a state, which stays usable."""
+        """Returns the portable form of a state, which stays usable."""
         return state if self._is_same else self._to_model(state)
 
     @in_own_context
     def with_weights(self, weights: PyTree, buffers: PyTree) -> TrainState:
-        """The first state of a step that trains nothing, with other parameters and statistics.
+        """Builds the first state of a step that is not going to train, around other weights.
 
         Args:
-            weights: in the form of the model, trained and frozen, where the step keeps them.
+            weights: trained and frozen parameters in the model's form, with the step's shardings.
             buffers: the model's, on every device.
         """
-        step, same, places = self._step, self._is_same, self._step.state_shardings
-        stored = (
-            step.storage.store(weights) if same else partition(weights, step.parts.frozen_paths)
-        )
+        step = self._step
+        is_same = self._is_same
+        places = step.state_shardings
+        if is_same:
+            stored = step.storage.store(weights)
+        else:
+            stored = partition(weights, step.parts.frozen_paths)
         state = step.form.around(stored, buffers, self.target.opt_state)
-        if same and step.form.padding is not None:
+        if is_same and step.form.padding is not None:
             return jax.jit(step.form.padded, out_shardings=places)(state)
-        names = ("frozen", "buffers") if same else ("buffers",)
+        names = ("frozen", "buffers") if is_same else ("buffers",)
         placed = {n: jax.device_put(getattr(state, n), getattr(places, n)) for n in names}
         return self.take_up(dataclasses.replace(state, **placed))
 
     @in_own_context
     def take_up(self, portable: TrainState) -> TrainState:
-        """The state of the step; the inverse of `of`, exactly."""
+        """Converts a portable state to the step's form; the exact inverse of `of`."""
         return portable if self._is_same else self._to_rows(portable)
 
 

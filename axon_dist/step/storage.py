@@ -1,6 +1,7 @@
-"""How a state holds the parameters: as the model does, or in rows for the stages of a pipeline.
+"""How a state stores the parameters: as the model has them, or in rows for a pipeline's stages.
 
-A pipeline cuts the loss as a program; in what order it calls the blocks says which stage has which.
+A pipeline cuts the program of the loss. The order in which the loss calls the blocks decides which
+stage gets which block.
 """
 
 from __future__ import annotations
@@ -41,27 +42,26 @@ from ..pipeline import (
     stages_by_calls,
     trace_loss,
 )
-from ..sharding import InPlaceOf
+from ..sharding import InPlaceOf, Policy
 from ..sharding.padding import cut
 from .objective import Outcome, evaluate, weighed_metrics
 from .parts import ModelSpec
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
-"""Modules that nobody calls: they only hold others."""
+"""Modules that only contain others and are never called."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """The stored form of parameters, and the strategy that lays it out.
+    """The stored form of parameters, and the strategy that shards it.
 
     Args:
-        strategy: policies about stored leaves.
+        strategy: its policies are about stored leaves.
         rows: the rows of a pipeline; None without one.
-        stacks: the modules of the model that a pipeline takes apart first.
-        frozen: the paths of the stored leaves that the optimizer leaves alone, where there are no
-            rows.
-        int8: how those are kept that the state keeps in eight bits, by path.
-        shapes: those of stored parameters, trained and frozen, without padding.
+        stacks: the stacked modules of the model, which a pipeline splits into layers first.
+        frozen: the paths of the stored leaves that the optimizer does not train; empty with rows.
+        int8: the form of the parameters that the state keeps in eight bits, by path.
+        shapes: the shapes of stored parameters, trained and frozen, without padding.
     """
 
     strategy: Strategy
@@ -73,50 +73,50 @@ class Storage:
 
     @property
     def is_by_vectors(self) -> bool:
-        """Whether stages differ, so that ranks hold vectors of whatever leaves are theirs."""
+        """Whether stages differ, so that each rank stores its leaves flattened into vectors."""
         return self.rows is not None and not self.rows.by_blocks
 
     def from_model(self, params: PyTree) -> PyTree:
-        """The stored form of the model's nested dict; of what is trained, where there are rows."""
+        """Converts the model's nested dict to the stored form; with rows, that of trained ones."""
         if self.rows is not None:
             return self.rows.trained.from_model(self.stacks.apart(params))
         return narrowed(params, self.int8) if self.int8 else params
 
     def to_model(self, stored: PyTree) -> PyTree:
-        """The inverse of `from_model`, exactly; of padded arrays too."""
+        """The exact inverse of `from_model`; takes padded arrays too."""
         stored = self._without_padding(stored)
         if self.rows is not None:
             return self.stacks.together(self.rows.trained.to_model(stored))
         return widened(stored, self.int8) if self.int8 else stored
 
     def _without_padding(self, stored: PyTree) -> PyTree:
-        """Parameters in the shapes that `from_model` makes, those with padding cut."""
+        """Cuts the padding off, to the shapes that `from_model` makes."""
         shapes = dict(leaves_with_paths(self.shapes))
         return map_with_path(
             lambda path, x: cut(x, shapes[path].shape) if path in shapes else x, stored
         )
 
     def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:
-        """The stored form of a model's trained and frozen parameters.
+        """Converts a model's trained and frozen parameters to the stored form.
 
         Args:
             weights: the model's nested dict of both.
 
         Returns:
-            The trained ones, and the frozen ones.
+            The stored trained parameters, and the stored frozen parameters.
         """
         if self.rows is not None:
             return self.rows.store(self.stacks.apart(weights))
         return partition(self.from_model(weights), self.frozen)
 
     def weights(self, params: PyTree, frozen: PyTree) -> PyTree:
-        """The model's nested dict of all parameters; the inverse of `store`."""
+        """Returns the model's nested dict of all parameters; the inverse of `store`."""
         if self.rows is not None:
             return self.stacks.together(self.rows.restore(params, frozen))
         return self.to_model(combine(params, frozen))
 
     def forward(self, params: PyTree, frozen: PyTree) -> PyTree:
-        """All parameters as a forward pass takes them: what is in eight bits may stay so."""
+        """Returns all parameters as a forward pass takes them; int8 weights may stay in int8."""
         return combine(params, frozen) if self.rows is None else self.weights(params, frozen)
 
 
@@ -126,13 +126,13 @@ def storage_of(
     loss_fn: LossFn | None = None,
     batch: Batch | None = None,
 ) -> Storage:
-    """The storage that a strategy needs.
+    """Returns the storage that a strategy needs.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
-        strategy: its pipeline cuts the model; without one the state holds the model's own dict.
+        strategy: its pipeline cuts the model; without one the state has the model's own dict.
         loss_fn: the user's loss, in which a pipeline finds the calls of blocks.
-        batch: for it, as the loss sees it, arrays or shapes; None where no batch is known.
+        batch: a batch for it, as the loss sees it, arrays or shapes; None if no batch is known.
 
     Returns:
         The storage.
@@ -145,7 +145,7 @@ def storage_of(
     if plan is None and not parts.int8:
         return Storage(strategy, frozen=parts.frozen_paths)
     if plan is None:
-        # What is kept in eight bits is sharded as the weights would be.
+        # The int8 numbers and their scales are sharded like the weights they replace.
         in_place = InPlaceOf(strategy.params, {path: x.shape for path, x in parts.int8.items()})
         frozen = frozenset(path for path, _ in leaves_with_paths(parts.stored_frozen))
         strategy = dataclasses.replace(strategy, params=in_place)
@@ -153,8 +153,10 @@ def storage_of(
     if parts.int8:
         raise UnsupportedError(
             f"frozen_dtype='int8' and a pipeline over {plan.axis!r}: its stages would "
-            "keep the widened weights of all their blocks beside the eight bits for the whole "
-            "schedule, which is more than bfloat16 takes. Use frozen_dtype='bfloat16', or fsdp"
+            "keep the widened weights of all their blocks in addition to the int8 weights for the "
+            "whole schedule, which takes more memory than bfloat16. Use frozen_dtype='bfloat16', "
+            "or fsdp",
+            code="int8-pipeline",
         )
     stages, stacks = _stages(parts, plan, loss_fn, batch)
     shapes = stacks.apart(parts.weights)
@@ -162,12 +164,14 @@ def storage_of(
     frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
     rows = ModelStorage(stages, shapes, frozen)
     storages = filter(None, (rows, rows.trained, rows.untrained))
-    of_rows = frozenset("/".join(map(str, keys)) for part in storages for keys in part.row_keys)
-    params, opt_state = (
-        Staged(OfBlocks(policy, stacks) if stacks.depths else policy, plan.axis, of_rows)
-        for policy in (strategy.params, strategy.opt_state)
+    row_paths = frozenset("/".join(map(str, keys)) for part in storages for keys in part.row_keys)
+
+    def staged(policy: Policy) -> Staged:
+        return Staged(OfBlocks(policy, stacks) if stacks.depths else policy, plan.axis, row_paths)
+
+    strategy = dataclasses.replace(
+        strategy, params=staged(strategy.params), opt_state=staged(strategy.opt_state)
     )
-    strategy = dataclasses.replace(strategy, params=params, opt_state=opt_state)
     return Storage(strategy, rows, stacks)
 
 
@@ -183,12 +187,10 @@ def _stages(
     if loss_fn is not None and batch is not None and blocks:
         calls = calls_in(parts, loss_fn, blocks, stacks, batch)
     leaves = flatten(stacks.apart(parts.weights))
-    # A block with parameters of its own that has no call the stages will refuse.
-    if (
-        calls is None
-        or _fits(calls, blocks, plan)
-        or not calls.called.issuperset({_owner(keys, blocks) for keys in leaves} - {None})
-    ):
+    owners = {_owner(keys, blocks) for keys in leaves} - {None}
+    # Stages in model order are right if the calls fit them. They are also taken if a block with
+    # parameters is never called: the stages then refuse it.
+    if calls is None or _fits(calls, blocks, plan) or not calls.called.issuperset(owners):
         if len(blocks) < plan.schedule.num_stages:
             raise _too_few(model, plan, blocks)
         table = plan.schedule
@@ -202,23 +204,26 @@ def _stages(
 
 
 def _fits(calls: Calls, blocks: Sequence[Keys], plan: PipelinePlan) -> bool:
-    """Whether blocks may be cut in the order in which the model holds them."""
+    """Whether blocks may be cut into stages in the order in which the model has them."""
     count = plan.schedule.num_stages
-    # Boundaries and costs may be about the calls, of which there are more than blocks.
-    said = plan.boundaries[-1:] if plan.boundaries else (len(plan.costs or blocks),)
-    if len(blocks) < count or said != (len(blocks),):
+    # Boundaries and costs may be about the calls, of which there can be more than blocks.
+    planned = plan.boundaries[-1:] if plan.boundaries else (len(plan.costs or blocks),)
+    if len(blocks) < count or planned != (len(blocks),):
         return False
     ends = itertools.pairwise(plan.schedule.partition(len(blocks), plan.costs, plan.boundaries))
-    return calls.fits([at for at, (first, end) in enumerate(ends) for _ in range(first, end)])
+    stage_of_block = [stage for stage, (first, end) in enumerate(ends) for _ in range(first, end)]
+    return calls.fits(stage_of_block)
 
 
 def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
-    """The first depth of each stage, and the number of depths."""
-    count, size = plan.schedule.num_stages, max(calls.depths) + 1
+    """Returns the first depth of each stage, and the number of depths."""
+    count = plan.schedule.num_stages
+    size = max(calls.depths) + 1
     if size < count:
         raise UnsupportedError(
-            f"the pipeline has {count} stages, and the longest way through the loss has {size} "
-            "calls of blocks, one behind another. Use fewer stages"
+            f"the pipeline has {count} stages, and the longest path through the loss has {size} "
+            "calls of blocks in sequence. Use fewer stages",
+            code="too-few-calls",
         )
     return plan.schedule.partition(size, plan.costs, plan.boundaries)
 
@@ -235,18 +240,19 @@ def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> U
 
 
 def _tied(model: nnx.Module, leaves: Collection[Keys], blocks: Sequence[Keys]) -> list[Keys]:
-    """The keys of what several blocks have in common, or a block with what is in none."""
+    """Returns the keys of modules that several blocks share, or a block with the rest."""
     tied = []
     for paths in nnx.find_duplicates(model):
         owners = {_owner(tuple(path), blocks) for path in paths}
         keys = next((tuple(p) for p in paths if any(_is_in(k, [tuple(p)]) for k in leaves)), None)
-        # A block that stands in two places is one block, called twice.
+        # A block that occurs in two places is one block that is called twice.
         if keys is not None and keys not in blocks and len(owners) > 1:
             tied.append(keys)
     return tied
 
 
 def _owner(keys: Keys, blocks: Sequence[Keys]) -> int | None:
+    """Returns the index of the block that contains a leaf or module, if any."""
     return next((n for n, block in enumerate(blocks) if _is_in(keys, [block])), None)
 
 
@@ -255,19 +261,19 @@ def block_keys(
     classes: tuple[str, ...] = (),
     loops: Mapping[Keys, int] = MappingProxyType({}),
 ) -> list[Keys]:
-    """The keys of the modules that a pipeline may cut between, in the order of the model.
+    """Returns the keys of the modules that a pipeline may cut between, in the order of the model.
 
     Args:
-        model: any; its leaves may be shapes.
+        model: any model; its leaves may be shapes.
         classes: names of the block classes, or of modules within bridged Linen ones, without their
-            numbers; none takes the modules that the model keeps in lists and that have parameters;
-            of lists in lists, the modules in the innermost ones; the layers of stacked modules,
-            which are numbered as those of a list are; and the blocks that bridged Linen modules
+            numbers. Without any, the blocks are the modules with parameters that the model keeps in
+            lists (in the innermost lists, if these are nested); the layers of stacked modules,
+            which are numbered like those of a list; and the blocks that bridged Linen modules
             repeat.
-        loops: the modules within bridged Linen ones that stack layers, and how many.
+        loops: the modules within bridged Linen ones that stack layers, and their numbers of layers.
 
     Returns:
-        Keys, nothing inside a block being one.
+        The keys; no block lies inside another.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.relu)
@@ -277,17 +283,21 @@ def block_keys(
     outermost: list[Keys] = []
     stacks = {**_stacked(model), **loops}
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
-        # A list in a list only holds blocks; what a block holds in lists is found after the block.
-        listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
-        listed = (listed and jax.tree.leaves(nnx.state(module, nnx.Param))) or keys in stacks
-        is_block = type(module).__name__ in classes if classes else listed
+        # A list inside a list is no block itself. Lists inside a block are visited after it, and
+        # so are not outermost.
+        is_listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
+        has_params = is_listed and jax.tree.leaves(nnx.state(module, nnx.Param))
+        is_listed_block = has_params or keys in stacks
+        is_block = type(module).__name__ in classes if classes else is_listed_block
         if is_block and not _is_in(keys, outermost):
             outermost.append(keys)
     in_linen: Iterable[Keys] = loops
     if classes or not loops:
         bridges = bridges_of(model)
-        in_linen = [above + keys for above, one in bridges for keys in linen_blocks(one, classes)]
-    # Of those within each other the outermost.
+        in_linen = [
+            prefix + keys for prefix, bridge in bridges for keys in linen_blocks(bridge, classes)
+        ]
+    # Shorter keys first, so that of nested blocks the outermost is taken.
     for keys in sorted(in_linen, key=len):
         if not _is_in(keys, outermost):
             outermost.append(keys)
@@ -299,20 +309,21 @@ def block_keys(
 
 
 def _is_in(keys: Keys, outer: Collection[Keys]) -> bool:
+    """Whether keys are those of, or inside, one of the outer modules."""
     return any(keys[:end] in outer for end in range(len(keys) + 1))
 
 
 def _stacked(model: nnx.Module) -> dict[Keys, int]:
-    """The keys of the stacked modules of a model, and how many layers each holds."""
+    """Returns the keys of the stacked modules of a model, and the number of layers in each."""
     paths = stacks_of(model)
     by_path = {"/".join(map(str, keys)): keys for keys, _ in nnx.iter_modules(model)}
     return {by_path[path]: count for path, count in paths.items()}
 
 
 def _counted(key: str | int) -> tuple[bool, list[str | int]]:
-    """Sorts names by the numbers in them: `layer_2` stands before `layer_10`.
+    """A sort key that orders names by the numbers in them: `layer_2` before `layer_10`.
 
-    A decoder stands behind an encoder, whose results it reads.
+    A decoder comes after an encoder, because it reads the encoder's results.
     """
     parts = re.split(r"(\d+)", re.sub("(?i)decoder", "encoder~", str(key)))
     return isinstance(key, str), [int(part) if part.isdigit() else part for part in parts]
@@ -326,15 +337,15 @@ def traced(
     buffers: PyTree,
     batch: Batch,
 ) -> LossTrace:
-    """The loss of a batch as a program, of a model whose stacked blocks are taken apart.
+    """Traces the loss of a batch, for a model whose stacked blocks are split into layers.
 
     Args:
-        run: (params of the model, buffers, batch) -> outcome, its blocks marked as units.
-        rewritten: changes the function that is traced; None leaves it as it is.
-        stacks: the modules of the model that hold many blocks.
-        params: shapes, the blocks of stacks by themselves.
-        buffers: arrays or shapes, as the model has them or with those of blocks by themselves.
-        batch: likewise.
+        run: (params of the model, buffers, batch) -> outcome, with blocks marked as units.
+        rewritten: transforms the function that is traced; None leaves it unchanged.
+        stacks: the modules of the model that stack many blocks.
+        params: shapes, with stacks split into blocks.
+        buffers: arrays or shapes, in the model's form or with stacks split into blocks.
+        batch: arrays or shapes.
 
     Returns:
         The program.
@@ -347,22 +358,23 @@ def traced(
 
     program = forward if rewritten is None else rewritten(forward)
     if stacks.depths:
-        # A loop over stacked blocks, as the model has it, hides which of them a call reads.
+        # The model loops over its stacked blocks, which hides the block that a call reads.
         layers = by_rows(program)
 
-        def of_rows(params: PyTree, apart: PyTree, batch: Batch) -> Any:
-            inputs = stacks.together(params, Stacked), buffers_together(apart, Stacked)
-            *results, after = layers(*inputs, batch)
-            # As they came: where each block has its own, by themselves.
-            buffers = stacks.split_buffers(after) if has_split(apart) else after
-            return jax.tree.map(whole, (*results, buffers))
+        def of_rows(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
+            stacked_params = stacks.together(params, Stacked)
+            stacked_buffers = buffers_together(buffers, Stacked)
+            *results, after = layers(stacked_params, stacked_buffers, batch)
+            # Return the buffers in the form in which they came.
+            after = stacks.split_buffers(after) if has_split(buffers) else after
+            return jax.tree.map(whole, (*results, after))
 
         program = of_rows
     return trace_loss(program, params, buffers, batch)
 
 
 def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:
-    """Metrics by name and part: those with a weight of their own have two."""
+    """Flattens metrics by name and part; metrics with their own weight have two parts."""
     flat: dict[tuple[str, str], Array] = {}
     for name, value in metrics.items():
         if isinstance(value, Weighted):
@@ -381,24 +393,24 @@ def nested_metrics(flat: dict[tuple[str, str], Array]) -> dict[str, Array | Weig
 
 
 def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path], frozenset[Path]]:
-    """The paths of the modules of a model whose calls are those of blocks; of which stack them."""
+    """Returns the paths of the modules that are called as blocks, and of those that stack them."""
     modules = {stacks.in_model(keys): "/".join(map(str, stacks.in_model(keys))) for keys in blocks}
     looped = frozenset(path for keys, path in modules.items() if stacks.of(keys)[1])
     return frozenset(modules.values()), looped
 
 
 def loops_in(parts: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
-    """The Linen modules whose parameters stack those of the layers that a loop of the loss calls.
+    """Finds Linen modules with parameters stacked over the layers that a loop of the loss calls.
 
-    `nn.scan` gives no other sign of them: a kernel of three dims may be one layer's.
+    `nn.scan` leaves no other trace in the module: a kernel of three dims may belong to one layer.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
-        batch: arrays or shapes, with what samples have in common unwrapped.
+        batch: arrays or shapes, with `Shared` leaves unwrapped.
 
     Returns:
-        The outermost, by keys, and how many layers each has.
+        The outermost such modules by keys, and the number of layers in each.
     """
     modules = [keys for keys, _ in linen_modules(parts.abstract)]
     if not modules:
@@ -409,10 +421,9 @@ def loops_in(parts: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]
         loss = evaluate(parts, loss_fn, params, buffers, batch, lambda _: None).loss
         return loss.total, loss.weight
 
-    arguments = weights, buffers, batch
     names = list(flatten(weights))
-    inputs = looped_inputs(jax.make_jaxpr(run)(*arguments))
-    lengths = {names[at]: n for at, n in inputs.items() if at < len(names)}
+    inputs = looped_inputs(jax.make_jaxpr(run)(weights, buffers, batch))
+    lengths = {names[index]: n for index, n in inputs.items() if index < len(names)}
     loops: dict[Keys, int] = {}
     for keys in sorted(modules, key=len):
         below = {lengths.get(leaf) for leaf in names if leaf[: len(keys)] == keys}
@@ -425,14 +436,14 @@ def loops_in(parts: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]
 def calls_in(
     parts: ModelSpec, loss_fn: LossFn, blocks: Sequence[Keys], stacks: Stacks, batch: Batch
 ) -> Calls:
-    """The calls of blocks in the loss of a batch, on one device and without any array.
+    """Finds the calls of blocks in the loss of a batch, by tracing it for one device.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         blocks: the keys of the blocks.
-        stacks: the modules of the model that hold many blocks.
-        batch: arrays or shapes, with what samples have in common unwrapped.
+        stacks: the modules of the model that stack many blocks.
+        batch: arrays or shapes, with `Shared` leaves unwrapped.
 
     Returns:
         The calls.
@@ -445,7 +456,7 @@ def calls_in(
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
         return evaluate(parts, loss_fn, params, buffers, batch, mark)
 
-    # What samples have in common stands in the batch itself here, as the loss sees it.
+    # What samples share is in the batch itself here, as the loss sees it.
     weights, buffers = dataclasses.replace(parts, shared={}).arguments
 
     trace = traced(run, None, stacks, stacks.apart(weights), buffers, batch)

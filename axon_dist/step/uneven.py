@@ -1,8 +1,8 @@
-"""Batches to evaluate that do not divide over the ranks: every sample still counts once.
+"""Evaluation of batches that do not divide by the ranks: every sample still counts once.
 
-The samples that divide are evaluated as they are. The others follow in pieces of as many samples
-as divide the number of ranks, each repeated until it divides; its sums count once. A rank never
-holds more samples of such a piece than one, and they all have one shape, and so one program.
+The samples that divide are evaluated as they are. The others are cut into pieces whose size divides
+the number of ranks. Each piece is repeated until each rank has one sample of it, and its sums are
+divided by the number of copies. All such pieces have the same shape, and so run the same program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece:
     Args:
         start: the first sample.
         stop: the one after the last.
-        copies: how often all of them are repeated.
+        copies: how many times the samples occur.
     """
 
     start: int
@@ -43,15 +43,15 @@ class Piece:
 
     @property
     def samples(self) -> int:
-        """How many samples are evaluated, copies included."""
+        """The number of samples that are evaluated, copies included."""
         return (self.stop - self.start) * self.copies
 
     def of(self, batch: Batch, rows: slice = slice(None)) -> Batch:
-        """The samples of the piece.
+        """Cuts the samples of the piece out of a batch.
 
         Args:
             batch: leaves of shape [B, ...], arrays, or `Shared`.
-            rows: which of the samples of the piece, copies included.
+            rows: which samples of the piece to take, copies included.
         """
 
         def cut(leaf):
@@ -64,7 +64,7 @@ class Piece:
         return jax.tree.map(cut, batch)
 
     def once(self, sums: dict[str, Weighted]) -> dict[str, Weighted]:
-        """The sums over the samples of the piece, each counted once."""
+        """Returns the sums over the samples of the piece, with each sample counted once."""
         return jax.tree.map(lambda x: x / self.copies, sums) if self.copies > 1 else sums
 
 
@@ -72,8 +72,8 @@ def pieces(samples: int, ranks: int) -> list[Piece]:
     """Cuts a batch into pieces that divide over the ranks.
 
     Args:
-        samples: of the batch.
-        ranks: how many split its samples.
+        samples: the number of samples of the batch.
+        ranks: the number of ranks that split the samples.
 
     Example:
         >>> [(piece.start, piece.stop, piece.copies) for piece in pieces(13, 8)]
@@ -90,7 +90,7 @@ def pieces(samples: int, ranks: int) -> list[Piece]:
 
 
 class _EvaluationSums(PartLoss):
-    """A loss function that gives the sums of an evaluation, as metrics."""
+    """A loss function that returns the sums of an evaluation as metrics."""
 
     def __init__(self, loss_fn):
         self.loss_fn = loss_fn
@@ -100,19 +100,19 @@ class _EvaluationSums(PartLoss):
     ) -> tuple[Outcome, object]:
         outcome = forward(params, buffers, batch)
         sums = {}
-        for name, one in summed(outcome, batch).items():
-            sums[f"{name} total"] = one.total
-            sums[f"{name} weight"] = one.weight
+        for name, value in summed(outcome, batch).items():
+            sums[f"{name} total"] = value.total
+            sums[f"{name} weight"] = value.weight
         return Outcome(Weighted(jnp.zeros(()), 1.0), sums, outcome.buffers), None
 
 
 def adds_up(spec: StepSpec, batch: Batch) -> bool:
-    """Whether every number of an evaluation is a sum of what its samples give, each by itself.
+    """Returns whether every number of an evaluation is a sum of contributions of single samples.
 
-    Read from the program of the loss in eval mode, for as many samples as there are ranks, for
-    twice as many, and for as many as the largest piece of the batch has: a loss may read the number
-    of its samples, such as `jnp.sum(each) / min(len(each), 8)`. A loss that compares samples, or
-    that is itself a sum, is none.
+    Reads it from the program of the loss in eval mode, traced for as many samples as there are
+    ranks, for twice as many, and for as many as the largest piece of the batch has: a loss may
+    depend on the number of its samples, such as `jnp.sum(each) / min(len(each), 8)`. The result is
+    False for a loss that compares samples, and for one that is itself a sum.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -131,16 +131,17 @@ def adds_up(spec: StepSpec, batch: Batch) -> bool:
 
 
 def _adds_up_between(traces: Traces, batch: Batch, part: int, whole: int) -> bool:
-    """Whether the numbers of `whole` samples are the sums of those of parts of `part` samples."""
+    """Whether the sums over `whole` samples are those of their parts of `part` samples, added."""
     try:
         use = traces.use(shapes_of(batch), (part, whole))
     except AxonDistError:
         return False
     return not use.failure and all(
-        one.is_separable and same_scale(one.factor, whole / part) for one in use.metrics.values()
+        output.is_separable and same_scale(output.factor, whole / part)
+        for output in use.metrics.values()
     )
 
 
 def added(parts: Sequence[dict[str, Weighted]]) -> dict[str, Weighted]:
-    """Sums over several pieces, added up on the devices."""
+    """Adds up the sums of several pieces on the devices."""
     return jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *parts)

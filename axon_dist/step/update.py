@@ -1,4 +1,4 @@
-"""Between gradients and the next state: clipping, and undoing what is not finite."""
+"""From gradients to the next state: clipping, the update, and undoing nonfinite steps."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .spec import StepSpec
 from .state import FLAG, TrainState
 
 AUXILIARY = "auxiliary"
-"""The method of a model that says what it adds to the loss."""
+"""The method of a model that returns what it adds to the loss."""
 
 
 def clip(
     grads: PyTree, options: StepOptions, norm_of: NormOf = optax.tree.norm
 ) -> tuple[PyTree, dict[str, Array]]:
-    """Scales gradients down to the largest norm allowed, if there is one.
+    """Clips gradients to the largest norm allowed, if there is a limit.
 
     Args:
         grads: reduced, in global view, in the dtypes of the parameters.
         options: `clip_norm`, and whether `grad_norm` is among the metrics.
-        norm_of: takes the norm.
+        norm_of: computes the norm.
 
     Returns:
-        The gradients, and the norm before clipping where it is wanted.
+        The gradients, and `grad_norm` before clipping if it was computed.
     """
     limit = options.clip_norm
     if limit is None and "grad_norm" not in options.metrics:
@@ -53,28 +53,28 @@ def clip(
 
 
 def are_finite(grads: PyTree, measured: dict[str, Array]) -> Array:
-    """Whether every gradient is finite, read off their norm where that is known already.
+    """Returns whether every gradient is finite; reads it from the norm if that is known already.
 
     Args:
         grads: reduced, in global view, in the dtypes of the parameters.
-        measured: what `clip` gave.
+        measured: the metrics that `clip` returned.
     """
     norm = measured.get("grad_norm")
     return all_finite(grads) if norm is None else jnp.isfinite(norm)
 
 
 def average(decay: float, ema: PyTree, params: PyTree) -> PyTree:
-    """The moving average of the parameters after an update.
+    """Updates the moving average of the parameters.
 
         ema = decay * ema + (1 - decay) * params
 
     Args:
-        decay: how much of it stays.
-        ema: before, in float32 or wider.
-        params: after the update, in their own dtypes.
+        decay: the weight of the old average.
+        ema: the average before the update, in float32 or wider.
+        params: the parameters after the update, in their own dtypes.
 
     Returns:
-        The next one.
+        The next average.
 
     Example:
         >>> float(average(0.75, {"w": jnp.ones(())}, {"w": jnp.zeros(())})["w"])
@@ -84,9 +84,9 @@ def average(decay: float, ema: PyTree, params: PyTree) -> PyTree:
 
 
 def wide_copy(params: PyTree) -> PyTree:
-    """Parameters in float32 or wider, in arrays of their own."""
-    # Half precision would round away the small steps that an average is made of. A copy, since a
-    # state gives the memory of all its arrays to the next.
+    """Copies parameters to float32 or wider, in arrays of their own."""
+    # Half precision would round away the small increments of an average. The copy is needed
+    # because a step donates every array of its state: no two leaves may share one.
     return jax.tree.map(
         lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True), params
     )
@@ -99,12 +99,12 @@ def skip_overflow(
 
     Args:
         scaler: the loss scale.
-        finite: whether the gradients are.
-        new: the state that the step would lead to.
-        old: the state that it started from.
+        finite: whether the gradients are finite.
+        new: the state after the update.
+        old: the state before the step.
 
     Returns:
-        The state that it leads to; counts of random draws advance either way.
+        The resulting state; counts of random draws advance either way.
     """
     state = _update_if(finite, new, old)
     return dataclasses.replace(state, scaler=scaler.update(old.scaler, finite))
@@ -120,34 +120,34 @@ def undo_nonfinite(
 ) -> tuple[TrainState, Array]:
     """Keeps the old state where the loss or a gradient is not finite.
 
-    Gradients that overflow under a loss scale are not counted until the scale is at its lowest.
+    Gradients that overflow under a loss scale do not count until the scale is at its lowest.
 
     Args:
-        options: what to do then, and the loss scale.
+        options: the policy for nonfinite steps, and the loss scale.
         loss: the mean loss of the batch.
-        finite: whether the gradients are.
-        new: the state that the step would lead to.
-        old: the state that it started from.
-        was_nonfinite: whether a step before was not finite, where the policy keeps the state from
+        finite: whether the gradients are finite.
+        new: the state after the update.
+        old: the state before the step.
+        was_nonfinite: whether an earlier step was not finite, if the policy keeps the state from
             then on.
 
     Returns:
-        The state that it leads to, and a boolean scalar: whether it was kept. Skipped steps count
-        as steps, those undone never happened.
+        The resulting state, and a boolean scalar: whether the old state was kept. A skipped step
+        counts as a step; a step under a policy that keeps the state does not.
     """
-    lost = ~finite
+    nonfinite = ~finite
     if options.scaler is not None:
-        lost &= old.scaler.scale <= options.scaler.min_scale
-    lost |= ~jnp.isfinite(loss)
+        nonfinite &= old.scaler.scale <= options.scaler.min_scale
+    nonfinite |= ~jnp.isfinite(loss)
     assert options.nonfinite is not None
     if not options.nonfinite.holds:
-        return _update_if(~lost, new, old), lost
-    lost = lost if was_nonfinite is None else lost | was_nonfinite
-    return keep_if(~lost, new, old), lost
+        return _update_if(~nonfinite, new, old), nonfinite
+    nonfinite = nonfinite if was_nonfinite is None else nonfinite | was_nonfinite
+    return keep_if(~nonfinite, new, old), nonfinite
 
 
 def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
-    """The new state, without its update where that does not apply; random counts advance."""
+    """Returns the new state, with the old values unless the update applies; counts advance."""
 
     def select(n, o):
         return jnp.where(applies, n, o) if jnp.issubdtype(n.dtype, jnp.inexact) else n
@@ -164,8 +164,8 @@ def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
 def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
     """Computes mean gradients in the view that the strategy needs.
 
-    A loss that couples samples cannot be computed rank by rank, which only the program for a batch
-    shows: the view is then another one.
+    A loss that couples samples cannot be computed rank by rank, so it runs in global view. Only the
+    traced program of a batch shows whether it does.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -176,8 +176,8 @@ def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResu
     """
     arguments = with_mean_weight(spec, arguments)
     shared = arguments.buffers.get(SHARED)
-    here = spec.with_shared(shared) if shared else spec
-    separation = here.separator.of(arguments.batch)
+    spec = spec.with_shared(shared) if shared else spec
+    separation = spec.separator.of(arguments.batch)
     if spec.strategy.pipeline is not None:
         view = pipeline_gradients
     elif spec.options.is_elastic:
@@ -185,16 +185,16 @@ def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResu
     else:
         view = local_gradients if separation.is_per_rank and spec.is_local else global_gradients
     if separation.loss_fn is not spec.loss_fn:
-        here = here.with_loss(separation.loss_fn)
-    result = view(here, arguments)
+        spec = spec.with_loss(separation.loss_fn)
+    result = view(spec, arguments)
     return result if separation.complete is None else separation.complete(result)
 
 
 def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientArguments:
-    """Gives the parts of a batch the mean weight of its samples, where the model adds to the loss.
+    """Passes the mean weight of a sample to the parts of a batch, if the model adds to the loss.
 
-    What it adds is a mean over samples, and counts in a microbatch by its samples: by the weight
-    that these have on average in the whole batch, which follows from the batch alone.
+    The term that the model adds is a mean over samples. In a microbatch it counts with the number
+    of samples times their mean weight in the whole batch, which depends on the batch alone.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -219,9 +219,10 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     num_weights = len(jax.tree.leaves(parts.weights))
     if any(number < num_weights for number in needed):
         raise UnsupportedError(
-            "the weight of the loss depends on parameters, and the model adds terms of its own to "
-            f"the loss, of which {spec.num_microbatches} microbatches then do not know how much "
-            "they count; let the weight follow from the batch, or leave the batch whole"
+            "the weight of the loss depends on parameters, and the model adds its own terms to the "
+            f"loss, so that {spec.num_microbatches} microbatches do not know how much these terms "
+            "count; let the weight depend on the batch alone, or leave the batch whole",
+            code="weight-of-parameters",
         )
     known = jax.tree.leaves((arguments.buffers, batch))
     values = [known[number - num_weights] for number in needed]
@@ -232,11 +233,11 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
 
 
 def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> GradientResult:
-    """The gradients of a state's parameters, whatever their losses are scaled by.
+    """Computes the gradients of a state's parameters, with any loss scale divided out.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        state: in device memory.
+        state: a state in device memory.
         placed: the batch.
 
     Returns:
@@ -257,13 +258,13 @@ def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> Gra
 def one_step(
     spec: StepSpec, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
 ) -> tuple[TrainState, Metrics]:
-    """From one state to the next.
+    """Computes the next state.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        state: in device memory.
+        state: a state in device memory.
         placed: the batch.
-        was_nonfinite: the flag of the step before.
+        was_nonfinite: the nonfinite flag of the step before.
 
     Returns:
         The next state, and metrics.
@@ -282,9 +283,9 @@ def one_step(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)
-    # The metrics of a watched optimizer.
-    for one in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
-        measured |= one.metrics if isinstance(one, Watched) else {}
+    # A watched optimizer keeps metrics in its state.
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
+        measured |= node.metrics if isinstance(node, Watched) else {}
     if "param_norm" in options.metrics:
         measured["param_norm"] = norm_of(params)
     new = dataclasses.replace(
@@ -299,6 +300,8 @@ def one_step(
         new = skip_overflow(options.scaler, are_finite(grads, measured), new, state)
         measured[LOSS_SCALE] = new.scaler.scale
     if options.nonfinite is not None:
-        loss, finite = metrics["loss"], are_finite(grads, measured)
-        new, measured[FLAG] = undo_nonfinite(options, loss, finite, new, state, was_nonfinite)
+        finite = are_finite(grads, measured)
+        new, measured[FLAG] = undo_nonfinite(
+            options, metrics["loss"], finite, new, state, was_nonfinite
+        )
     return new, {**metrics, **measured}

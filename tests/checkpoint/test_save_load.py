@@ -43,6 +43,20 @@ def test_any_mesh_to_any_mesh_bit_for_bit(type, before, values, place, bits, mak
         assert all(jax.tree.leaves(where))
 
 
+@BOTH
+def test_a_checkpoint_from_before_a_field_was_renamed_loads(type, tmp_path):
+    outer = {"missing": jnp.arange(3.0), "opt_state": (jnp.full(2, 7.0),)}
+    save_checkpoint(tmp_path / "old", {"step": jnp.ones(()), "meeting": outer}, type=type)
+    restored = load_checkpoint(tmp_path / "old", {"step": jnp.zeros(()), "outer_state": outer})
+    assert restored["outer_state"]["missing"].tolist() == [0.0, 1.0, 2.0]
+    assert restored["outer_state"]["opt_state"][0].tolist() == [7.0, 7.0]
+    part = load_checkpoint(tmp_path / "old", outer, parts="outer_state")
+    assert part["missing"].tolist() == [0.0, 1.0, 2.0]
+    # A tree of the user's that has a key of that name keeps it.
+    kept = load_checkpoint(tmp_path / "old", {"step": jnp.zeros(()), "meeting": outer})
+    assert kept["meeting"]["missing"].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_the_manifest_does_not_depend_on_the_mesh_but_names_it(values, place, make_world, tmp_path):
     manifests = []
     for axes in ("dp=8", "dp=2,tp=2"):

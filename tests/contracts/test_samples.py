@@ -135,9 +135,9 @@ OPTIONS = {
 ASKS = {
     "buckets": "as bucket_capacity=64 asks for.*leave bucket_capacity=64 out",
     "overlapped": "as sync=OVERLAPPED asks for",
-    "recast": "as a reduction in bfloat16 beside compute in float32 asks for",
+    "recast": "as a reduction in bfloat16 with compute in float32 asks for",
     "by_hand": "as by_hand=True asks for",
-    "pipeline": "as a pipeline beside dp asks for.*leave the pipeline out",
+    "pipeline": "as a pipeline with dp asks for.*leave the pipeline out",
 }
 
 

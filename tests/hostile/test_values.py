@@ -222,7 +222,7 @@ def dead():
 
 MODELS = {
     "no parameters": (lambda: Part(jnp.ones(2), nnx.BatchStat), "has no nnx.Param"),
-    "whole numbers": (lambda: Part(jnp.ones(2, int)), "has dtype int32, of which there is no grad"),
+    "whole numbers": (lambda: Part(jnp.ones(2, int)), "has dtype int32, which has no grad"),
     "truths": (lambda: Part(jnp.ones(2, bool)), "has dtype bool"),
     "deleted": (dead, "of the model was deleted"),
     "shapes": (lambda: nnx.eval_shape(Net), "is a shape and no array"),

@@ -301,7 +301,7 @@ def test_weights_that_travel_as_bytes_change_no_bit():
     ],
 )  # fmt: skip
 def test_weights_that_units_do_not_gather_cannot_travel_in_fp8(strategy, mesh, options, why):
-    with pytest.raises(UnsupportedError, match=f"gather='fp8' is about .*{why}.*leave gather out"):
+    with pytest.raises(UnsupportedError, match=f"gather='fp8' is for .*{why}.*leave gather out"):
         built(strategy, mesh, **options)
 
 

@@ -183,7 +183,7 @@ REFUSED = {
     "dtype of the reduction": (
         lambda: built(compose(ddp(), expert_parallel()), precision=True),
         UnsupportedError,
-        "a reduction in float32 beside compute in bfloat16 would need",
+        "a reduction in float32 with compute in bfloat16 would need",
     ),
     "no experts": (
         lambda: built(expert_parallel(), "ep=4", lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))),

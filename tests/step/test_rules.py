@@ -240,22 +240,22 @@ EXAMPLES = {
             *("pp=2,ep=4", half_a_mixture),
             loss_fn=next_token_loss,
         ),
-        "'blocks/1/mlp/down' in blocks that are not all alike.* along 'ep' .*by ddp or fsdp beside",
+        "'blocks/1/mlp/down' in blocks that differ.* along 'ep' .*by ddp or fsdp in addition",
     ),
-    "parameters that samples travel to are the compiler's to reduce": (
+    "expert parameters are reduced by the compiler": (
         lambda: build(
             compose(expert_parallel(), Strategy("once", reduction=Reduction(per="step"))),
             *("ep=8", mixture),
             loss_fn=next_token_loss,
             accumulate=2,
         ),
-        "samples of all its ranks travel to them",
+        "samples of all its ranks are sent to them",
     ),
     "no replica waits for another": (
         lambda: build(local_sgd(every=2), "nodes=8", nonfinite="stop"),
         "nonfinite='stop' keeps the state of all ranks",
     ),
-    "what is averaged is one": (
+    "EMA needs one set of parameters": (
         lambda: build(local_sgd(every=2), "nodes=8", ema=0.9),
         "ema=0.9 averages the parameters of every step",
     ),
@@ -263,11 +263,14 @@ EXAMPLES = {
         lambda: build(local_sgd(every=20, fragments=20), "nodes=8"),
         "fragments=20, and the model's 8 parameters",
     ),
-    "what is compressed is real": (
+    "compressed parameters are real": (
         lambda: build(local_sgd(every=2, compress="int8"), "nodes=8", lambda: Net(Turned)),
         "'extra/turn' is complex",
     ),
-    "there are sums to keep": (lambda: build(compose(ddp(), remat(policy="sums"))), "has none"),
+    "remat policy 'sums' needs sums to keep": (
+        lambda: build(compose(ddp(), remat(policy="sums"))),
+        "has none",
+    ),
     "layers can be changed": (
         lambda: build(tensor_parallel({"up$": "column"}), "tp=8"),
         "matches no layer",
@@ -280,7 +283,7 @@ EXAMPLES = {
         lambda: build(compose(*WIDE, remat(classes=("Net",))), PP),
         "here Linear, and activation checkpointing names the classes Net",
     ),
-    "units gather what travels in fp8": (
+    "fp8 gather needs weights sharded per block": (
         lambda: build(
             ddp(), model=lambda: Net(width=16), precision=MixedPrecision.fp8(gather="fp8")
         ),

@@ -147,7 +147,7 @@ def test_what_is_left_unsaid_is_what_the_meeting_missed(compress):
     want, state = (trained(s, s.init(), range(2)) for s in (plain, step))
     for name in ("kernel", "bias"):
         met, missing = (
-            np.asarray(x["layers"][1][name]) for x in (state.outer, state.meeting["missing"])
+            np.asarray(x["layers"][1][name]) for x in (state.outer, state.outer_state["missing"])
         )
         first = np.asarray(step.init().outer["layers"][1][name])
         # The outer step is plain: what was left out is all that tells the two apart.

@@ -200,7 +200,7 @@ _KINDS: Mapping[str, str] = {
     "buffers": "buffers",
     "ema": "moving average",
     "outer": "outer parameters",
-    "meeting": "outer optimizer state",
+    "outer_state": "outer optimizer state",
 }
 
 
