@@ -1,4 +1,4 @@
-"""What a proof says: findings with their lines, as text, JSON and SARIF."""
+"""The report of a proof: findings with their source lines, as text, JSON and SARIF."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Kind(enum.StrEnum):
-    """What kind of mistake a finding is."""
+    """The kind of mistake of a finding."""
 
     MEAN_OF_MEANS = "mean of means"
     NOT_REDUCED = "not reduced"
@@ -33,7 +33,7 @@ class Kind(enum.StrEnum):
 
     @property
     def code(self) -> str:
-        """A short name that stays."""
+        """A stable short name."""
         return f"PROVE1{list(Kind).index(self):02d}"
 
     @property
@@ -116,9 +116,9 @@ class Place:
     Args:
         file: its path.
         line: from 1.
-        column: of the first letter, from 0, or None.
-        end_column: behind the last letter, or None.
-        function: the qualified name of the function it is in.
+        column: the column of the first character, from 0, or None.
+        end_column: the column after the last character, or None.
+        function: the qualified name of the enclosing function.
     """
 
     file: str
@@ -128,12 +128,12 @@ class Place:
     function: str = ""
 
     def __str__(self) -> str:
-        """As `file.py:12`, relative to the working folder where it is in that."""
+        """Formats it as `file.py:12`, relative to the working directory if it is inside."""
         path = os.path.relpath(self.file)
         return f"{self.file if path.startswith('..') else path}:{self.line}"
 
     def text(self) -> str:
-        """The line and a caret below what is meant, indented."""
+        """Returns the indented source line, with carets below the columns."""
         line = linecache.getline(self.file, self.line).rstrip()
         if not line:
             return ""
@@ -150,12 +150,12 @@ class Finding:
     """One mistake, or one thing that could not be tried.
 
     Args:
-        kind: what kind of mistake; None where the function cannot be tried on a mesh.
-        places: the lines it comes from, the one to look at first.
+        kind: the kind of mistake; None where the function cannot be tried on a mesh.
+        places: its source lines, the most useful first.
         axes: the mesh axes at fault.
-        mesh: the mesh it shows on.
-        operation: the JAX operation whose value is the first that differs.
-        outputs: the outputs that are wrong for it.
+        mesh: the mesh on which it occurs.
+        operation: the JAX operation with the first differing value.
+        outputs: the outputs that are wrong because of it.
         difference: by how much the worst of them differs.
         bound: how much of that rounding explains.
         message: what could not be tried, and why; empty for a mistake.
@@ -173,7 +173,7 @@ class Finding:
 
     @property
     def code(self) -> str:
-        """A short name that stays."""
+        """A stable short name."""
         return "PROVE010" if self.kind is None else self.kind.code
 
     @property
@@ -196,7 +196,7 @@ class Finding:
         return self.kind.repair.format(axes=_axes(self.axes))
 
     def __str__(self) -> str:
-        """The finding as a compiler would print it."""
+        """Formats the finding as a compiler would print it."""
         where = f"{self.place}: " if self.place else ""
         head = "cannot be tried" if self.kind is None else f"{self.kind}"
         text = f"{where}{head} [{self.code}]: {self.sentence}\n"
@@ -221,14 +221,14 @@ def _axes(axes: tuple[str, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What is known about one output of the function.
+    """The result for one output of the function.
 
     Args:
-        name: its path in what the function returns.
-        status: "proven" where it is equal for every input, "tried" where it was equal for all
-            inputs that were drawn, "differs", or "unjudged" where the two cannot be compared.
+        name: its path in the function's return value.
+        status: "proven" if it is equal for every input, "tried" if it was equal for all inputs that
+            were drawn, "differs", or "unjudged" if the two cannot be compared.
         difference: the largest difference from one device.
-        bound: what rounding explains of it.
+        bound: how much of that rounding explains.
         reason: why it is unjudged.
     """
 
@@ -241,14 +241,14 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a proof found.
+    """The results of a proof.
 
     Args:
-        function: the name of what was proven.
-        meshes: those that were compared; the first is that of one device.
+        function: the name of the function.
+        meshes: the meshes that were compared; the first is that of one device.
         draws: how many inputs were tried.
-        outputs: what is known about each output.
-        findings: the mistakes, and what could not be tried.
+        outputs: the result for each output.
+        findings: the mistakes, and the meshes that could not be tried.
     """
 
     function: str
@@ -269,15 +269,15 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0, 1 where a mistake was found, 2 where a mesh could not be tried."""
+        """0 if all is well, 1 if a mistake was found, 2 if a mesh could not be tried."""
         return 1 if self.mistakes else 2 if self.findings else 0
 
     def __str__(self) -> str:
-        """The findings, and a line that sums up."""
+        """Formats the findings, followed by a summary line."""
         return "\n".join([*map(str, self.findings), self.summary()])
 
     def summary(self) -> str:
-        """One line: what was tried and what came out."""
+        """Returns one line: what was tried, and the result."""
         meshes = ", ".join(self.meshes[1:])
         draws = f"{self.draws} input{'s' * (self.draws != 1)}"
         if self.mistakes:
@@ -286,15 +286,15 @@ class Report:
         if self.findings:
             return f"{self.function}: not all could be tried on {meshes} ({draws})"
         proven = sum(output.status == "proven" for output in self.outputs)
-        left = [output.name for output in self.outputs if output.status == "unjudged"]
+        unjudged = [output.name for output in self.outputs if output.status == "unjudged"]
         text = (
             f"{self.function}: the same on {meshes} as on one device: of {len(self.outputs)} "
             f"outputs {proven} for every input, the others for {draws}"
         )
-        return f"{text}; not compared: {', '.join(left)}" if left else text
+        return f"{text}; not compared: {', '.join(unjudged)}" if unjudged else text
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Returns the report as plain data."""
         return {
             "function": self.function,
             "ok": self.ok,
@@ -314,7 +314,7 @@ class Report:
         }
 
     def as_sarif(self) -> dict[str, Any]:
-        """The report in SARIF 2.1.0, as code review tools read it."""
+        """Returns the report in SARIF 2.1.0, which code review tools read."""
         rules = {finding.code: finding for finding in self.findings}
         return {
             "version": "2.1.0",
@@ -341,12 +341,12 @@ class Report:
         }
 
     def dumps(self, form: str) -> str:
-        """The report as text in one of the forms `json` and `sarif`."""
+        """Serializes the report as `json` or `sarif`."""
         return json.dumps(self.as_json() if form == "json" else self.as_sarif(), indent=1)
 
 
 def finite(data: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: that is null."""
+    """Replaces infinities and NaN by None, which JSON writes as null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in data.items()
