@@ -56,8 +56,9 @@ def ddp(
     if sync is GradSyncStrategy.NO_SYNC:
         raise StrategyConflictError(
             "a training step got GradSyncStrategy.NO_SYNC, with which the replicas would drift "
-            "apart; to hold the synchronisation back over K microbatches, build the step with "
-            "accumulate=K, or use DDP.sync_gradients on gradients of your own"
+            "apart; to synchronize once per K microbatches, build the step with accumulate=K, or "
+            "call DDP.sync_gradients on your own gradients",
+            code="no-sync-in-step",
         )
     if bucket_capacity is None and sync is GradSyncStrategy.OVERLAPPED:
         bucket_capacity = 25_000_000

@@ -350,13 +350,13 @@ class SplitExperts:
         if why != "":
             if self.axis is None:
                 return mix(module, tokens, gates, expert_ids, kernels)
-            said = why or "cannot be compared with that, which is traced on few tokens"
+            problem = why or "cannot be compared with that, which is traced on few tokens"
             raise UnsupportedError(
-                f"{type(module).__name__}.{MIX} is to return, of each token, the sum of what "
-                f"`feed` makes of it with the kernels of its experts, weighed by its gates, and "
-                f"{said}. The ranks of expert parallelism compute that sum in its place: put what "
-                f"else there is around the call of {MIX}, or into `feed`, or leave "
-                "expert_parallel out"
+                f"{type(module).__name__}.{MIX} must return, for each token, the sum over its "
+                f"experts of `feed`, weighted by its gates, and {problem}. Expert parallelism "
+                f"computes this sum itself: move any other computation out of {MIX} or into "
+                "`feed`, or leave expert_parallel out",
+                code="experts-not-a-weighted-sum",
             )
         manual = manual_axes()
         lead = self.layout.spec(tokens.shape)
@@ -546,11 +546,12 @@ def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
 
     why = difference(added, expected, (few,))
     if why != "":
-        said = why or "cannot be compared with that"
+        problem = why or "cannot be compared with that"
         raise UnsupportedError(
-            f"{type(module).__name__}.{SUM_SAMPLES} is to return the sum over the samples of a "
-            f"batch and their number, and {said}: ranks that have other samples add up their "
-            "sums. Let it return these two, and put what else there is behind its call"
+            f"{type(module).__name__}.{SUM_SAMPLES} must return the sum over the samples of a "
+            f"batch and their number, and {problem}: ranks with different samples add up their "
+            "sums. Return these two, and move any other computation after the call",
+            code="not-a-sum-of-samples",
         )
 
 

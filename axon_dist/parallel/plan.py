@@ -94,7 +94,9 @@ def check_pattern(pattern: str, dim: int | None) -> None:
     """Raises `ConfigError` for an invalid regular expression or a dim that is not negative."""
     TEXT.check("a rule of a plan", "pattern", pattern)
     if why := pattern_error(pattern):
-        raise ConfigError(f"{pattern!r}: this pattern {why}; correct it")
+        raise ConfigError(
+            f"{pattern!r}: this pattern {why}; fix the expression", code="invalid-pattern"
+        )
     if dim is not None and dim >= 0:
         raise ConfigError(
             f"{pattern!r}: dim is {dim}; count it from the end, so that it holds for "

@@ -418,7 +418,8 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
     Returns:
         The new strategy; the same one where nothing is gained, or where stages own the parameters.
     """
-    precision, axes = strategy.precision, set(strategy.data_axes)
+    precision = strategy.precision
+    axes = set(strategy.data_axes)
     splits = not axes.isdisjoint(strategy.opt_state.split_axes)
     replicates = axes.isdisjoint(strategy.params.split_axes)
     if precision is None or strategy.pipeline is not None or not (splits and replicates):

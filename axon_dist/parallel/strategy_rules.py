@@ -119,13 +119,13 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "strategy {strategy.name!r} has replicas over axis {strategy.slow.axis!r}, and cuts each "
         "into stages over {strategy.pipeline.axis!r}; stages of a pipeline train together on "
         "every step. Split the replicas by fsdp() or tensor_parallel() instead, or leave out "
-        "what makes replicas over {strategy.slow.axis!r}",
+        "diloco() or local_sgd() over {strategy.slow.axis!r}",
         lambda strategy, _: strategy.slow and strategy.pipeline,
     ),
     _rule(
         "replicas stay in device memory",
         StrategyConflictError,
-        "replicas over axis {strategy.slow.axis!r} keep all they have in device memory, and the "
+        "replicas over axis {strategy.slow.axis!r} keep all their state in device memory, and the "
         "strategy asks for cpu_offload={strategy.offload.value!r}; leave the offload out, or "
         "split each replica over more devices with fsdp()",
         lambda strategy, _: strategy.slow and strategy.offload is not CPUOffload.NONE,
@@ -215,8 +215,8 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         StrategyConflictError,
         "the strategy has replicas over axis {strategy.slow.axis!r}, each with gradients of its "
         "own, and parameters along axis {strategy.resident[0]!r} whose gradients the compiler "
-        "reduces; leave expert_parallel out, and split them by fsdp(), or leave out what makes "
-        "replicas",
+        "reduces; leave expert_parallel out and split the parameters by fsdp(), or leave out "
+        "diloco() or local_sgd()",
         lambda strategy, _: strategy.slow and strategy.resident,
     ),
     _rule(
@@ -224,8 +224,8 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         StrategyConflictError,
         "strategy {strategy.name!r} splits the vocabulary over the stages of a pipeline, each "
         "rank of which computes its part alone, and leaves axis {axis!r} to the compiler; leave "
-        "split_vocabulary out, for tensor parallelism splits the head already, or use data "
-        "parallelism beside the pipeline",
+        "split_vocabulary out, because tensor parallelism already splits the head, or compose the "
+        "pipeline only with data parallelism",
         lambda strategy, world: (
             strategy.pipeline
             and strategy.pipeline.schedule.splits_vocabulary

@@ -287,7 +287,8 @@ class Candidate:
         if (self.replicas > 1) != (self.apart is not None):
             raise ConfigError(
                 f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "
-                "need a SlowReplicas, which says when they synchronize, and one alone has none"
+                "need a SlowReplicas, which says when they synchronize; one replica needs none",
+                code="replicas-need-sync",
             )
         if self.strategy == "hybrid_shard" and 1 in (self.dp, self.fsdp):
             raise ConfigError(

@@ -475,7 +475,8 @@ class _Reader:
                 self.sizes[value.buffer] = self.local_bytes(atom, splits)
                 value.splits = splits
         places = [*carried, *((NONE, *splits) for splits in layouts[counts[1] :])]
-        trips, operands = loop.times or 1, loop.inputs(operands)
+        trips = loop.times or 1
+        operands = loop.inputs(operands)
         values = self._run_bodies(equation, operands, [body], places, trips, counts)
         for value, result in zip(values, results, strict=True):
             if axes := union(one.axes for one in result.partial):

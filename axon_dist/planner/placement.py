@@ -461,7 +461,8 @@ def product_dims(
     out = equation.outvars[0].aval
     if name != "dot_general":
         kind = "forward" if "fwd" in name else "backward"
-        length, width = operands[1].shape[1], operands[0].shape[-1]
+        length = operands[1].shape[1]
+        width = operands[0].shape[-1]
         is_causal = "CAUSAL" in str(equation.params.get("mask_type"))
         size = out.dtype.itemsize
         return ProductDims(kind, length, width, 0, 1, size, size, flops, is_causal)

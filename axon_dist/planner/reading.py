@@ -370,9 +370,10 @@ def recompute_least(
         peaks[name] = byte_size(needs)
     needs = ", ".join(f"{size} where it recomputes {name}" for name, size in peaks.items())
     raise ConfigError(
-        f"remat: auto found nothing that fits the {byte_size(int(usable))} of a device that may be "
-        f"filled: a step needs {needs}. Take more microbatches (train.accumulate), or split the "
-        "model over more devices, as axon plan says"
+        f"remat: auto found nothing that fits the {byte_size(int(usable))} of usable device "
+        f"memory: a step needs {needs}. Use more microbatches (train.accumulate), or split the "
+        "model over more devices, as axon plan suggests",
+        code="remat-does-not-fit",
     )
 
 
@@ -391,7 +392,7 @@ def recomputing_line(
     saved = 1 - reading.flops / full.flops if full.flops else 0.0
     return (
         f"remat: auto recomputes {name}: {byte_size(reading.peak)} of {byte_size(int(usable))} "
-        f"that may be filled, {saved:.1%} fewer FLOPs than recomputing every block"
+        f"usable memory, {saved:.1%} fewer FLOPs than recomputing every block"
     )
 
 

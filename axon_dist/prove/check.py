@@ -139,8 +139,8 @@ def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dic
     found = find_mesh(function) or subject.context
     if meshes is None and found is None:
         raise MeshError(
-            f"[PROVE006] {subject.name} closes over no mesh, and none is given; say which sizes "
-            "to try, as in meshes='dp=4,tp=2'"
+            f"[PROVE006] {subject.name} closes over no mesh, and none is given; give the sizes to "
+            "try, as in meshes='dp=4,tp=2'"
         )
     if meshes is None:
         return found, [sizes_of(found)]
@@ -150,8 +150,8 @@ def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dic
     for sizes in wanted:
         if found is not None and set(sizes) != names:
             raise MeshError(
-                f"[PROVE007] {subject.name} has a mesh with the axes {sorted(names)}, and it is "
-                f"to be tried with {sorted(sizes)}; give a size for each of its axes"
+                f"[PROVE007] {subject.name} has a mesh with the axes {sorted(names)}, but the mesh "
+                f"to try has {sorted(sizes)}; give a size for each axis of the former"
             )
         build_mesh(sizes, found)
     return found, wanted
@@ -442,8 +442,8 @@ class _Comparison:
         operation = blamed.operation.name if blamed.operation is not None else ""
         if blamed.hard_coded is not None:
             message = (
-                f"the size {blamed.hard_coded} of the mesh is written as a number, so the result "
-                "on other meshes is another one"
+                f"the mesh size {blamed.hard_coded} is hard-coded, so the result differs on other "
+                "meshes"
             )
             return Finding(None, places, blamed.axes, traced.title, operation, names, 0, 0, message)
         return Finding(blamed.kind, places, blamed.axes, traced.title, operation, names, gap, bound)

@@ -403,7 +403,8 @@ def _reduce(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[De
 def _broadcast(
     proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
 ) -> Any:
-    params, read = on_mesh.equation.params, reads[0]
+    params = on_mesh.equation.params
+    read = reads[0]
     places = params["broadcast_dimensions"]
     if len(reads) != 1:
         return None

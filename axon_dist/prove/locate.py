@@ -125,7 +125,8 @@ class Search:
     def _enter(self, operation: Operation) -> None:
         """Records which outer value is the input of a region."""
         if operation.is_map:
-            region, specs = operation.regions[0], operation.equation.params["in_specs"]
+            region = operation.regions[0]
+            specs = operation.equation.params["in_specs"]
             for value, read, spec in zip(region.inputs, operation.reads, specs, strict=True):
                 self._outer[value] = read
                 self._specs[value] = spec

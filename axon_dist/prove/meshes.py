@@ -42,8 +42,8 @@ def sizes_of(mesh: Any) -> dict[str, int]:
         found = {str(name): int(size) for name, size in mesh.items()}
     if not found or not all(name and size >= 1 for name, size in found.items()):
         raise MeshError(
-            f"got {mesh!r:.80} for a mesh; each axis must have a name and a size from 1 on, as in "
-            "'dp=4,tp=2'"
+            f"got {mesh!r:.80} for a mesh; each axis must have a name and a size of at least 1, as "
+            "in 'dp=4,tp=2'"
         )
     return found
 
@@ -344,13 +344,13 @@ def load_file(path: Path, sizes: Sizes | None = None) -> types.ModuleType:
     """
     if not path.is_file():
         raise ConfigError(
-            f"[PROVE002] there is no file {str(path)!r}; name one as file.py:function"
+            f"[PROVE002] there is no file {str(path)!r}; give one as file.py:function"
         )
     name = f"axon_proved_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(
-            f"[PROVE002] {str(path)!r} is no Python file; name one as file.py:function"
+            f"[PROVE002] {str(path)!r} is not a Python file; give one as file.py:function"
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

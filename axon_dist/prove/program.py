@@ -211,7 +211,8 @@ def _open(
 
 
 def _programs(equation: JaxprEqn) -> list[ClosedJaxpr]:
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name in ("scan", "shard_map"):
         found = [params["jaxpr"]]
     elif name == "while":

@@ -94,7 +94,8 @@ def with_axes_of_dims(by_rank: RankValues, whole: np.ndarray, sizes: Mapping[str
     """
     if len(by_rank.shape) != whole.ndim or by_rank.shape == whole.shape:
         return by_rank, whole
-    values, axes = by_rank.values, list(by_rank.axes)
+    values = by_rank.values
+    axes = list(by_rank.axes)
     for name, size in sizes.items():
         offset = len(axes)
         dims = zip(values.shape[offset:], whole.shape, strict=True)
@@ -187,7 +188,8 @@ def find(
         bound: by how much rounding alone may change it.
         sizes: the sizes of the mesh axes.
     """
-    given, true = by_rank, whole
+    given = by_rank
+    true = whole
     by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
     for splits in ways_to_split(by_rank.shape, whole.shape, by_rank.sizes):
         relation = _reduced(assembled(by_rank, splits), whole, bound, splits)

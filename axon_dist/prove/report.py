@@ -53,7 +53,7 @@ _WORDS = {
         "sum numerator and denominator over {axes} by jax.lax.psum, then divide once",
     ),
     Kind.NOT_REDUCED: (
-        "each rank of {axes} has its part of a sum or a mean, and it is used as the whole",
+        "each rank of {axes} has only its part of a sum or mean, but it is used as the whole",
         "reduce it over {axes}: jax.lax.psum for a sum, jax.lax.pmean for a mean",
     ),
     Kind.TWICE: (
@@ -62,49 +62,49 @@ _WORDS = {
         "jax.grad sums over {axes} by itself where the parameters do not vary over it",
     ),
     Kind.SUM_FOR_MEAN: (
-        "the ranks of {axes} have means, and their sum is taken",
-        "take jax.lax.pmean over {axes}, or divide by jax.lax.axis_size",
+        "the ranks of {axes} have means, but these are summed",
+        "use jax.lax.pmean over {axes}, or divide by jax.lax.axis_size",
     ),
     Kind.MEAN_FOR_SUM: (
-        "the ranks of {axes} have parts of a sum, and it is divided by their number",
-        "take jax.lax.psum over {axes} without dividing",
+        "the ranks of {axes} have parts of a sum, but it is divided by the number of ranks",
+        "use jax.lax.psum over {axes} without dividing",
     ),
     Kind.BIAS: (
         "this is added on every rank of {axes} to a part of a sum, so it counts once for each rank",
-        "add it behind the jax.lax.psum over {axes}",
+        "add it after the jax.lax.psum over {axes}",
     ),
     Kind.ONE_KEY: (
         "all ranks of {axes} draw the same random bits for different samples",
         "fold the rank into the key: jax.random.fold_in(key, jax.lax.axis_index({axes}))",
     ),
     Kind.POSITION: (
-        "each rank of {axes} counts from the same start, whatever part of the whole it has",
+        "all ranks of {axes} count from the same start, although they hold different parts",
         "add the offset of the rank's part: jax.lax.axis_index({axes}) times its length",
     ),
     Kind.LOCAL_STATISTICS: (
-        "the statistics are those of the samples of one rank of {axes}",
-        "take jax.lax.pmean of the statistics over {axes} before they are used",
+        "the statistics are only over the samples of one rank of {axes}",
+        "take jax.lax.pmean of the statistics over {axes} before using them",
     ),
     Kind.LOCAL_NORM: (
-        "the norm is that of one rank's part along {axes}",
+        "the norm is only over one rank's part along {axes}",
         "take jax.lax.psum of the squares over {axes} before the root",
     ),
     Kind.GATHER_ORDER: (
-        "the parts come in another order, or from another rank of {axes}",
+        "the parts are in the wrong order, or come from the wrong rank of {axes}",
         "gather over the axes in the order of the PartitionSpec that split them, and check the "
         "pairs of jax.lax.ppermute",
     ),
     Kind.LOCAL_ARGMAX: (
-        "the index is that within one rank's part along {axes}",
+        "the index is relative to one rank's part along {axes}",
         "add the offset of the part, and compare the values of all ranks of {axes}",
     ),
     Kind.LOCAL_SOFTMAX: (
-        "the maximum or the sum of a softmax is that of one rank's part along {axes}",
+        "the maximum or the sum of a softmax is only over one rank's part along {axes}",
         "take jax.lax.pmax of the maximum and jax.lax.psum of the sum over {axes}",
     ),
     Kind.DIFFERS: (
-        "its value is not that of one device, nor a part of it",
-        "compare what it reads with the program on one device",
+        "its value is neither that of one device nor a part of it",
+        "compare its operands with those on one device",
     ),
 }
 

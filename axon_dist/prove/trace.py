@@ -240,7 +240,7 @@ def subject_of(function: Any, arguments: tuple[Any, ...], name: str | None = Non
     by name. Any other function is copied with each mesh in its closure replaced.
     """
     if not callable(function):
-        raise ConfigError(f"[PROVE004] got {function!r:.60} to prove; it must be a function")
+        raise ConfigError(f"[PROVE004] got {function!r:.60} to prove; give a function")
     name = name or str(getattr(function, "__qualname__", type(function).__name__))
     parameters = _parameters(function)
     if parameters[:1] == ["mesh"] and len(parameters) == 1:
