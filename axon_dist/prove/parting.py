@@ -117,8 +117,8 @@ def bisect(
         >>> bisect(old, new, np.ones(3, np.float32)).operation
         'mul'
     """
-    mine, theirs = subject_of(one, arguments), subject_of(other, arguments)
-    return bisect_subjects(mine, theirs, *_meshes(one, other, mesh, other_mesh), steps)
+    subject, other_subject = subject_of(one, arguments), subject_of(other, arguments)
+    return bisect_subjects(subject, other_subject, *_meshes(one, other, mesh, other_mesh), steps)
 
 
 def _meshes(one: Any, other: Any, mesh: Any, other_mesh: Any) -> tuple[Any, Any]:
@@ -129,13 +129,13 @@ def _meshes(one: Any, other: Any, mesh: Any, other_mesh: Any) -> tuple[Any, Any]
 
 
 def bisect_subjects(
-    mine: Subject, theirs: Subject, mesh: Any, other_mesh: Any, steps: int = 1
+    subject: Subject, other_subject: Subject, mesh: Any, other_mesh: Any, steps: int = 1
 ) -> Parting:
     """Does the work of `bisect` for two functions with their arguments, each on its mesh."""
     like = [m if isinstance(m, jax.sharding.Mesh) else None for m in (mesh, other_mesh)]
-    first = mine.on(sizes_of(mesh), like[0])
-    second = theirs.on(sizes_of(other_mesh), like[1])
-    inputs = draws_of(mine.leaves(first.mesh), 1)[0]
+    first = subject.on(sizes_of(mesh), like[0])
+    second = other_subject.on(sizes_of(other_mesh), like[1])
+    inputs = draws_of(subject.leaves(first.mesh), 1)[0]
     return _Bisection(first, second, inputs, steps).run()
 
 
