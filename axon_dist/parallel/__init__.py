@@ -1,7 +1,7 @@
-"""Parallelisms as strategies: values that give the shardings of arrays, and compose.
+"""Parallelisms as strategies: composable values that define the shardings of arrays.
 
-Nothing here runs a step; `step` builds it from the strategy. Imports `collectives`, `nn`,
-`jaxpr`, `ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
+Nothing here runs a step; `step` builds one from a strategy. Imports `collectives`, `nn`,
+`ir`, `ops`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
 """
 
 from ..core.lazy import moved

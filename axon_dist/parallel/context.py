@@ -46,18 +46,19 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     """Splits the positions of every sequence over a mesh axis, attention included.
 
     Sequence parallelism splits positions between the layers of tensor parallelism and gathers them
-    in each; here no rank ever holds a full sequence. Every layer but attention works on each
-    position by itself. Attention is replaced where a module has a method
-    `attend(query, key, value)`, as those of this library have, and in `nnx.MultiHeadAttention`.
-    It may take `segments` besides, integers `[B, T]`: a position attends only to its segment.
+    in each; here no rank ever holds a full sequence. Every layer except attention must work on each
+    position independently. Attention is replaced in `nnx.MultiHeadAttention` and in every module
+    with a method `attend(query, key, value)`, as the attention of this library has. The method may
+    also take `segments`, integers `[B, T]`: a position attends only to its segment.
 
-    Under a causal mask a ring distributes the positions, so that all ranks have the same work: once
-    for all layers of a `Transformer` that draws no random numbers, else for each attention.
+    Under a causal mask a ring reorders the positions, so that all ranks have the same work. It does
+    so once for all layers of a `Transformer` that draws no random numbers, and otherwise in each
+    attention.
 
-    A ring computes softmax attention: causal or without a mask, of any scale, in a window, with
-    capped scores. Which of these a method of yours is, is read from its program and compared with
-    it on random inputs; another one is refused. Ulysses calls the method itself, with some heads,
-    of which it must make what it makes of them among all.
+    A ring computes softmax attention: causal or unmasked, with any scale, optionally in a window
+    and with capped scores. For a method of your own, the variant is read from its program and
+    checked against it on random inputs; any other attention is refused. Ulysses calls the method
+    itself with a subset of the heads, so its result for a head must not depend on the other heads.
 
     Args:
         mode: `"ring"` sends keys and values around, c - 1 times 1/c of them, and its memory is
@@ -86,7 +87,7 @@ class ContextLayers(AdaptLayers):
     """Replaces the attention of a model by one over split positions.
 
     Args:
-        mode: how.
+        mode: ring or Ulysses.
         axis: the mesh axis.
     """
 
@@ -100,24 +101,24 @@ class ContextLayers(AdaptLayers):
 
     @property
     def sends_around(self) -> bool:
-        """Under the mode `ring`."""
+        """True in ring mode."""
         return self.mode is ContextMode.RING
 
     @property
     def splits_positions(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def extend(self, layout: Layout) -> Layout:
-        """Positions are split in every layer."""
+        """Splits the positions of every layer."""
         return dataclasses.replace(layout, sequence=(*layout.sequence, self.axis))
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Raises unless the model has attention whose heads divide.
 
         Raises:
-            UnsupportedError: when the model has no attention that can be replaced, or one that
-                needs more than queries, keys and values.
+            UnsupportedError: when the model has no attention that can be replaced, or has attention
+                that needs more than queries, keys and values.
             DivisibilityError: when heads do not divide.
         """
         attention = SplitAttention(self.mode, self.axis, layout)
@@ -151,13 +152,13 @@ class ContextLayers(AdaptLayers):
             elif mixes(module):
                 wrap_calls(module, {"attend": attention})
         for module in filter(in_any_order, modules if self.sends_around else []):
-            # What a user's method of this name makes of the order of tokens is not known.
+            # A user's own `residual` may depend on the order of the tokens, so it is left alone.
             if is_own(getattr(type(module), "residual")):  # noqa: B009
                 wrap_calls(module, {"residual": DistributedOnce(attention)})
 
 
 def _is_multi_head(module: nnx.Module) -> bool:
-    """Whether a module is attention with its projections, whose inner function is replaced."""
+    """Whether a module is Flax's multi-head attention, whose inner function is replaced."""
     return isinstance(module, nnx.MultiHeadAttention)
 
 
@@ -166,10 +167,11 @@ class SplitAttention:
     """Attention on arrays whose positions are split; runs in place of a module's `attend`.
 
     Args:
-        mode: how.
+        mode: ring or Ulysses.
         axis: the mesh axis that splits the positions.
-        layout: of the activations.
-        is_distributed: whether a rank has the positions of `Ring.distribute`, not consecutive ones.
+        layout: the layout of the activations.
+        is_distributed: whether a rank holds positions in the balanced order of `Ring.distribute`,
+            rather than consecutive ones.
     """
 
     mode: ContextMode
@@ -178,14 +180,14 @@ class SplitAttention:
     is_distributed: bool = False
 
     def __call__(self, attend: Function, module: Any, *args: object, **kwargs: object) -> Array:
-        """Attends over the whole sequence; Ulysses by the module's own method.
+        """Attends over the whole sequence; Ulysses calls the module's own method.
 
         Args:
             attend: the method that is replaced.
             module: the module; causal unless its `causal` is False.
-            *args: queries `[B, T, H, K]`, keys `[B, T, N, K]`, values like these, and segments,
-                integers `[B, T]`, if there are any.
-            **kwargs: those of them that are given by name.
+            *args: queries `[B, T, H, K]`, keys `[B, T, N, K]`, values shaped like the keys, and
+                optionally segments, integers `[B, T]`.
+            **kwargs: the same arguments, where they are passed by name.
 
         Raises:
             DivisibilityError: when positions or heads do not divide.
@@ -194,7 +196,8 @@ class SplitAttention:
         query, key, value, segments = attended(attend, module, args, kwargs)
         arrays = query, key, value
         kind = self._kind(attend, module, arrays, segments is not None)
-        heads, lead = self.check_heads(query.shape[2]), self.layout.spec(query.shape)
+        heads = self.check_heads(query.shape[2])
+        lead = self.layout.spec(query.shape)
         spec = PartitionSpec(lead[0], lead[1], self.layout.heads or None)
         key, value = (self._shared(x, query.shape[2], heads) for x in (key, value))
         self._check_positions(query.shape[1], kind is not None and kind.causal)
@@ -202,7 +205,7 @@ class SplitAttention:
 
         def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
             if kind is not None:
-                # The ring itself divides by the root of the size of a head.
+                # ring_attention divides scores by sqrt(K), so only the rest of the scale is left.
                 if abs(factor - 1) > 1e-6:
                     query = query * jnp.asarray(factor, query.dtype)
                 return ring_attention(
@@ -226,7 +229,7 @@ class SplitAttention:
 
         more = () if segments is None else (segments,)
         specs = (spec,) * 3 + (PartitionSpec(*spec[:2]),) * len(more)
-        # Kernels do not declare what varies over which axes.
+        # Kernels do not declare over which mesh axes their results vary, so the check is off.
         run = self.layout.mapped(local, specs, spec, check_vma=False)
         return run(query, key, value, *more)
 
@@ -237,14 +240,15 @@ class SplitAttention:
         arrays: tuple[Array, Array, Array],
         has_segments: bool,
     ) -> AttentionKind | None:
-        """Which attention a ring is to compute in place of a method; None for Ulysses.
+        """Returns the attention that a ring computes in place of a method; None for Ulysses.
 
         Raises:
-            UnsupportedError: when a ring computes something else than the method, or under Ulysses
-                the method something else of a part of the heads.
+            UnsupportedError: when a ring cannot compute what the method computes, or when under
+                Ulysses the method treats a subset of the heads differently.
         """
         query, key, value = arrays
-        is_ring, name = self.mode is ContextMode.RING, f"{type(module).__name__}.attend"
+        is_ring = self.mode is ContextMode.RING
+        name = f"{type(module).__name__}.attend"
         if isinstance(module, AttentionFunction):
             name = "the attention_fn of nnx.MultiHeadAttention"
         if is_own(attend):
@@ -262,8 +266,9 @@ class SplitAttention:
             if parts > 1 and why:
                 raise UnsupportedError(
                     f"{name} {why}; the ranks of Ulysses call it with {query.shape[2] // parts} of "
-                    f"{query.shape[2]} heads each. Let it make of each head the same whatever "
-                    "others there are, or take another strategy, such as fsdp()"
+                    f"{query.shape[2]} heads each. Make its result for a head independent of the "
+                    "other heads, or use another strategy, such as fsdp()",
+                    code="heads-not-independent",
                 )
             return None
         found = kind_of(called, query, key, value, has_segments)
@@ -282,26 +287,26 @@ class SplitAttention:
         return self.layout.mesh.shape[self.axis]
 
     def check_heads(self, total: int) -> int:
-        """By how many parts heads must divide.
+        """Returns the number of parts that the heads are divided into.
 
         Raises:
-            DivisibilityError: when so many heads do not.
+            DivisibilityError: when `total` heads do not divide by it.
         """
-        trades = self.size if self.mode is ContextMode.ULYSSES else 1
+        exchanged = self.size if self.mode is ContextMode.ULYSSES else 1
         split = self.layout.size(self.layout.heads)
-        if total % (split * trades):
+        if total % (split * exchanged):
             names = "×".join((*self.layout.heads, self.axis)[-2 if split > 1 else -1 :])
             valid = [n for n in range(1, total + 1) if total % (n * split) == 0]
             ring = ", or context mode 'ring'" if self.layout.may_ring else ""
             raise DivisibilityError(
-                f"{total} heads do not divide over {names}={split * trades}; choose "
+                f"{total} heads do not divide over {names}={split * exchanged}; choose "
                 f"{f'a size of {self.axis} among {valid}' if valid else 'more heads'}{ring}"
             )
-        return split * trades
+        return split * exchanged
 
     @staticmethod
     def _shared(heads: Array, num_queries: int, parts: int) -> Array:
-        """Repeats key heads that are too few to divide, one for every query head."""
+        """Repeats key heads once per query head where they are too few to divide."""
         repeat = 1 if heads.shape[2] % parts == 0 else num_queries // heads.shape[2]
         return jnp.repeat(heads, repeat, axis=2) if repeat > 1 else heads
 
@@ -317,10 +322,10 @@ class SplitAttention:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedOnce:
-    """Distributes positions once in front of all layers, rather than heads within every layer.
+    """Reorders positions once before all layers, rather than inside the attention of each.
 
     Args:
-        attention: what runs in the layers.
+        attention: the attention that runs in the layers.
     """
 
     attention: SplitAttention
@@ -333,19 +338,21 @@ class DistributedOnce:
         segments: Array | None = None,
         positions: Array | None = None,
     ) -> Array:
-        """Runs `residual`, a method as `in_any_order` asks for it, on tokens in balanced order.
+        """Runs `residual`, a method of the form that `in_any_order` expects, on balanced tokens.
 
         Args:
             residual: the method that is replaced.
-            module: what has it.
+            module: the module that has it.
             tokens: integers `[B, T]`.
             segments: integers `[B, T]`, or None.
-            positions: integers `[B, T]`; None for those of the index.
+            positions: integers `[B, T]`; None for 0 to T - 1.
 
         Returns:
-            `[B, T, D]`, in order.
+            `[B, T, D]`, in the original order.
         """
-        layout, length, inner = self.attention.layout, tokens.shape[1], self._inner(module)
+        layout = self.attention.layout
+        length = tokens.shape[1]
+        inner = self._inner(module)
         unknown = positions is None and segments is not None
         if not inner or unknown or length % (2 * self.attention.size):
             return residual(module, tokens, segments, positions)
@@ -372,10 +379,10 @@ class DistributedOnce:
         return layout.mapped(ring.restore, (spec,), spec, check_vma=False)(out)
 
     def _inner(self, module: nnx.Module) -> list[nnx.Module]:
-        """The attention inside; none where the order of tokens may say more than their positions.
+        """Returns the attention modules inside; none where reordering tokens may change results.
 
-        So it may in a layer of the user's, and where attention is not causal. A token draws by its
-        place in the row, which has to be the place that it has on one device.
+        It may in a user's own layer and where attention is not causal. It does where random numbers
+        are drawn: a token's draw depends on its place in the row, as on one device.
         """
         inner = [one for _, one in nnx.iter_modules(module) if _is_multi_head(one) or mixes(one)]
         draws = any(isinstance(x, nnx.RngState) for _, x in nnx.iter_graph(module))
@@ -386,11 +393,11 @@ class DistributedOnce:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFunction:
-    """`SplitAttention` in the form that `nnx.MultiHeadAttention` calls, without a mask.
+    """Adapts `SplitAttention` to `nnx.MultiHeadAttention.attention_fn`, without a mask.
 
     Args:
-        attention: what runs.
-        function: the one that the module had.
+        attention: the attention that runs.
+        function: the module's original attention function.
     """
 
     attention: SplitAttention
@@ -429,7 +436,7 @@ _BY_POSITION = (
     nnx.LoRA,
     nnx.LoRALinear,
 )
-"""Layers of Flax that compute every position by itself."""
+"""Flax layers that compute every position independently."""
 
 _OURS = (
     "axon_dist.models.experts.",
@@ -440,10 +447,10 @@ _OURS = (
 
 
 def is_by_position(module: nnx.Module) -> bool:
-    """Whether a layer is known to compute every position by itself, but for its attention.
+    """Whether a layer is known to compute every position independently, attention aside.
 
-    Those of this library's decoder do, and some of Flax. Of a class that inherits from one of
-    them, each method has to be the one that is inherited.
+    The layers of this library's decoder do, and some of Flax. A subclass of these counts only if
+    it overrides no method.
     """
     kind = type(module)
     if isinstance(module, _CONTAINERS):
@@ -462,5 +469,5 @@ def is_by_position(module: nnx.Module) -> bool:
 
 
 def is_own(method: Function) -> bool:
-    """Whether a method is one of this library, whose attention is what its attributes say."""
+    """Whether a method belongs to this library, so that its attributes describe its attention."""
     return is_from(method, "axon_dist.models.", "axon_dist.nn.")

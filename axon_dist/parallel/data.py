@@ -1,4 +1,4 @@
-"""Data parallelism: DDP, ZeRO and FSDP side by side, and replicas over slow links."""
+"""Data parallelism: DDP, ZeRO and FSDP, and replicas over slow links (DiLoCo, local SGD)."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ def ddp(
 
     Args:
         axes: the mesh axes that split the batch.
-        sync: SYNCHRONOUS, or OVERLAPPED to let reductions run beside each other.
+        sync: SYNCHRONOUS, or OVERLAPPED to let reductions run concurrently.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA, except that
-            OVERLAPPED then takes 25 million (100 MB in float32).
-        reduce_dtype: the dtype of gradients on the wire; None is their own.
+            OVERLAPPED then uses 25 million (100 MB in float32).
+        reduce_dtype: the dtype in which gradients are sent; None keeps their own.
         broadcast_buffers: whether BatchNorm sees the global batch, as on one device.
-        per: `"step"` reduces once however many microbatches, `"microbatch"` each of them; None
-            is the former, unless another part of a composed strategy keeps gradients split.
+        per: `"step"` reduces once per step, whatever the number of microbatches; `"microbatch"`
+            reduces after each one. None means `"step"`, unless another part of a composed strategy
+            keeps gradients split.
 
     Returns:
         The strategy.
 
     Raises:
-        StrategyConflictError: for NO_SYNC, with which the replicas would drift apart.
+        StrategyConflictError: for NO_SYNC, under which the replicas would diverge.
 
     Example:
         >>> ddp().batch_axes
@@ -55,8 +56,9 @@ def ddp(
     if sync is GradSyncStrategy.NO_SYNC:
         raise StrategyConflictError(
             "a training step got GradSyncStrategy.NO_SYNC, with which the replicas would drift "
-            "apart; to hold the synchronisation back over K microbatches, build the step with "
-            "accumulate=K, or use DDP.sync_gradients on gradients of your own"
+            "apart; to synchronize once per K microbatches, build the step with accumulate=K, or "
+            "call DDP.sync_gradients on your own gradients",
+            code="no-sync-in-step",
         )
     if bucket_capacity is None and sync is GradSyncStrategy.OVERLAPPED:
         bucket_capacity = 25_000_000
@@ -83,7 +85,7 @@ class ZeROStage(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A row of the ZeRO table: what is split between steps or microbatches.
+    """A row of the ZeRO table: which arrays are split between steps or microbatches.
 
     Args:
         params: whether parameters are split, and gathered where they are used.
@@ -105,7 +107,7 @@ ZERO: MappingProxyType[ZeROStage, Split] = MappingProxyType(
         ZeROStage.STAGE3: Split(params=True, grads=True, opt_state=True),
     }
 )
-"""The stages as data: DDP, ZeRO-1, ZeRO-2 and ZeRO-3 differ in nothing else."""
+"""The stages as data. DDP, ZeRO-1, ZeRO-2 and ZeRO-3 differ only in these flags."""
 
 
 @checked(min_elements=SIZE)
@@ -118,24 +120,24 @@ def zero(
     reduction: Reduction | None = None,
     name: str | None = None,
 ) -> Strategy:
-    """Data parallelism that splits what the stage says over the ranks, instead of copying it.
+    """Data parallelism that shards training state over the ranks instead of replicating it.
 
-    Every rank owns one shard of each array it splits: gradients are reduced to their owner, which
-    updates its shard of the optimizer state, and the new parameters are gathered (stages 1 and 2)
+    Every rank owns one shard of each split array. Gradients are reduced to their owner, which
+    updates its shard of the optimizer state. The new parameters are then gathered (stages 1 and 2),
     or stay split and are gathered where they are used (stage 3). Training is the same at every
     stage; memory and traffic differ.
 
     Args:
         stage: 0 to 3.
-        axes: the mesh axes that split the batch; one that `context_parallel` has, when composed
-            with it, splits the arrays and no samples.
-        shard_axes: the axes that split the arrays; all of `axes` by default. Fewer make hybrid
-            sharding: split over these, replicated over the others.
+        axes: the mesh axes that split the batch. An axis that a composed `context_parallel` also
+            uses splits the arrays but no samples.
+        shard_axes: the axes that split the arrays; all of `axes` by default. A subset makes hybrid
+            sharding: split over the subset, replicated over the others.
         min_elements: leaves with fewer elements stay whole.
-        reduction: how gradients become one; by default stage 1 reduces once per step, stages 2
-            and 3 once per microbatch, so that they never hold a whole gradient. Stage 2 is nothing
-            else than that; stage 3 leaves it to what it is composed with to say otherwise.
-        name: what tables call it.
+        reduction: how gradients are reduced. By default stage 1 reduces once per step, and stages 2
+            and 3 once per microbatch, so that they never hold a whole gradient. This is all that
+            defines stage 2, so it is set there; in stage 3 a composed strategy may override it.
+        name: the name shown in tables.
 
     Returns:
         The strategy.
@@ -162,9 +164,10 @@ def zero(
             "an array must have samples of their own"
         )
     label = name or f"zero{int(stage)}"
-    split, reduction = LargestDim(over, min_elements, label), reduction or Reduction()
+    split = LargestDim(over, min_elements, label)
+    reduction = reduction or Reduction()
     if reduction.per is None and row.grads and not row.params:
-        # Once per microbatch, where that alone makes the stage.
+        # Stage 2 differs from stage 1 only in reducing once per microbatch.
         reduction = dataclasses.replace(reduction, per="microbatch")
     return Strategy(
         label,
@@ -179,10 +182,10 @@ class ShardingStrategy(NamedChoice):
     """What FSDP splits, in PyTorch's words; FULL_SHARD is the default."""
 
     NO_SHARD = "no_shard"
-    """Nothing: data parallelism."""
+    """Nothing: plain data parallelism."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """Gradients, between microbatches too, and optimizer state: ZeRO-2. Parameters stay whole
-    between steps, where PyTorch splits them until the forward pass."""
+    """Gradients (between microbatches too) and optimizer state: ZeRO-2. Parameters stay whole
+    between steps, whereas PyTorch splits them until the forward pass."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"
@@ -197,7 +200,7 @@ STAGES: MappingProxyType[ShardingStrategy, ZeROStage] = MappingProxyType(
         ShardingStrategy.HYBRID_SHARD: ZeROStage.STAGE3,
     }
 )
-"""Every sharding strategy is a stage of ZeRO; hybrid is stage 3 over fewer axes."""
+"""The ZeRO stage of each sharding strategy; hybrid is stage 3 over fewer axes."""
 
 
 @checked(min_elements=SIZE)
@@ -215,16 +218,16 @@ def fsdp(
     """Fully sharded data parallelism as a strategy.
 
     Args:
-        sharding_strategy: what is split.
-        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. One that
-            `context_parallel` has, when composed with it, splits the arrays and no samples.
-        cpu_offload: what lives in host memory between steps.
+        sharding_strategy: which arrays are split.
+        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. An axis
+            that a composed `context_parallel` also uses splits the arrays but no samples.
+        cpu_offload: which arrays live in host memory between steps.
         mixed_precision: dtypes, a preset's name, or True.
-        auto_wrap_policy: which modules are gathered and freed as one; by default the blocks
+        auto_wrap_policy: which modules are gathered and freed as one unit; by default the blocks
             that the model keeps in a list.
         activation_checkpointing: what the backward pass recomputes.
         min_elements: leaves with fewer elements stay whole.
-        reduction: how gradients become one.
+        reduction: how gradients are reduced.
 
     Returns:
         The strategy.
@@ -283,30 +286,31 @@ def diloco(
     compress: Compression | str | None = None,
     fragments: int = 1,
 ) -> Strategy:
-    """Replicas over a slow axis that train on their own and synchronize every H steps.
+    """Replicas over a slow axis that train independently and synchronize every H steps.
 
-    The batch is split over the axis too, and each replica takes H steps of the step's optimizer on
-    its share, sending nothing over the axis. Then the mean of how far they went is a gradient for
-    the outer optimizer, whose parameters they all go on from. Their moments stay their own. With
-    H=1, plain SGD inside and `optax.sgd(1.0)` outside this is data parallelism, for losses whose
-    weight is the same in every share.
+    The batch is also split over the axis. Each replica takes H inner steps on its share with the
+    step's own optimizer and sends nothing over the axis. The mean of the replicas' parameter
+    changes is then the gradient of the outer optimizer, and all replicas continue from the
+    parameters that it computes. Each keeps its own inner moments. With H=1, plain SGD inside and
+    `optax.sgd(1.0)` outside, this equals data parallelism if every share has the same loss weight.
 
     Args:
-        axis: the mesh axis between the replicas, such as `nodes` or `pods`. Other strategies,
-            composed with this one, split each replica over the other axes.
+        axis: the mesh axis between the replicas, such as `nodes` or `pods`. Composed strategies
+            split each replica over the other axes.
         every: H, the steps between two outer steps.
-        outer: the outer optimizer; None takes that of the paper,
+        outer: the outer optimizer; None uses the paper's,
             `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-        compress: `"int8"`, `"fp8"` or `"top_k"`, or a `Quantized` or `TopK` with other settings;
-            what a replica leaves unsaid it adds the next time (error feedback).
-        fragments: parts of the parameters that synchronize at their own steps (streaming DiLoCo).
+        compress: `"int8"`, `"fp8"` or `"top_k"`, or a `Quantized` or `TopK` with other settings.
+            Each replica adds its compression error to what it sends next (error feedback).
+        fragments: into how many parts the parameters are cut, each synchronized at its own step
+            (streaming DiLoCo).
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: when H or the number of fragments is no whole number from 1, there are more
-            fragments than steps, or the outer optimizer or compression is none.
+        ConfigError: when H or the number of fragments is not a positive integer, when there are
+            more fragments than steps, or when the outer optimizer or compression is invalid.
 
     Example:
         >>> plan = diloco("nodes", every=100).slow
@@ -329,7 +333,7 @@ def local_sgd(
 ) -> Strategy:
     """Replicas over a slow axis whose parameters are averaged every H steps.
 
-    As `diloco` with `optax.sgd(1.0)` outside: `θ_r = mean_r θ_r`.
+    This is `diloco` with the outer optimizer `optax.sgd(1.0)`: `θ_r = mean_r θ_r`.
 
     Args:
         axis: the mesh axis between the replicas.

@@ -1,10 +1,10 @@
-"""Which dims of a traced model have to be split alike: how its kernels feed each other.
+"""Which dims of a traced model must be split the same way: how its kernels feed each other.
 
-Every dim of every array of a jaxpr belongs to a *segment*: the dims that must be split alike for a
-program to need no communication. Elementwise operations join the dims of their operands, products
-join the dims they contract, and so on. A reshape that cuts a dim into factors links its segment to
-those of the factors. An operation that cannot work on a part of a dim spoils the segment, which
-then cannot be split, and the reason is noted.
+Every dim of every array of a jaxpr belongs to a *segment*: a set of dims that must all be split the
+same way for the program to need no communication. Elementwise operations join the dims of their
+operands, products join the dims they contract, and so on. A reshape that cuts a dim into factors
+links its segment to those of the factors. An operation that cannot work on a part of a dim spoils
+the segment: it cannot be split, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Cut:
     Args:
         dim: node of the dim.
         piece: node of the part or factor.
-        parts: how many equal blocks are side by side before the piece's own order; 1 for the
-            major factor.
+        parts: how many equal blocks the dim holds one after another, each in the piece's order; 1
+            for the major factor.
         by_reshape: whether a reshape separates the blocks, rather than slices.
-        repeats: whether the dim is its piece with every element repeated, such as key heads that
-            several query heads share.
+        repeats: whether the dim repeats every element of the piece, such as key heads that several
+            query heads share.
     """
 
     dim: int
@@ -49,11 +49,11 @@ class Product:
     """A kernel multiplied with activations.
 
     Args:
-        path: of the parameter in the model.
+        path: the parameter's path in the model.
         contracted: nodes of the kernel's contracted dims.
         free: nodes of the kernel's other dims.
-        order: position in the program.
-        batched: nodes of the kernel's batch dims: a matrix for each, such as those of experts.
+        order: the product's position in the program.
+        batched: nodes of the kernel's batch dims, such as the experts of a stack of matrices.
     """
 
     path: Path
@@ -67,12 +67,12 @@ class Flow:
     """The segments of a program, filled by `follow`.
 
     Attributes:
-        products: the kernels and what they are multiplied with, in order.
-        lookups: parameters that are indexed by inputs, with the node of the rows.
+        products: the products of kernels with activations, in order.
+        lookups: parameters that inputs index, with the node of the rows.
         outputs: nodes of the features that the model returns.
         repeated: nodes of dims that a broadcast made.
         cuts: dims made of parts.
-        spoiled: by node, why a segment cannot be split.
+        spoiled: per node, the reason why its segment cannot be split.
     """
 
     def __init__(self):
@@ -102,18 +102,18 @@ class Flow:
         return node
 
     def join(self, one: int, other: int) -> None:
-        """Joins the segments of two dims; dims of size 1, and of two sizes, stay apart."""
-        # A broadcast dim goes with any size, and would join all of those into one segment.
+        """Joins the segments of two dims, unless they have size 1 or different sizes."""
+        # A broadcast dim of size 1 meets dims of every size and would join them all.
         if self.sizes[one] == self.sizes[other] != 1:
             self._parent[self.find(other)] = self.find(one)
 
     def spoil(self, node: int, why: str) -> None:
-        """Notes why a dim cannot be split; the first reason stays."""
+        """Records why a dim cannot be split; the first reason is kept."""
         if self.sizes[node] > 1:
             self.spoiled.setdefault(node, why)
 
     def reasons(self) -> dict[int, str]:
-        """Why each spoiled segment cannot be split."""
+        """Returns, per spoiled segment, why it cannot be split."""
         reasons: dict[int, str] = {}
         for node, why in self.spoiled.items():
             reasons.setdefault(self.find(node), why)
@@ -122,11 +122,11 @@ class Flow:
 
 @dataclasses.dataclass
 class FlowValue:
-    """What is known about an array.
+    """The known facts about an array.
 
     Args:
         dims: the nodes of its dims.
-        origin: the parameter that it is, cast or transposed, or None.
+        origin: the parameter of which it is a cast, reshape or transpose; None for others.
         from_input: whether it depends on an input of the model.
     """
 
@@ -141,10 +141,10 @@ def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[FlowValue]) -> list[FlowVa
     Args:
         flow: collects the segments.
         jaxpr: an open jaxpr.
-        values: what is known about its inputs.
+        values: the facts about its inputs.
 
     Returns:
-        What is known about its outputs.
+        The facts about its outputs.
     """
 
     def unknown(atom):
@@ -169,7 +169,10 @@ def _results(flow: Flow, equation: JaxprEqn, operands: Sequence[FlowValue]) -> l
 def _follow_inner(
     flow: Flow, equation: JaxprEqn, inner: Inner, operands: Sequence[FlowValue]
 ) -> list[FlowValue]:
-    """Follows a call, a loop, or of a conditional the last branch: the one for any platform."""
+    """Follows the inner program of a call, a loop or a conditional.
+
+    Of a conditional the last branch is followed, which is the one for any platform.
+    """
     shared, carry, stacked = inner.parts(operands)
     rows = [dataclasses.replace(value, dims=value.dims[1:]) for value in stacked]
     outputs = follow(flow, inner.program.jaxpr, [*shared, *carry, *rows])
@@ -185,13 +188,13 @@ def _follow_inner(
     return results
 
 
-def _join_all(flow: Flow, mine: Dims, theirs: Dims) -> None:
-    for one, other in zip(mine, theirs, strict=True):
+def _join_all(flow: Flow, dims: Dims, others: Dims) -> None:
+    for one, other in zip(dims, others, strict=True):
         flow.join(one, other)
 
 
 def _is_elementwise(equation: JaxprEqn) -> bool:
-    """Whether all arrays have the shape of the results, or size 1 where they are repeated."""
+    """Whether every operand has the results' shape, or size 1 in the dims that broadcast."""
     results = {shape_of(variable) for variable in equation.outvars}
     if len(results) != 1:
         return False
@@ -208,7 +211,8 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
 def _follow_equation(
     flow: Flow, equation: JaxprEqn, operands: Sequence[FlowValue]
 ) -> list[FlowValue]:
-    name, results = equation.primitive.name, _results(flow, equation, operands)
+    name = equation.primitive.name
+    results = _results(flow, equation, operands)
     known = factors(equation)
     if known is None and _is_elementwise(equation):
         known = guessed(equation)
@@ -233,7 +237,7 @@ def _follow_equation(
 
 @dataclasses.dataclass
 class _Step:
-    """One equation that runs no inner program."""
+    """One equation without an inner program."""
 
     flow: Flow
     equation: JaxprEqn
@@ -246,15 +250,15 @@ class _Step:
         return self.equation.primitive.name
 
     def follow_factor(self, factor: int, role: Role) -> None:
-        """Joins dims that are split alike, notes cuts, and spoils dims that cannot be split."""
+        """Joins dims that are split together, records cuts, and spoils unsplittable dims."""
         ins = self._nodes(factor, self.factors.operands, self.operands)
         outs = self._nodes(factor, self.factors.results, self.results)
         if role is Role.PASSES and not self._cut(factor, ins, outs):
             self._join(ins + outs)
         elif role is Role.SUMMED and self.name == "dot_general":
             self._join(ins)
-            # A product of two activations is no row-parallel layer: attention scores, for one, need
-            # the whole sum.
+            # A product of two activations is not a row-parallel layer. Attention scores, for
+            # example, need the whole sum.
             if all(operand.origin is None for operand in self.operands):
                 self.flow.spoil(ins[0], "is summed over between activations")
         elif role in (Role.SUMMED, Role.REDUCED):
@@ -269,14 +273,14 @@ class _Step:
             self._align(ins, outs[0])
 
     def repeat(self) -> None:
-        """Notes the dims that a broadcast makes."""
+        """Records the dims that a broadcast makes."""
         dims = self.equation.params.get("broadcast_dimensions", ())
         if self.name == "broadcast_in_dim":
             new = [node for dim, node in enumerate(self.results[0].dims) if dim not in dims]
             self.flow.repeated.update(new)
 
     def multiply(self) -> None:
-        """Notes the product of a parameter."""
+        """Records the products of parameters."""
         for number, operand in enumerate(self.operands):
             if operand.origin is None:
                 continue
@@ -290,8 +294,9 @@ class _Step:
             self.flow.products.append(product)
 
     def look_up(self, indices: FlowValue) -> bool:
-        """Notes a parameter whose rows are looked up by the model's input."""
-        table, rows = self.operands[0], self.equation.params["dimension_numbers"].start_index_map
+        """Records a parameter whose rows the model's input looks up."""
+        table = self.operands[0]
+        rows = self.equation.params["dimension_numbers"].start_index_map
         is_lookup = table.origin is not None and indices.from_input and len(rows) == 1
         for dim in rows:
             if is_lookup:
@@ -301,7 +306,7 @@ class _Step:
         return is_lookup
 
     def origin_of(self, result: FlowValue) -> Path | None:
-        """The parameter that a result is, reshaped, cast or a row of it; None for others."""
+        """Returns the parameter of which a result is a reshape, cast or row; None for others."""
         first = self.operands[0] if self.operands else result
         if self.name in RESHAPES or self.name in ("transpose", "unstack"):
             return first.origin
@@ -311,7 +316,7 @@ class _Step:
             return first.origin if self._takes_rows() else None
         arrays = [operand for operand in self.operands if operand.dims]
 
-        # A kernel times a scalar, cast or negated is that kernel; a sum of two is neither.
+        # A kernel scaled, cast or negated is still that kernel; a sum of two kernels is neither.
         def shape(value):
             return [self.flow.sizes[node] for node in value.dims]
 
@@ -319,11 +324,10 @@ class _Step:
         return arrays[0].origin if is_same else None
 
     def _takes_rows(self) -> bool:
-        numbers, sizes = (
-            self.equation.params["dimension_numbers"],
-            self.equation.params["slice_sizes"],
-        )
-        rows, table = numbers.collapsed_slice_dims, self.operands[0].dims
+        numbers = self.equation.params["dimension_numbers"]
+        sizes = self.equation.params["slice_sizes"]
+        rows = numbers.collapsed_slice_dims
+        table = self.operands[0].dims
         fits = [sizes[d] == self.flow.sizes[node] for d, node in enumerate(table) if d not in rows]
         return all(fits) and rows == numbers.start_index_map
 
@@ -342,7 +346,7 @@ class _Step:
             self.flow.spoil(node, why)
 
     def _cut(self, factor: int, ins: Dims, outs: Dims) -> bool:
-        """Notes that a dim is one of the factors of another; False where it is the same dim."""
+        """Records that a dim is a factor of another; returns False where it is the same dim."""
         for side, wholes, pieces in (
             (self.factors.operands, ins, outs),
             (self.factors.results, outs, ins),
@@ -351,7 +355,7 @@ class _Step:
             if not numbers:
                 continue
             at = numbers.index(factor)
-            # Of three or more factors the last ones cannot be split, and need no `Cut`.
+            # Only the first two factors can be split; the others need no `Cut`.
             if at < _CUT:
                 parts = 1 if at == 0 else self.flow.sizes[self._piece(numbers[0])]
                 repeats = at == 0 and self._piece(numbers[1]) in self.flow.repeated
@@ -360,7 +364,7 @@ class _Step:
         return False
 
     def _piece(self, factor: int) -> int:
-        """The dim that is one factor of another."""
+        """Returns the dim that consists of one factor alone."""
         sides = (self.factors.operands, self.operands), (self.factors.results, self.results)
         return next(
             values[number].dims[dim]
@@ -395,6 +399,6 @@ _CUT = 2
 
 
 def _is_row(flow: Flow, source: FlowValue, result: FlowValue) -> bool:
-    """Whether an array is one of the matrices that another stacks, such as those of experts."""
+    """Whether the result is one of the matrices that the source stacks, such as an expert's."""
     pairs = zip(result.dims, source.dims, strict=True)
-    return all(flow.sizes[mine] in (1, flow.sizes[theirs]) for mine, theirs in pairs)
+    return all(flow.sizes[taken] in (1, flow.sizes[whole]) for taken, whole in pairs)

@@ -1,4 +1,4 @@
-"""Expert parallelism: experts split over a mesh axis, to which tokens are sent."""
+"""Expert parallelism: experts are split over a mesh axis, and tokens are sent to them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .plan import check_pattern
 from .strategy import AdaptLayers, Strategy
 
 EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
-"""Where the mixtures of this library keep their experts: pattern of the path, dim from the end."""
+"""The experts of this library's mixtures: a pattern of the path, and the dim from the end."""
 
 MIX = "mix_experts"
-"""The method of a module that sends tokens through experts, `Experts.mix_experts` or alike."""
+"""The method of a module that sends tokens through experts, as `Experts.mix_experts` does."""
 
 SUM_SAMPLES = "sum_samples"
-"""The method of a module that adds up what it finds out about the samples, likewise."""
+"""The method of a module that sums statistics over the samples, as `Experts.sum_samples` does."""
 
 
 class ExpertForm(NamedChoice):
@@ -46,7 +46,7 @@ class ExpertForm(NamedChoice):
     AUTO = "auto"
     """The form that moves fewer bytes."""
     RING = "ring"
-    """Every rank gets the tokens of all, and the results are summed back to their owners."""
+    """Every rank gets all tokens, and the results are reduce-scattered to the tokens' owners."""
     ALL_TO_ALL = "all_to_all"
     """Every rank sends each expert a fixed number of slots, set by `capacity`."""
 
@@ -65,28 +65,28 @@ def expert_parallel(
     axis: str = "ep",
     experts: Iterable[tuple[str, int]] = EXPERTS,
 ) -> Strategy:
-    """Splits the experts of a model over a mesh axis that splits the batch, too.
+    """Splits the experts of a model over a mesh axis that also splits the batch.
 
-    Each of the c ranks holds E/c experts and computes with these alone: they are never gathered,
-    and their gradients are whole without a reduction over the axis. With A bytes of tokens on a
+    Each of the c ranks holds E/c experts and computes only with these: they are never gathered,
+    and their gradients are complete without a reduction over the axis. With A bytes of tokens on a
     rank, a layer sends in both passes together
 
         ring         4 (c - 1) A
         all_to_all   4 (c - 1)/c k f A       k experts per token, f the capacity factor
 
-    Modules with the methods of `models.Experts`, `mix_experts` and `feed`, run in `shard_map`, as
-    above. For the stacked experts of other models the compiler sends the tokens, by the sharding
-    of the experts.
+    Modules with the methods `mix_experts` and `feed`, as `models.Experts` has, run in `shard_map`
+    and send as above. For the stacked experts of other models the compiler sends the tokens, guided
+    by the sharding of the experts.
 
     Args:
         form: how tokens are sent; `"auto"` chooses the ring where k f >= c.
-        capacity: the factor f: of the N tokens of a rank (ring: of the axis) each expert takes at
-            most f N k / E, in their order. **It changes the numbers where an expert gets more**:
-            those tokens go without it, and the metric `dropped` is their share. None drops none and
-            equals one device; all_to_all then has slots for all tokens at each expert.
+        capacity: the factor f. Of the N tokens of a rank (ring: of the axis) each expert takes at
+            most the first f N k / E. **It changes the numbers where an expert gets more**: the
+            excess tokens skip that expert, and the metric `dropped` is their share. None drops no
+            token and equals one device; all_to_all then has slots for all tokens at each expert.
         axis: the mesh axis, of size c.
         experts: patterns of the paths of stacked kernels, and the dim of their experts from the
-            end. Those of a model are `suggest_plan(model).experts`.
+            end. `suggest_plan(model).experts` finds them for a model.
 
     Returns:
         The strategy; it splits the batch over the axis. Compose it with `ddp` or `fsdp` over other
@@ -94,7 +94,7 @@ def expert_parallel(
         among the ranks of the stage.
 
     Raises:
-        ConfigError: for an unknown form, a capacity that is not above 0, or a pattern that is none.
+        ConfigError: for an unknown form, a capacity that is not above 0, or an invalid pattern.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -132,7 +132,7 @@ class ByExperts(Policy):
         label: the name that tables and conflicts show.
 
     Raises:
-        ConfigError: when a pattern is no regular expression, or a dim is not counted from the end.
+        ConfigError: when a pattern is not a regular expression, or a dim is not negative.
         DivisibilityError: when the experts do not divide.
     """
 
@@ -150,14 +150,14 @@ class ByExperts(Policy):
         return (self.axis,)
 
     def dim_of(self, path: Path, shape: Shape) -> int | None:
-        """The dim of the experts of a parameter; None where it has none."""
+        """Returns the expert dim of a parameter; None where it has none."""
         from_end = next((dim for pattern, dim in self.experts if re.search(pattern, path)), None)
         return None if from_end is None or -from_end > len(shape) else len(shape) + from_end
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides by the first pattern that is found in the path."""
+        """Decides by the first pattern that matches in the path."""
         dim = self.dim_of(path, shape)
         if dim is None:
             return Decision(PartitionSpec(), self.name, "has no experts")
@@ -171,8 +171,8 @@ class ExpertLayers(AdaptLayers):
     """Sends tokens to the experts of a model.
 
     Args:
-        form: how.
-        capacity: the factor of slots; None for as many as there are tokens.
+        form: how tokens are sent.
+        capacity: the capacity factor; None for as many slots as there are tokens.
         policy: which parameters are experts, and the axis.
     """
 
@@ -186,10 +186,11 @@ class ExpertLayers(AdaptLayers):
         return (self.policy.axis,)
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
-        """Raises unless the model has experts, to which tokens can be sent in this form.
+        """Raises unless the model has experts to which tokens can be sent in this form.
 
         Raises:
-            UnsupportedError: when it has none, or only the compiler can send tokens to them.
+            UnsupportedError: when it has none, or when a form or capacity was given and only the
+                compiler can send tokens to them.
         """
         leaves = leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         stacked = any(self.policy.dim_of(path, leaf.shape) is not None for path, leaf in leaves)
@@ -201,8 +202,9 @@ class ExpertLayers(AdaptLayers):
                 "layer in one module, self.experts = nnx.vmap(Expert)(rngs.split(count)), and give "
                 "the patterns and dims of suggest_plan(model).experts; or leave it out"
             )
-        said = self.form is not ExpertForm.AUTO or self.capacity is not None
-        if said and not any(has_experts(module) for _, module in nnx.iter_modules(model)):
+        is_configured = self.form is not ExpertForm.AUTO or self.capacity is not None
+        replaceable = (has_experts(module) for _, module in nnx.iter_modules(model))
+        if is_configured and not any(replaceable):
             raise UnsupportedError(
                 f"form={self.form.value!r} and capacity={self.capacity} are for modules with the "
                 "methods mix_experts and feed, as models.Experts has; the model has none: the "
@@ -221,16 +223,16 @@ def map_experts(
     form: ExpertForm = ExpertForm.AUTO,
     capacity: float | None = None,
 ) -> None:
-    """Has each rank sort its tokens by expert, in place.
+    """Changes a model's experts, in place, so that each rank sorts its own tokens by expert.
 
-    To sort the tokens of all ranks, the compiler would gather them first.
+    Left to itself the compiler would gather the tokens of all ranks to sort them.
 
     Args:
-        model: modules with experts are changed.
+        model: its modules with experts are changed.
         layout: which axes split samples and positions.
-        axis: the mesh axis that splits the experts; None where all ranks have all of them.
+        axis: the mesh axis that splits the experts; None where every rank has all experts.
         form: how tokens are sent.
-        capacity: the factor of slots, or None.
+        capacity: the capacity factor, or None.
     """
     split = SplitExperts(layout, axis, form, capacity)
     for _, module in list(nnx.iter_modules(model)):
@@ -239,10 +241,10 @@ def map_experts(
 
 
 def sum_over_ranks(module: nnx.Module, axes: Axes) -> None:
-    """Has a module with experts find out about the samples of all ranks, in place.
+    """Changes a module with experts, in place, to sum its statistics over all ranks.
 
     Args:
-        module: merged in a region where the axes are manual.
+        module: a module merged in a region where the axes are manual.
         axes: the mesh axes that split the samples.
     """
     wrap_calls(module, {SUM_SAMPLES: SumOverRanks(axes)})
@@ -253,16 +255,16 @@ class SumOverRanks:
     """Runs in place of a module's `sum_samples`, where each rank has some of the samples.
 
     Args:
-        axes: the mesh axes that split them, manual ones.
+        axes: the manual mesh axes that split the samples.
     """
 
     axes: Axes
 
     def __call__(self, add: Function, module: nnx.Module, x: Array) -> tuple[Array, int]:
-        """As `Experts.sum_samples`.
+        """Computes `Experts.sum_samples` over the samples of all ranks.
 
         Raises:
-            UnsupportedError: when a method of the user's does something else than to add.
+            UnsupportedError: when a user's own method does not compute a sum over samples.
         """
         if not is_from(add, _OURS):
             _check_sum(add, module, x)
@@ -271,13 +273,13 @@ class SumOverRanks:
 
 
 def keep_samples_apart(model: nnx.Module) -> None:
-    """Promises of a model's experts, in place, that what becomes of a sample is of it alone.
+    """Marks a model's experts, in place, as computing each sample independently.
 
-    They sort the tokens of all samples to work on those of one expert together, and put each
-    result back.
+    Experts sort the tokens of all samples to process those of one expert together, and put each
+    result back in its place, so their trace seems to mix samples.
 
     Args:
-        model: to be traced, to find out what it makes of its samples.
+        model: a model that is about to be traced, to find how it treats its samples.
     """
     for _, module in list(nnx.iter_modules(model)):
         if hasattr(module, SUM_SAMPLES) and has_experts(module):
@@ -285,14 +287,14 @@ def keep_samples_apart(model: nnx.Module) -> None:
 
 
 def _one_by_one(mix: Function, module: nnx.Module, *arrays: Array) -> tuple[Array, Array]:
-    """Runs a module's `mix_experts` as a function of samples one by one, where it is known."""
+    """Runs a module's `mix_experts`, marked as per sample where it is known to be."""
     if differs_from_tokens(mix, module, *arrays) != "":
         return mix(module, *arrays)
     return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
 
 
 def num_ranks(axes: Iterable[str]) -> int:
-    """How many ranks some manual axes have together."""
+    """Returns the product of the sizes of some manual axes."""
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
@@ -302,12 +304,12 @@ def has_experts(module: object) -> bool:
 
 
 class HasExperts(Protocol):
-    """A module that sends tokens through experts, as `models.Experts`."""
+    """A module that sends tokens through experts, such as `models.Experts`."""
 
     hidden_dims: Mapping[str, int]
 
     def feed(self, product: Function, rows: Array, kernels: PyTree) -> Array:
-        """The outputs of the experts for rows, with products by `product(rows, kernel)`."""
+        """Returns the experts' outputs for rows; multiplies by `product(rows, kernel)`."""
         ...
 
 
@@ -316,10 +318,10 @@ class SplitExperts:
     """Runs in place of a module's `mix_experts`, in `shard_map`.
 
     Args:
-        layout: of the activations.
-        axis: the mesh axis that splits the experts; None where all ranks have all of them.
+        layout: the layout of the activations.
+        axis: the mesh axis that splits the experts; None where every rank has all experts.
         form: how tokens are sent.
-        capacity: the factor of slots, or None.
+        capacity: the capacity factor, or None.
     """
 
     layout: Layout
@@ -336,29 +338,31 @@ class SplitExperts:
         expert_ids: Array,
         kernels: dict[str, Array],
     ) -> tuple[Array, Array]:
-        """As `Experts.mix_experts`.
+        """Computes `Experts.mix_experts` on each rank's tokens.
+
+        A user's own method that computes something else is left to the compiler where every rank
+        has all experts.
 
         Raises:
-            UnsupportedError: when a method of the user's computes something else, and the experts
-                are split. Where all ranks have all experts it is left to the compiler.
+            UnsupportedError: when it computes something else and the experts are split.
         """
         why = differs_from_tokens(mix, module, tokens, gates, expert_ids, kernels)
         if why != "":
             if self.axis is None:
                 return mix(module, tokens, gates, expert_ids, kernels)
-            said = why or "cannot be compared with that, which is traced on few tokens"
+            problem = why or "cannot be compared with that, which is traced on few tokens"
             raise UnsupportedError(
-                f"{type(module).__name__}.{MIX} is to return, of each token, the sum of what "
-                f"`feed` makes of it with the kernels of its experts, weighed by its gates, and "
-                f"{said}. The ranks of expert parallelism compute that sum in its place: put what "
-                f"else there is around the call of {MIX}, or into `feed`, or leave "
-                "expert_parallel out"
+                f"{type(module).__name__}.{MIX} must return, for each token, the sum over its "
+                f"experts of `feed`, weighted by its gates, and {problem}. Expert parallelism "
+                f"computes this sum itself: move any other computation out of {MIX} or into "
+                "`feed`, or leave expert_parallel out",
+                code="experts-not-a-weighted-sum",
             )
         manual = manual_axes()
         lead = self.layout.spec(tokens.shape)
         spec = PartitionSpec(*(e if isinstance(e, (str, tuple)) else None for e in lead))
         split = tuple(axis for dim in range(len(spec)) for axis in axes_of(spec, dim))
-        # Hidden features are split where they divide.
+        # Tensor parallelism splits the hidden features, where all kernels divide.
         sizes = [kernel.shape[module.hidden_dims[name]] for name, kernel in kernels.items()]
         features = self.layout.heads
         features = features if all(n % self.layout.size(features) == 0 for n in sizes) else ()
@@ -381,14 +385,14 @@ class SplitExperts:
         run = self.layout.mapped(local, (spec, spec, spec, places), (spec, PartitionSpec()))
         mixed, dropped = run(tokens, gates, expert_ids, kernels)
         if self.capacity is None:
-            # Known to be zero, without a sum over ranks.
+            # Without a capacity nothing is dropped, so no sum over ranks is needed.
             return mixed, jnp.zeros((), jnp.float32)
         return mixed, dropped / (expert_ids.size * num_ranks(a for a in split if a in manual))
 
     def _mix(
         self, feed: Function, tokens: Array, choice: Choice, kernels: PyTree, split: Axes
     ) -> tuple[Array, Array]:
-        """On one rank: the outputs for its tokens, and how many assignments had no slot."""
+        """Returns, on one rank, the outputs for its tokens and how many assignments had no slot."""
         axis = self.axis
         if axis is None:
             return self._here(feed, tokens, choice, kernels, 0, 1)
@@ -399,7 +403,7 @@ class SplitExperts:
             # Too few samples to split: all ranks have the same tokens.
             mixed, dropped = self._here(feed, tokens, choice, kernels, first, size)
             return all_sum(mixed, axis), all_sum(dropped, axis)
-        # Slots for all experts may be fewer than the tokens of all ranks.
+        # AUTO sends slots if those for all experts are fewer than the tokens of all ranks.
         slots = local * size * self._slots(tokens.shape[0], choice.experts.shape[1], local * size)
         sends_slots = self.form is ExpertForm.ALL_TO_ALL
         if self.form is ExpertForm.AUTO:
@@ -428,7 +432,7 @@ class SplitExperts:
         first: Array | int,
         size: int,
     ) -> tuple[Array, Array]:
-        """The outputs of the experts of this rank, one of `size`, for tokens."""
+        """Returns the outputs of this rank's experts for tokens; `size` ranks share the experts."""
         local = jax.tree.leaves(kernels)[0].shape[0]
         none = (choice.gates[0, 0] * 0).astype("float32")
         if self.capacity is None and not self._lacks_groups:
@@ -440,17 +444,19 @@ class SplitExperts:
 
     @property
     def _lacks_groups(self) -> bool:
-        """Whether a product of groups of rows costs as if every row were in all groups.
+        """Whether a grouped product costs as much as if every row were in all groups.
 
-        XLA for GPUs makes `ragged_dot` of M rows one product of `[M, E D]` (jax 0.10 to 0.12).
+        XLA for GPUs turns a `ragged_dot` of M rows into one product of `[M, E D]` (jax 0.10 to
+        0.12).
         """
         return self.layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def _exchange(
         self, feed: Function, tokens: Array, choice: Choice, kernels: PyTree, size: int
     ) -> tuple[Array, Array]:
-        """Slots go to the ranks of their experts, and come back filled."""
-        axis, experts = self.axis, size * jax.tree.leaves(kernels)[0].shape[0]
+        """Sends slots to the ranks of their experts by all-to-all, and receives the results."""
+        axis = self.axis
+        experts = size * jax.tree.leaves(kernels)[0].shape[0]
 
         def swap(x):
             return jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
@@ -458,7 +464,7 @@ class SplitExperts:
         slots = self._slots(tokens.shape[0], choice.experts.shape[1], experts)
 
         def there(x: Array) -> Array:
-            # [E, C, D] -> of my experts the slots of every rank, [E/c, c C, D].
+            # [E, C, D] -> [E/c, c C, D]: the slots of every rank for this rank's experts.
             pieces = swap(x).reshape(size, -1, *x.shape[1:])
             return pieces.swapaxes(0, 1).reshape(-1, size * slots, x.shape[-1])
 
@@ -480,22 +486,24 @@ def differs_from_tokens(
     expert_ids: Array,
     kernels: PyTree,
 ) -> str | None:
-    """How a module's `mix_experts` differs from a sum over the experts of each token by itself.
+    """How a module's `mix_experts` differs from a per-token sum over the token's experts.
 
     Args:
-        mix: the method, or what runs in its place.
-        module: what has it.
-        tokens: of a call; shapes are enough, as for the others.
-        gates: likewise.
-        expert_ids: likewise.
-        kernels: likewise.
+        mix: the method, or the function that runs in its place.
+        module: the module that has it.
+        tokens: the tokens of a call, arrays or shapes.
+        gates: the gates of the call, arrays or shapes.
+        expert_ids: the experts of the call, arrays or shapes.
+        kernels: the kernels of the call, arrays or shapes.
 
     Returns:
-        As of `difference`; "" at once for the methods of this library.
+        The result of `difference`: "" where there is none. This library's own methods are not
+        compared and give "".
     """
     if is_from(mix, _OURS) and is_from(type(module).feed, _OURS):
         return ""
-    count, per_token = jax.tree.leaves(kernels)[0].shape[0], gates.shape[-1]
+    count = jax.tree.leaves(kernels)[0].shape[0]
+    per_token = gates.shape[-1]
     ids = np.stack([np.roll(np.arange(count), -i)[:per_token] for i in range(6)])
 
     def by_token(tokens: Array, gates: Array, ids: Array, kernels: PyTree) -> Array:
@@ -520,6 +528,7 @@ def differs_from_tokens(
         weights = jax.ShapeDtypeStruct((2, 3, per_token), gates.dtype)
         return [few, weights, ids.reshape(2, 3, -1).astype(expert_ids.dtype), cut]
 
+    # A reduced hidden size is cheaper; the full one is used only if that cannot be compared.
     found = difference(mixed, by_token, shapes(8))
     return difference(mixed, by_token, shapes(2**31)) if found is None else found
 
@@ -537,16 +546,17 @@ def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
 
     why = difference(added, expected, (few,))
     if why != "":
-        said = why or "cannot be compared with that"
+        problem = why or "cannot be compared with that"
         raise UnsupportedError(
-            f"{type(module).__name__}.{SUM_SAMPLES} is to return the sum over the samples of a "
-            f"batch and their number, and {said}: ranks that have other samples add up their "
-            "sums. Let it return these two, and put what else there is behind its call"
+            f"{type(module).__name__}.{SUM_SAMPLES} must return the sum over the samples of a "
+            f"batch and their number, and {problem}: ranks with different samples add up their "
+            "sums. Return these two, and move any other computation after the call",
+            code="not-a-sum-of-samples",
         )
 
 
 def _place(ndim: int, axis: str | None, hidden: int, features: Axes) -> PartitionSpec:
-    """The spec of a kernel in `shard_map`: experts in front, features in their dim."""
+    """Returns the spec of a kernel in `shard_map`: experts in dim 0, features in their dim."""
     entries: list[Axes | str | None] = [axis, *[None] * (ndim - 1)]
     if features:
         entries[ndim + hidden] = features

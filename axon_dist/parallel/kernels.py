@@ -1,7 +1,7 @@
-"""What the compiler is not left to partition: opaque kernels, losses of linear heads, and rings.
+"""Operations that this library partitions itself: opaque kernels, linear-head losses, and rings.
 
-Kernels run on each rank's samples and heads. Products of tensor parallelism may be rings, wherever
-they stand in a traced program.
+The compiler partitions all others. Kernels run on each rank's samples and heads. Products of tensor
+parallelism may be computed as rings, wherever they occur in a traced program.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from ..ops.linear_loss import (
 from ..ops.ring_product import Circle, into_columns, into_rows, pieces_of
 
 OPAQUE = ("flash",)
-"""The forms of attention that are one opaque kernel; XLA partitions the others itself."""
+"""The forms of attention that are one opaque kernel; XLA partitions the other forms itself."""
 
 FUSED = ("auto", "cudnn")
-"""The forms whose kernel brings its own partitioning, which fails where other axes are manual."""
+"""The forms whose kernel has its own partitioning rule, which fails where other axes are manual."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +51,13 @@ class OverMesh:
     """Runs attention in `shard_map` over samples and heads, which attention never mixes.
 
     Args:
-        mesh: names and sizes of its axes, over all devices.
+        mesh: the mesh over all devices.
         batch: the axes that split the samples.
         heads: the axes that split the heads.
-        is_opaque: whether the kernel is one that the compiler cannot partition at all, so that
-            every axis has to be manual: a form of `OPAQUE`, and on TPUs `auto`. Others of `FUSED`
-            are left alone where no axis is manual.
-        most_features: the largest head that cuDNN takes on these devices; None for any.
+        is_opaque: whether the compiler cannot partition the kernel at all, so that every axis must
+            be manual: a form of `OPAQUE`, or `auto` on TPUs. The other kernels, of `FUSED`, are
+            left to the compiler where no axis is manual.
+        most_features: the largest head that cuDNN supports on these devices; None for any.
     """
 
     mesh: Mesh
@@ -72,7 +72,8 @@ class OverMesh:
         """Computes `attend(module, query, key, value)` of arrays `[B, T, H, K]`.
 
         Raises:
-            UnsupportedError: when the call says more, or heads are too large for the chip's kernel.
+            UnsupportedError: when the call has other arguments, or heads are too large for the
+                chip's kernel.
         """
         query, key, value, segments = attended(attend, module, args, kwargs)
         if self.most_features is not None and query.shape[-1] > self.most_features:
@@ -100,15 +101,15 @@ class OverMesh:
             heads = ()
         if self.is_opaque and query.shape[0] % ways(batch):
             batch = ()
-        left = tuple(axis for axis in self.mesh.axis_names if axis not in manual)
+        not_manual = tuple(axis for axis in self.mesh.axis_names if axis not in manual)
         is_partitioned = not self.is_opaque and not manual
-        if is_partitioned or not (left if self.is_opaque else batch or heads):
+        if is_partitioned or not (not_manual if self.is_opaque else batch or heads):
             return call(query, key, value, *more)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(
             call,
             mesh=None if manual else self.mesh,
-            axis_names=frozenset(left if self.is_opaque else (*batch, *heads)),
+            axis_names=frozenset(not_manual if self.is_opaque else (*batch, *heads)),
             in_specs=(spec,) * 3 + (PartitionSpec(batch or None),) * len(more),
             out_specs=spec,
             check_vma=False,
@@ -117,19 +118,20 @@ class OverMesh:
 
 
 def map_kernels(model: nnx.Module, layout: Layout) -> None:
-    """Wraps the attention of a merged model where it is one kernel, in place.
+    """Wraps attention that is one kernel, in place, in a merged model.
 
     Args:
-        model: modules with a `form` among `OPAQUE` or `FUSED` and a method `attend` are changed.
+        model: its modules with a `form` in `OPAQUE` or `FUSED` and a method `attend` are changed.
         layout: which axes split samples.
 
     Raises:
-        UnsupportedError: for cuDNN's attention on devices that are no GPUs.
+        UnsupportedError: for cuDNN's attention on devices that are not GPUs.
     """
     heads = tuple(axis for axis in ("tp",) if axis in layout.mesh.axis_names)
-    # Asked of the devices of the mesh, which need not be here.
+    # Read from the mesh, whose devices need not be those of this process.
     device = layout.mesh.devices.flat[0]
-    on_tpu, on_gpu = device.platform == "tpu", device.platform in ("gpu", "cuda")
+    on_tpu = device.platform == "tpu"
+    on_gpu = device.platform in ("gpu", "cuda")
     for _, module in nnx.iter_modules(model):
         form = getattr(module, "form", None)
         if form in (*OPAQUE, *FUSED) and hasattr(module, "attend"):
@@ -139,9 +141,8 @@ def map_kernels(model: nnx.Module, layout: Layout) -> None:
                     "NVIDIA GPUs alone; use attention='auto' or 'einsum'"
                 )
             is_opaque = form in OPAQUE or (on_tpu and form == "auto")
-            # The largest head that cuDNN takes on a GPU, if that is fewer than on any.
             capability = str(getattr(device, "compute_capability", "")) if on_gpu else ""
-            # `8.6` of NVIDIA; AMD's, such as `gfx942`, are no numbers.
+            # NVIDIA's are like `8.6`; AMD's, such as `gfx942`, are not numbers.
             is_old = form in FUSED and capability[1:2] == "." and capability < "9"
             most = MOST_BEFORE_HOPPER if is_old else None
             over = OverMesh(layout.mesh, layout.batch, heads, is_opaque, most)
@@ -150,23 +151,24 @@ def map_kernels(model: nnx.Module, layout: Layout) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LossOverMesh:
-    """Computes the cross-entropies of linear heads in a traced program rank by rank.
+    """Computes the cross-entropies of linear heads in a traced program on each rank's positions.
 
     Left to itself the compiler would gather the head, and reduce its gradient, once per chunk of
-    positions. Here the head is whole before the chunks, and its gradient summed after them.
+    positions. Here the head is gathered before the chunks, and its gradient is summed after them.
 
     Args:
-        layout: the layout of the activations; its `vocabulary` splits the tokens where they divide.
+        layout: the layout of the activations; its `vocabulary` axes split the classes where they
+            divide.
 
     Attributes:
-        replaces: the name of the primitive that such losses are.
+        replaces: the name of the primitive of such losses.
     """
 
     replaces: ClassVar[str] = LINEAR_CROSS_ENTROPY
     layout: Layout
 
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
-        """Computes one loss; None where nothing is left to divide."""
+        """Computes one loss; returns None where no axis is left to split it over."""
         manual = manual_axes()
         mesh = self.layout.mesh
         if all(mesh.shape[axis] == 1 for axis in mesh.axis_names if axis not in manual):
@@ -182,12 +184,12 @@ class LossOverMesh:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Which mesh axes split what of a loss; those that are manual already are left out.
+    """The mesh axes that split a loss; axes that are already manual are left out.
 
     Args:
-        samples: dim 0 of the positions.
-        sequence: dim 1.
-        vocabulary: the columns of the kernel.
+        samples: the axes that split dim 0 of the labels.
+        sequence: the axes that split dim 1.
+        vocabulary: the axes that split the columns of the kernel.
     """
 
     samples: Axes
@@ -196,14 +198,14 @@ class Spread:
 
     @classmethod
     def of(cls, layout: Layout, operands: Operands, manual: Axes) -> Spread:
-        """The axes of a layout, each where sizes divide."""
-        shape, classes = operands.labels.shape, operands.kernel.shape[1]
-
-        def left(axes):
-            return tuple(axis for axis in axes if axis not in manual)
+        """Returns the axes of a layout, where they divide the sizes."""
+        shape = operands.labels.shape
+        classes = operands.kernel.shape[1]
 
         def fits(axes, size):
-            return left(axes) if size % layout.size(axes) == 0 else ()
+            if size % layout.size(axes):
+                return ()
+            return tuple(axis for axis in axes if axis not in manual)
 
         return cls(
             samples=fits(layout.batch, shape[0]) if shape else (),
@@ -213,13 +215,16 @@ class Spread:
 
     def run(self, layout: Layout, how: HeadLoss, operands: Operands, wants: Wants) -> LossParts:
         """Computes the loss and the gradients asked for."""
-        ranks, columns = (*self.samples, *self.sequence), self.vocabulary or None
+        ranks = (*self.samples, *self.sequence)
+        columns = self.vocabulary or None
         positions = PartitionSpec(self.samples or None, self.sequence or None)
         positions = PartitionSpec(*positions[: operands.labels.ndim])
-        full, kernel, bias = PartitionSpec(), PartitionSpec(None, columns), PartitionSpec(columns)
-        # Outside of manual regions the addends of the ranks leave side by side, and the compiler
-        # adds them up, which gives every owner its shard at once.
-        beside = bool(ranks) and not manual_axes()
+        full = PartitionSpec()
+        kernel = PartitionSpec(None, columns)
+        bias = PartitionSpec(columns)
+        # Outside of manual regions the ranks' gradients are returned stacked, and the compiler sums
+        # them: it can then reduce-scatter them, so that every owner gets only its shard.
+        is_stacked = bool(ranks) and not manual_axes()
         axis = self.vocabulary[0] if self.vocabulary else None
         chip = machine_of(layout.mesh)
         memory_bytes = None if chip is None else chip.memory_bytes
@@ -227,10 +232,10 @@ class Spread:
         def summed(grad: Array | None, operand: Array | None) -> Array | None:
             if grad is None or operand is None or not ranks:
                 return grad
-            # On the wire as in the plain program: in the dtype of the product.
+            # Sent in the dtype of the product, as in the plain program; float16 is the exception.
             is_narrow = operand.dtype == jax.numpy.float16
             grad = grad if is_narrow else grad.astype(operand.dtype)
-            return grad[None] if beside else all_sum(grad, ranks)
+            return grad[None] if is_stacked else all_sum(grad, ranks)
 
         def local(*operands: Array) -> PyTree:
             parts = evaluate(how, Operands(*operands), wants, axis, memory_bytes)
@@ -239,12 +244,12 @@ class Spread:
             of_kernel, of_bias = map(summed, of_head, (operands[1], operands[4]))
             return total, hits, parts.losses, (of_hidden, of_kernel, of_bias)
 
-        lead = (ranks,) if beside else ()
+        lead = (ranks,) if is_stacked else ()
         of_head = PartitionSpec(*lead, None, columns), PartitionSpec(*lead, columns)
         specs = positions, kernel, positions, positions, bias
         results = (full, full, positions, (positions, *of_head))
         parts = LossParts(*layout.mapped(local, specs, results, check_vma=False)(*operands))
-        if not beside:
+        if not is_stacked:
             return parts
 
         def add(x):
@@ -254,14 +259,14 @@ class Spread:
 
 
 COLUMNS, ROWS = "into_columns", "into_rows"
-"""The names of what a column layer and a row layer multiply by their kernels."""
+"""The names that mark the input of a column layer and of a row layer."""
 
 SAME = ("sharding_constraint", "convert_element_type")
-"""The primitives after which a value is still what it was, but for its layout and dtype."""
+"""The primitives that change only the layout or dtype of a value, so that its mark is kept."""
 
 
 def into(kind: str, x: Array) -> Array:
-    """Marks the input of a layer, whose product with the kernel may be a ring."""
+    """Marks the input of a layer whose product with the kernel may be a ring."""
     return checkpoint_name(x, kind)
 
 
@@ -271,23 +276,23 @@ class RingProducts:
 
     Args:
         layout: the layout of the activations.
-        axis: the mesh axis that splits positions between layers and features within.
+        axis: the mesh axis that splits positions between layers, and features within them.
     """
 
     layout: Layout
     axis: str
 
     def of(self, function: Function) -> Function:
-        """Makes a function whose program is rewritten; traced once more here.
+        """Returns a function that traces `function` once more and runs its rewritten program.
 
         Raises:
-            UnsupportedError: when it is traced, and a marked value is multiplied by no matrix.
+            UnsupportedError: when it is traced and a marked value is not multiplied by a matrix.
         """
         if self.layout.mesh.shape[self.axis] == 1:
             return function
 
         def rewritten(*args: object) -> PyTree:
-            # What is marked belongs to one trace.
+            # Marks are kept by the identity of traced values, so each trace needs its own.
             marked = _Marked(self.layout, self.axis, {}, {}, set())
             replace = {"name": marked.name, "dot_general": marked.product}
             replace |= dict.fromkeys(SAME, marked.same)
@@ -300,12 +305,12 @@ class RingProducts:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What is known of a value: what a layer was given, before it was made whole.
+    """The layer input from which a value was made, before the input was gathered.
 
     Args:
         kind: `COLUMNS` or `ROWS`.
         source: the layer's input, in the dtype of the value.
-        layer: a number, of which each layer has its own.
+        layer: a number that identifies the layer.
     """
 
     kind: str
@@ -315,7 +320,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """A product with the settings of an equation; compares by value."""
+    """A `dot_general` with the parameters of an equation; compares by value."""
 
     settings: tuple[tuple[str, Any], ...]
 
@@ -326,14 +331,14 @@ class DotGeneral:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Marked:
-    """What is marked in one trace, and what of it has been sent already.
+    """The marked values of one trace, and the pieces of them that were sent already.
 
     Args:
         layout: see `RingProducts`.
-        axis: likewise.
-        marks: by the identity of a value, which is kept alive so that no other value gets it.
-        sent: the pieces of a source, by its identity and dtype: layers with one input share them.
-        used: the layers that have multiplied what they got.
+        axis: see `RingProducts`.
+        marks: each mark by the id of its value, which is kept alive so that the id stays unique.
+        sent: casts and sent pieces, by the id of their source: layers with one input share them.
+        used: the layers that have multiplied their input.
     """
 
     layout: Layout
@@ -343,9 +348,9 @@ class _Marked:
     used: set[int]
 
     def check(self) -> None:
-        """Raises unless every layer that was marked has multiplied what it was given."""
-        left = (mark for _, mark in self.marks.values() if mark.layer not in self.used)
-        if (mark := next(left, None)) is not None:
+        """Raises unless every marked layer has multiplied its input."""
+        unused = (mark for _, mark in self.marks.values() if mark.layer not in self.used)
+        if (mark := next(unused, None)) is not None:
             raise UnsupportedError(
                 f"tensor_parallel sends positions around the ranks of {self.axis!r}, and a layer "
                 f"of the plan that got {jax.typeof(mark.source).str_short()} multiplies no "
@@ -355,14 +360,14 @@ class _Marked:
             )
 
     def name(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
-        """Marks what is named."""
+        """Marks the result of a `name` equation."""
         if (kind := equation.params["name"]) not in (COLUMNS, ROWS):
             return None
         mark = Mark(kind, operands[0], len(self.marks))
         return self._note(eval_equation(equation, operands), mark)
 
     def same(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
-        """Marks what is made of a marked value."""
+        """Marks the result of a cast or constraint of a marked value."""
         if (mark := self._mark(operands[0])) is None:
             return None
         results = eval_equation(equation, operands)
@@ -372,14 +377,15 @@ class _Marked:
         return self._note(results, mark)
 
     def product(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
-        """Computes a product of a marked value with a kernel; None for any other."""
+        """Computes the product of a marked value with a kernel; returns None for other products."""
         mark = self._mark(operands[0])
         if mark is None or not self._fits(equation, mark, operands[1]):
             return None
         self.used.add(mark.layer)
         circle = Circle(self.axis, self.layout.mesh.shape[self.axis])
         how = DotGeneral(tuple(sorted(equation.params.items())))
-        positions, features = PartitionSpec(None, self.axis), PartitionSpec(None, None, self.axis)
+        positions = PartitionSpec(None, self.axis)
+        features = PartitionSpec(None, None, self.axis)
         if mark.kind == ROWS:
             specs = features, PartitionSpec(self.axis)
             run = self._mapped(lambda x, w: into_rows(circle, how, x, w), specs, positions)
@@ -404,8 +410,9 @@ class _Marked:
         )
 
     def _fits(self, equation: JaxprEqn, mark: Mark, kernel: Array) -> bool:
-        """Whether it is the product of the features of positions with a matrix that divides."""
-        size, source = self.layout.mesh.shape[self.axis], mark.source
+        """Whether it is a product of features with a matrix, of sizes that divide."""
+        size = self.layout.mesh.shape[self.axis]
+        source = mark.source
         dims = (((source.ndim - 1,), (0,)), ((), ()))
         is_matrix = kernel.ndim == 2 and equation.params["dimension_numbers"] == dims
         split = kernel.shape[1 if mark.kind == COLUMNS else 0] if is_matrix else 1
@@ -421,6 +428,7 @@ class _Marked:
         return results
 
     def _once(self, source: Any, what: object, make: Callable[[Any], Any]) -> Any:
+        """Returns `make(source)`, computed once per source and kind of result."""
         key = id(source), what
         if key not in self.sent:
             self.sent[key] = source, make(source)

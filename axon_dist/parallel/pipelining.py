@@ -25,7 +25,7 @@ from .plans import PipelinePlan
 from .strategy import Strategy
 
 BACKWARD = ("recompute", "residuals")
-"""Where a backward pass has the intermediate results of its stage from."""
+"""Where a backward pass gets the intermediate results of its stage from."""
 
 
 _COST = ArgumentKind("a positive number, of one block", lambda x: is_number(x) and x > 0)
@@ -54,44 +54,44 @@ def pipelined(
 ) -> Strategy:
     """Pipeline parallelism as a strategy: blocks are split over `axis`, microbatches pass through.
 
-    Beside data parallelism each rank gathers the weights of its stages once per step, where
-    they are split at all, and reduces their gradients once, whatever stage of ZeRO it is composed
-    with: per microbatch it would move as many times the bytes. ZeRO-3 so saves memory between
-    steps, and within a step a rank holds its stages whole.
+    Composed with data parallelism, each rank gathers the weights of its stages (where they are
+    split) once per step and reduces their gradients once, at every ZeRO stage: once per microbatch
+    would multiply the bytes sent. ZeRO-3 therefore saves memory between steps, but within a step a
+    rank holds its stages whole.
 
     Args:
         num_stages: **ranks** along the axis, each with `chunks` stages.
         num_microbatches: microbatches per step.
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one. The
-            default is 1F1B as it is fastest in step: a rank keeps `2(S-s)-1` inputs for it, and
-            `"1f1b"` keeps `S-s` in a step that takes up to 1.8 times as long.
-        chunks: stages per rank; None takes what is usual for the schedule.
+            default is the 1F1B that is fastest when ranks run in lockstep: rank s keeps `2(S-s)-1`
+            inputs for it. `"1f1b"` keeps `S-s`, but its step takes up to 1.8 times as long.
+        chunks: stages per rank; None uses the schedule's usual number.
         axis: the mesh axis of the pipeline.
         classes: the block classes or their names, one or several; empty for the blocks that the
-            model keeps in lists or that a bridged Linen model repeats. Of these the name without
-            the number, `"encoder/layer"` for `encoder/layer/0`.
-        boundaries: the first block of each stage, and the number of blocks; of a loss that calls
-            blocks otherwise than once each and in order, the first of the calls on the longest way
-            through it, and their number.
-        costs: the cost of each block, or of each such call, to balance the stages by.
-        backward: `"recompute"` keeps a stage's input and recomputes the stage, `"residuals"` keeps
-            all that the backward pass needs, and the name of a policy of
-            `ActivationCheckpointing` keeps of each block what that policy saves.
-        split_vocabulary: splits embedding and head over the ranks by the vocabulary, and gives
-            head and loss separate actions, `V`, that all ranks do together, and the lookups
-            `E`, and the gradients of these `G`: the last stage is then not the slowest, no rank
-            holds embedding or head whole, and backwards start one or two ticks later. The loss must
-            end in `linear_cross_entropy`; its head may be tied to the embedding. A table that has
-            these actions has them split in any case.
+            model keeps in lists or that a bridged Linen model repeats. Blocks of a Linen model are
+            named without their number: `"encoder/layer"` for `encoder/layer/0`.
+        boundaries: the first block of each stage, then the number of blocks. Where a loss does not
+            call its blocks once each and in order, these count the calls on the longest path
+            through it instead of the blocks.
+        costs: the cost of each block, or of each such call, by which stages are balanced.
+        backward: `"recompute"` keeps a stage's input and recomputes the stage; `"residuals"` keeps
+            everything that the backward pass needs; the name of an `ActivationCheckpointing` policy
+            keeps what that policy saves of each block.
+        split_vocabulary: splits embedding and head over the ranks by the vocabulary. Head and loss
+            become separate actions `V`, the lookups become `E` and their gradients `G`; all ranks
+            run them together. The last stage is then not the slowest, no rank holds embedding or
+            head whole, and backward passes start one or two ticks later. The loss must end in
+            `linear_cross_entropy`; its head may be tied to the embedding. A table that has these
+            actions splits the vocabulary in any case.
 
     Returns:
         The strategy.
 
     Raises:
-        ScheduleError: for an unknown schedule, sizes it cannot do, a table that is not valid, or
-            one whose cells leave no place for the vocabulary.
-        ConfigError: for a table of other sizes than asked for, a file that is not there, an
-            unknown `backward`, or `classes` or `boundaries` of another type.
+        ScheduleError: for an unknown schedule, sizes that it does not support, a table that is not
+            valid, or one with no room for the vocabulary's actions.
+        ConfigError: for a table whose sizes differ from those given, a missing file, an unknown
+            `backward`, or `classes` or `boundaries` of another type.
 
     Example:
         >>> pipelined(num_stages=4, num_microbatches=8).pipeline.schedule.name
@@ -115,8 +115,8 @@ class PipelineStage(nnx.Module):
     """A module and its place in a pipeline.
 
     Args:
-        module: what the stage computes.
-        stage_id: its number through the whole model.
+        module: the computation of the stage.
+        stage_id: the stage's number within the whole model.
         device_rank: the rank that runs it; None leaves it to the schedule.
 
     Example:
@@ -155,23 +155,24 @@ class StageChain(nnx.Module):
 
 
 class Pipeline:
-    """Cuts a model into stages for pipeline parallelism; PyTorch's name, one jitted step inside.
+    """Cuts a model into pipeline stages; named as in PyTorch, run as one jitted step.
 
     Pass `pipe.module` and `pipe` to `build_train_step`. The step equals gradient accumulation over
     the microbatches on one device.
 
     Args:
-        module: an NNX module that runs its blocks one after another, unmodified, or a function of
+        module: an unmodified NNX module that runs its blocks one after another, or a function of
             no arguments that makes one.
         num_stages: **ranks** along the axis, each with `chunks` stages.
         num_microbatches: microbatches per step; `num_stages` by default.
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
-        chunks: stages per rank; None takes what is usual for the schedule.
+        chunks: stages per rank; None uses the schedule's usual number.
         options: those of `pipelined`.
 
     Raises:
-        ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
-        ConfigError: for a table of other sizes than asked for.
+        ScheduleError: for an unknown schedule, sizes that it does not support, or a table that is
+            not valid.
+        ConfigError: for a table whose sizes differ from those given.
 
     Example:
         >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
@@ -208,23 +209,23 @@ class Pipeline:
         chunks: int | None = None,
         **options: Any,
     ) -> Pipeline:
-        """A pipeline with a separate module in each stage.
+        """Makes a pipeline with a separate module in each stage.
 
-        Parameters and activations may have different shapes in each.
+        Parameters and activations may have different shapes in each stage.
 
         Args:
             modules: one per stage, in order; `PipelineStage`s are put in the order of their ids.
             num_microbatches: microbatches per step; the number of ranks by default.
             schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
-            chunks: stages per rank; None takes what is usual for the schedule.
+            chunks: stages per rank; None uses the schedule's usual number.
             options: those of `pipelined`.
 
         Returns:
             The pipeline; its `module` runs all stages.
 
         Raises:
-            ConfigError: when there are no stages, they do not divide over the ranks or are not as
-                many as a table has, or their ids or ranks do not fit the schedule.
+            ConfigError: when there are no stages, when their number does not divide over the ranks
+                or differs from the table's, or when their ids or ranks do not fit the schedule.
 
         Example:
             >>> sizes = [(8, 16), (16, 2)]
@@ -248,12 +249,12 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """The table."""
+        """The schedule's table."""
         assert self.strategy.pipeline is not None
         return self.strategy.pipeline.schedule
 
     def num_stages(self) -> int:
-        """Stages through the whole model."""
+        """Returns the number of stages of the whole model."""
         return self.schedule.num_stages
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -287,7 +288,7 @@ def _check_ranks(stages: Sequence[nnx.Module], schedule: Schedule) -> None:
 
 
 def _num_ranks(count: int, schedule: str | Schedule, chunks: int | None) -> int:
-    """The ranks that so many stages need."""
+    """Returns the number of ranks that `count` stages need."""
     if isinstance(schedule, Schedule):
         if count != schedule.num_stages:
             raise ConfigError(
@@ -309,11 +310,12 @@ def _num_ranks(count: int, schedule: str | Schedule, chunks: int | None) -> int:
 def read_schedule(
     schedule: str | Schedule, num_stages: int, num_microbatches: int, chunks: int | None
 ) -> Schedule:
-    """The table of a name, of a CSV file, or the table itself; validated.
+    """Returns the validated table of a schedule's name, of a CSV file, or the table itself.
 
     Raises:
-        ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
-        ConfigError: for a table of other sizes than asked for, or a file that is not there.
+        ScheduleError: for an unknown schedule, sizes that it does not support, or a table that is
+            not valid.
+        ConfigError: for a table whose sizes differ from those given, or a missing file.
     """
     table = _read_table(schedule)
     if isinstance(table, str):
@@ -330,7 +332,7 @@ def read_schedule(
 
 
 def _read_table(schedule: str | Schedule) -> Schedule | str:
-    """A user's table, a `Schedule` or a CSV file; the name, where that is what it is."""
+    """Returns a `Schedule`, read from its CSV file if a path is given; a name is returned as is."""
     if isinstance(schedule, Schedule) or not str(schedule).endswith(".csv"):
         return schedule
     path = as_path(str(schedule), "schedule")

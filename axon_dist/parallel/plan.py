@@ -1,4 +1,4 @@
-"""`Plan`: which layers of a model are split by columns, by rows or by vocabulary; a value."""
+"""`Plan`: a value that says which layers are split by columns, by rows or by vocabulary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BIAS = ("bias", "b")
 """Leaves of these names hold one number per output feature."""
 
 ADAPTER = ("lora_a", "lora_b")
-"""The leaves of an adapter beside a kernel: inputs x rank, and rank x outputs."""
+"""The leaves of a kernel's LoRA adapter: inputs x rank, and rank x outputs."""
 
 TABLES = ("embedding",)
 """Leaves of these names hold one row per token."""
@@ -30,24 +30,24 @@ TABLES = ("embedding",)
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What becomes of the layers whose path matches a pattern.
+    """How the layers whose path matches a pattern are split.
 
     Args:
         pattern: a regular expression, searched for in the path of a module, such as
             `"blocks/0/mlp/up"`, or of a parameter outside any layer.
-        mode: what becomes of them.
+        mode: how they are split.
         dim: the dim of the kernel that is split, counted from the end; None is the last for
-            columns, the last but one for rows and for tables of tokens.
-        unit: how many features belong together, such as the size of a head.
-        optional: stay whole where the units do not divide, instead of raising.
-        parts: how many blocks of units are side by side, such as 3 for queries, keys and values
-            in one kernel.
+            columns, and the last but one for rows and token tables.
+        unit: how many features must stay together, such as the size of a head.
+        optional: whether the layer stays whole, instead of raising, where the units do not divide.
+        parts: how many blocks of units are concatenated in the kernel, such as 3 for queries, keys
+            and values.
         stacked: whether the model separates the blocks by a reshape, rather than by slices.
-        reason: one clause in plain words, for tables.
+        reason: a clause that explains the rule, for tables.
 
     Raises:
-        ConfigError: for an unknown mode, a pattern that is no regular expression, or a `dim` that
-            is not negative.
+        ConfigError: for an unknown mode, a pattern that is not a regular expression, or a `dim`
+            that is not negative.
     """
 
     pattern: str
@@ -71,7 +71,7 @@ class Rule:
         check_pattern(self.pattern, self.dim)
 
     def split_dim(self, leaf: str) -> int | None:
-        """The dim, from the end, that is split of a leaf of a matching layer; None keeps it whole.
+        """Returns the split dim, from the end, of a layer's leaf; None where it stays whole.
 
         Args:
             leaf: the last name of the parameter's path.
@@ -81,7 +81,7 @@ class Rule:
         if leaf in BIAS and self.mode is ParallelMode.ROW:
             return None
         if leaf in ADAPTER:
-            # Split with the kernel beside it; the rank of the product is nobody's to split.
+            # Split along the same features as the kernel; the low-rank dim is never split.
             by_rows = self.mode is ParallelMode.ROW
             return (-2 if by_rows else -1) if leaf == ADAPTER[0 if by_rows else 1] else None
         if self.dim is not None:
@@ -91,10 +91,12 @@ class Rule:
 
 
 def check_pattern(pattern: str, dim: int | None) -> None:
-    """Raises `ConfigError` for what is no regular expression, or a dim not counted from the end."""
+    """Raises `ConfigError` for an invalid regular expression or a dim that is not negative."""
     TEXT.check("a rule of a plan", "pattern", pattern)
     if why := pattern_error(pattern):
-        raise ConfigError(f"{pattern!r}: this pattern {why}; correct it")
+        raise ConfigError(
+            f"{pattern!r}: this pattern {why}; fix the expression", code="invalid-pattern"
+        )
     if dim is not None and dim >= 0:
         raise ConfigError(
             f"{pattern!r}: dim is {dim}; count it from the end, so that it holds for "
@@ -104,7 +106,7 @@ def check_pattern(pattern: str, dim: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """An ordered list of rules; the first that matches decides, what none matches stays whole.
+    """An ordered list of rules: the first match decides, and unmatched layers stay whole.
 
     Args:
         rules: patterns of layer paths, each with its mode.
@@ -139,15 +141,15 @@ class Plan:
 
     @property
     def why_whole(self) -> tuple[str, ...]:
-        """Why layers stay whole that no rule splits, where that is known; a sentence for each."""
+        """The known reasons why layers without a rule stay whole, a sentence each."""
         return ()
 
     def rule_of(self, path: Path) -> Rule | None:
-        """The first rule whose pattern is found in a path."""
+        """Returns the first rule whose pattern matches in a path."""
         return next((rule for rule in self.rules if re.search(rule.pattern, path)), None)
 
     def rule_of_parameter(self, path: Path) -> Rule | None:
-        """The rule of the layer that holds a parameter, else of the parameter itself."""
+        """Returns the rule of the layer that holds a parameter, or else of the parameter itself."""
         layer, _, _ = path.rpartition("/")
         return self.rule_of(layer) or self.rule_of(path)
 
@@ -158,7 +160,7 @@ PlanLike: TypeAlias = Plan | Mapping[str, Any] | str
 
 @dataclasses.dataclass(frozen=True)
 class ByPlan(Policy):
-    """Lays parameters out over one mesh axis as a plan says.
+    """Shards parameters over one mesh axis as a plan says.
 
     Args:
         plan: which layers are split by columns, by rows, or stay whole.
@@ -189,7 +191,8 @@ class ByPlan(Policy):
         back = rule.split_dim(path.rpartition("/")[2])
         if back is None or -back > len(shape):
             return Decision(PartitionSpec(), self.name, f"{rule.mode}: every rank holds it whole")
-        dim, size = len(shape) + back, mesh.shape[self.axis]
+        dim = len(shape) + back
+        size = mesh.shape[self.axis]
         if (shape[dim] // rule.unit) % size or shape[dim] % rule.unit:
             if rule.optional:
                 why = f"{shape[dim] // rule.unit} units do not divide over {self.axis}={size}"
@@ -200,13 +203,13 @@ class ByPlan(Policy):
 
 
 def plan_of(model: nnx.Module) -> Plan:
-    """The plan that the layers of a model declare, such as `ColumnParallelLinear`.
+    """Returns the plan that a model's own parallel layers, such as `ColumnParallelLinear`, declare.
 
     Args:
-        model: a model, arrays or shapes.
+        model: a model of arrays or shapes.
 
     Returns:
-        A rule per declared layer, and none for the others.
+        A plan with one rule per such layer.
 
     Example:
         >>> from axon_dist.nn import ParallelMLP
@@ -229,7 +232,7 @@ def plan_of(model: nnx.Module) -> Plan:
 def indivisible(
     path: Path, shape: Shape, dim: int, rule: Rule, axis: str, size: int
 ) -> DivisibilityError:
-    """The error for a dim that does not divide over an axis, naming the sizes that would do."""
+    """Returns the error for a dim that does not divide over an axis; names the sizes that do."""
     units = shape[dim] // rule.unit
     what = f"features of dim {dim}" if rule.unit == 1 else f"heads of {rule.unit} features"
     valid = [n for n in range(1, units + 1) if units % n == 0][:12]
@@ -265,4 +268,4 @@ PRESETS: MappingProxyType[str, Mapping[str, str]] = MappingProxyType(
         "transformer": {**_ATTENTION, **_MLP, **_VOCAB, **_SEQUENCE},
     }
 )
-"""Plans by name, for the habits in which transformers name their layers."""
+"""Plans by name, for the usual names of transformer layers."""

@@ -21,7 +21,7 @@ from ..schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """A pipeline as a value: which table runs, on which axis, with the model cut where.
+    """A pipeline as a value: its schedule, its mesh axis, and where the model is cut.
 
     Args:
         schedule: the table; its microbatches are those of a step.
@@ -29,8 +29,8 @@ class PipelinePlan:
         classes: names of the block classes; empty for the blocks that the model keeps in lists.
         boundaries: the first block of each stage and the number of blocks; None for equal stages.
         costs: the cost of each block, to balance the stages by; None for equal ones.
-        keeps_residuals: whether a forward pass keeps what its backward pass needs; else the
-            backward pass recomputes the stage from its input.
+        keeps_residuals: whether a forward pass keeps the values that its backward pass needs; if
+            not, the backward pass recomputes the stage from its input.
     """
 
     schedule: Schedule
@@ -42,7 +42,7 @@ class PipelinePlan:
 
 
 OUTER_LOOPS = ("diloco", "local_sgd")
-"""The strategies whose replicas train independently, by name."""
+"""The names of the strategies whose replicas train independently."""
 
 DEFAULT_SYNC_EVERY = 100
 """The default number of steps between two outer steps; DiLoCo has 500 (arXiv:2311.08105)."""
@@ -50,20 +50,20 @@ DEFAULT_SYNC_EVERY = 100
 
 @dataclasses.dataclass(frozen=True)
 class OuterLoop:
-    """How the replicas along a slow mesh axis train apart and synchronize.
+    """How the replicas along a slow mesh axis train independently and synchronize.
 
-    Each has separate parameters, moments and statistics. With the outer parameters θ, and θ_r
-    those of replica r after H steps on its share of the batches,
+    Each replica has its own parameters, moments and statistics. Let θ be the outer parameters, and
+    θ_r those of replica r after H steps on its share of the batches. Then
 
         Δ = mean_r(θ - θ_r);    θ = θ + outer.update(Δ);    θ_r = θ
 
     Args:
-        axis: the mesh axis; nothing else may be split over it.
+        axis: the mesh axis; no array may be split over it.
         every: H, the steps between two outer steps.
         outer: the transformation whose gradient is Δ.
         compression: how Δ is compressed to be sent; None sends float32.
-        fragments: into how many parts the parameters are cut; part p synchronizes H·(p+1)/P steps
-            after the first of every H, so that the link carries one part at a time.
+        fragments: P, into how many parts the parameters are cut. Part p synchronizes after
+            H·(p+1)/P of every H steps, so that the link carries one part at a time.
     """
 
     axis: str
@@ -73,7 +73,7 @@ class OuterLoop:
     fragments: int = 1
 
     def due(self, step: int) -> tuple[int, ...]:
-        """Which fragments synchronize after so many steps.
+        """Returns the fragments that synchronize after a number of steps.
 
         Example:
             >>> plan = OuterLoop("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
@@ -87,7 +87,7 @@ class OuterLoop:
         return tuple(part for part in range(self.fragments) if step % self.every == at(part))
 
     def parts(self, sizes: Mapping[Path, int]) -> tuple[frozenset[Path], ...]:
-        """Cuts the parameters into the fragments, in their order and about equally large.
+        """Cuts the parameters, in their order, into fragments of about equal size.
 
         Args:
             sizes: the elements of every parameter, by path.
@@ -101,22 +101,23 @@ class OuterLoop:
             [['a', 'b'], ['c']]
         """
         groups: list[set[Path]] = [set() for _ in range(self.fragments)]
-        total, before = sum(sizes.values()), 0
+        total = sum(sizes.values())
+        before = 0
         for path, size in sizes.items():
-            # By the middle of each, so that a large one does not move its neighbours.
-            groups[min((2 * before + size) * self.fragments // (2 * total), len(groups) - 1)].add(
-                path
-            )
+            # Assigned by the middle of its range, so that a large one does not move its neighbours.
+            fragment = (2 * before + size) * self.fragments // (2 * total)
+            groups[min(fragment, len(groups) - 1)].add(path)
             before += size
         return tuple(map(frozenset, groups))
 
     def wire_bytes(self, sizes: Mapping[Path, int], ranks: int) -> int:
-        """Bytes that one device sends over the axis in H steps, all fragments together.
+        """Returns the bytes that one device sends over the axis in H steps, for all fragments.
 
-        Without compression `2(R-1)/R · 4` bytes a parameter, the ring all-reduce of float32.
+        Without compression these are `2(R-1)/R · 4` bytes per parameter, a ring all-reduce in
+        float32.
 
         Args:
-            sizes: the elements of its shard of every parameter, by path.
+            sizes: the elements of the device's shard of every parameter, by path.
             ranks: R.
         """
         if self.compression is None:
@@ -126,13 +127,13 @@ class OuterLoop:
 
 
 HOST = "pinned_host"
-"""The memory kind of the host that devices can copy from and to."""
+"""The memory kind of host memory that devices can copy from and to."""
 
 
 class CPUOffload(NamedChoice):
     """Which arrays of the training state live in host memory between steps.
 
-    Gradients do not outlive a step, so there is nothing of them to offload.
+    Gradients do not outlive a step, so they are never offloaded.
     """
 
     NONE = "none"
@@ -142,12 +143,12 @@ class CPUOffload(NamedChoice):
 
     @property
     def params(self) -> str | None:
-        """The memory kind of the parameters; None is the device's."""
+        """The memory kind of the parameters; None is device memory."""
         return HOST if self in (CPUOffload.PARAMS, CPUOffload.FULL) else None
 
     @property
     def opt_state(self) -> str | None:
-        """The memory kind of the optimizer state; None is the device's."""
+        """The memory kind of the optimizer state; None is device memory."""
         return HOST if self in (CPUOffload.OPTIMIZER, CPUOffload.FULL) else None
 
 
@@ -172,9 +173,9 @@ class TransformerAutoWrapPolicy:
     """Every module of the block classes is a unit.
 
     Args:
-        classes: block classes or their names; none means the classes of the blocks that the model
-            keeps in lists, and the blocks that a bridged Linen model repeats. Within a bridged
-            model, whose modules exist only while it runs, the name of a module without its number.
+        classes: block classes or their names. Without any, the units are the blocks that the model
+            keeps in lists or that a bridged Linen model repeats. The modules of a bridged model
+            exist only while it runs and are given by their name without its number.
 
     Example:
         >>> TransformerAutoWrapPolicy("Block").classes
@@ -200,9 +201,9 @@ class TransformerAutoWrapPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class SizeBasedAutoWrapPolicy:
-    """A module is a unit when it is called, holds enough parameters and no such module inside.
+    """A module is a unit if it is callable, holds enough parameters, and contains no other unit.
 
-    Lists of modules are not called, and the model itself is no unit.
+    Lists of modules are not callable, and the model itself is never a unit.
 
     Args:
         min_params: the least number of parameters of a unit.
@@ -218,7 +219,7 @@ class SizeBasedAutoWrapPolicy:
             raise ConfigError(f"min_params is {self.min_params}; it must be at least 1 parameter")
 
     def units(self, model: nnx.Module) -> frozenset[Path]:
-        """The paths of the units of a model, inner modules decided first."""
+        """The paths of the units of a model; inner modules are decided first."""
         called = [keys for keys, module in nnx.iter_modules(model) if callable(module)]
         called += [keys for keys, _ in linen_modules(model)]
         modules = sorted(called, key=len, reverse=True)
@@ -237,4 +238,4 @@ class SizeBasedAutoWrapPolicy:
 
 
 AutoWrapPolicy = TransformerAutoWrapPolicy | SizeBasedAutoWrapPolicy
-"""Anything with `units(model)`, the paths of the modules gathered as one."""
+"""A policy with `units(model)`, the paths of the modules that are gathered as one unit."""

@@ -1,4 +1,4 @@
-"""`Strategy`: what a parallelism decides about arrays and gradients, as one value that composes."""
+"""`Strategy`: a parallelism's decisions on arrays and gradients, as one composable value."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Reduction:
     """How the gradients of the data-parallel ranks become one gradient.
 
     Args:
-        per: `"step"` adds K microbatches up in a whole gradient on every rank and reduces once;
-            `"microbatch"` reduces each, which moves K times the bytes and holds only shards. None
-            has not said: another part of the strategy may, and else `Strategy.reduces_per` does.
+        per: `"step"` accumulates K microbatches in a whole gradient on every rank and reduces once;
+            `"microbatch"` reduces each, which sends K times the bytes but holds only shards. None:
+            another part of the strategy decides, or else `Strategy.reduces_per`.
         sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
-        dtype: the dtype on the wire; None is the gradients' own.
+        dtype: the dtype in which gradients are sent; None keeps their own.
         sync_buffers: whether statistics such as BatchNorm's are those of the global batch.
-        by_hand: runs per rank with collectives written out, even where the compiler would do; the
-            program then has true reduce-scatters on every platform.
+        by_hand: runs per rank with explicit collectives, even where the compiler could insert them;
+            the program then has true reduce-scatters on every platform.
 
     Raises:
         ConfigError: for an unknown `per` or `sync`, a capacity below one, or a dtype that is not
@@ -64,7 +64,7 @@ class Reduction:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `ConfigError` unless every field has a possible value."""
+        """Raises `ConfigError` unless every field has a valid value."""
         if self.per not in (None, "step", "microbatch"):
             raise ConfigError(
                 f"reduction per {self.per!r:.80} is unknown."
@@ -78,20 +78,20 @@ class Reduction:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether several gradients are reduced together, in an order of their own."""
+        """Whether gradients are reduced in groups, in an order of their own."""
         return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
         """Whether gradients must be summed per rank before they are reduced.
 
-        The compiler has no way to postpone a reduction, to group it, to run it in another dtype
-        than the compute, or to keep statistics apart, so these need a manual region. All
-        else runs in global view, where the compiler hides each reduction behind the backward pass
-        of the layer before.
+        The compiler cannot postpone a reduction, group it, run it in another dtype than the
+        compute, or keep statistics per rank, so these need a manual region. All other reductions
+        run in global view, where the compiler hides each behind the backward pass of the previous
+        layer.
 
         Args:
             num_microbatches: how many microbatches a step has.
-            compute: the compute dtype; None where it does not differ from the parameters'.
+            compute: the compute dtype; None where it equals the parameters'.
         """
         reduces_late = self.per != "microbatch" and num_microbatches > 1
         recast = None not in (self.dtype, compute) and self.dtype != compute
@@ -114,20 +114,20 @@ class AdaptLayers(abc.ABC):
 
     @property
     def splits_positions(self) -> bool:
-        """Whether its axes split the positions of a sample, so that its ranks have other data."""
+        """Whether its axes split the positions of a sample, so that its ranks hold other data."""
         return False
 
     @abc.abstractmethod
     def check(self, model: nnx.Module, layout: Layout) -> None:
-        """Raises where a model has no layers that it could change, or layers that it cannot.
+        """Raises where a model has no layers to change, or layers that it cannot change.
 
         Args:
-            model: of shapes.
+            model: a model of shapes.
             layout: the layout of the activations.
         """
 
     def extend(self, layout: Layout) -> Layout:
-        """Adds what it splits to the layout of the activations of all layers."""
+        """Returns the layout of all activations with the splits that it adds."""
         return layout
 
     @abc.abstractmethod
@@ -137,30 +137,31 @@ class AdaptLayers(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A parallelism as a record of policies; `compose` makes one of several.
+    """A parallelism as a record of policies; `compose` combines several.
 
-    Gradients have no policy of their own: they are reduced to the sharding of their moments, which
-    update them. What a rank holds before that, while it adds microbatches up, follows from the
-    reduction.
+    Gradients have no policy of their own: they are reduced to the sharding of their optimizer
+    moments. The reduction determines what a rank holds before that, while it accumulates
+    microbatches.
 
     Args:
-        name: what tables and conflict messages call it.
+        name: its name in tables and conflict messages.
         batch_axes: the mesh axes that split dim 0 of the batch.
         params: the shardings of parameters between steps.
-        opt_state: those of optimizer moments, and of the gradients that reach them.
-        reduction: how gradients become one; None where the strategy has no say.
+        opt_state: the shardings of optimizer moments, and of the gradients that reach them.
+        reduction: how gradients are reduced; None where the strategy leaves it open.
         wrap: which modules are gathered and freed as one unit, where parameters are split.
-        precision: the dtypes; None where the strategy has no say.
-        remat: what is recomputed in the backward pass; None where the strategy has no say.
-        offload: what lives in host memory between steps.
-        pipeline: how the model is cut into stages and which schedule runs them; None without.
-        layers: what changes the calls of a merged model's layers, in order.
+        precision: the dtypes; None where the strategy leaves them open.
+        remat: what the backward pass recomputes; None where the strategy leaves it open.
+        offload: which arrays live in host memory between steps.
+        pipeline: how the model is cut into stages and which schedule runs them; None for no
+            pipeline.
+        layers: the changes to the calls of a merged model's layers, in order.
         gathers_once: whether sharded parameters are gathered once per step, in the compute dtype,
             instead of once per unit and use; `with_masters` sets it.
         resident: the batch axes along which sharded parameters are never gathered: each rank
-            computes with its shard for the samples of all, as with experts.
-        slow: which axis separates replicas that train on their own, and when they synchronize;
-            None where all ranks take every step together.
+            computes with its shard for the samples of all ranks, as with experts.
+        slow: the axis of replicas that train independently, and when they synchronize; None where
+            all ranks take every step together.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -186,7 +187,7 @@ class Strategy:
         check_fields(self)
 
     def __str__(self) -> str:
-        """What the strategy says, a line for each field that has a say."""
+        """Lists the fields that are not at their defaults, one per line."""
         given = [
             f"  {field.name}: {' '.join(str(value).split()):.160}"
             for field in dataclasses.fields(self)
@@ -197,9 +198,9 @@ class Strategy:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks have data of their own: samples, or positions of them.
+        """The axes whose ranks hold different data: samples, or positions of samples.
 
-        Gradients are sums over all of these.
+        Gradients are summed over all of them.
         """
         positions = (layers.axes for layers in self.layers if layers.splits_positions)
         return (*self.batch_axes, *(axis for axes in positions for axis in axes))
@@ -214,13 +215,14 @@ class Strategy:
 
     @property
     def reduces_per(self) -> str:
-        """`"step"` or `"microbatch"`: what was said, or what the layout of the parameters asks for.
+        """`"step"` or `"microbatch"`, as configured, or else by the layout of the parameters.
 
-        Ranks that split the parameters are to hold no whole gradient: each microbatch is reduced.
+        Ranks that split the parameters must not hold whole gradients, so they reduce each
+        microbatch.
         """
-        said = None if self.reduction is None else self.reduction.per
+        configured = None if self.reduction is None else self.reduction.per
         splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
-        return said or ("microbatch" if splits else "step")
+        return configured or ("microbatch" if splits else "step")
 
     def layout(self, mesh: Mesh) -> Layout:
         """The layout of the activations of all layers."""
@@ -242,20 +244,20 @@ class Strategy:
 
     @property
     def keeps_weights_whole(self) -> bool:
-        """Whether no loop of a step gathers weights over ranks that have other samples."""
+        """Whether no loop of a step gathers weights over the data axes."""
         splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
         once = self.gathers_once or (self.reduction is not None and self.reduction.per == "step")
         return (once or not splits) and self.pipeline is None
 
     def units(self, model: nnx.Module) -> frozenset[Path]:
-        """The paths of the modules that are gathered, freed and recomputed as one.
+        """Returns the paths of the modules that are gathered, freed and recomputed as one unit.
 
         Args:
             model: any NNX module; its leaves may be shapes.
 
         Raises:
             StrategyConflictError: when `wrap` and `remat` name different classes.
-            UnsupportedError: when the model has none of the modules that they name.
+            UnsupportedError: when the model has none of the named modules.
         """
         wrap, remat = self.wrap, self.remat
         named = (remat.classes or ()) if remat is not None else ()
@@ -272,9 +274,10 @@ class Strategy:
         return units
 
     def holds_whole_gradients(self, num_microbatches: int) -> bool:
-        """Whether a data-parallel rank holds a whole gradient while microbatches are added up.
+        """Whether a data-parallel rank holds a whole gradient while it accumulates microbatches.
 
-        Where moments are whole, their gradients are; so are those of stages, reduced once per step.
+        Gradients are whole where moments are whole, and in pipeline stages, which reduce once per
+        step.
 
         Args:
             num_microbatches: how many microbatches a step has.
@@ -293,10 +296,10 @@ class HasStrategy(Protocol):
 
 
 def as_strategy(strategy: Strategy | HasStrategy) -> Strategy:
-    """The strategy itself, or the one that a wrapper makes.
+    """Returns a strategy itself, or the one that a wrapper makes.
 
     Raises:
-        ConfigError: when it is neither.
+        ConfigError: for anything else.
     """
     resolved = getattr(strategy, "strategy", strategy)
     if not isinstance(resolved, Strategy):
@@ -309,7 +312,7 @@ def as_strategy(strategy: Strategy | HasStrategy) -> Strategy:
 
 
 def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
-    """Names of mesh axes as a tuple; one name may stand alone.
+    """Returns names of mesh axes as a tuple; a single name may be given as a string.
 
     Example:
         >>> axes_of("dp"), axes_of(["dp", "fsdp"])
@@ -326,21 +329,22 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def compose(*strategies: Strategy | HasStrategy) -> Strategy:
-    """Makes one strategy of several: batch axes add up, policies overlay.
+    """Combines several strategies into one: batch axes are concatenated, policies are merged.
 
     Args:
         *strategies: in any order; the order of the axes comes from the mesh.
 
     Returns:
         A strategy whose policies raise `StrategyConflictError` when two parts claim one dim. Of
-        the reduction each part says what is not a default: `compose(ddp(), fsdp())` reduces every
-        microbatch, for `fsdp` keeps gradients split and `ddp` has not said `per`. An axis that
-        context parallelism has for the positions splits no samples: `fsdp(axes=("fsdp", "cp"))`
-        beside it splits samples over `fsdp`, and arrays over both.
+        the reduction, each part contributes the fields that are not at their defaults:
+        `compose(ddp(), fsdp())` reduces every microbatch, because `fsdp` keeps gradients split and
+        `ddp` leaves `per` open. An axis by which context parallelism splits positions splits no
+        samples: composed with it, `fsdp(axes=("fsdp", "cp"))` splits samples over `fsdp`, and
+        arrays over both.
 
     Raises:
-        StrategyConflictError: when two parts split the batch over the same axis, or say
-            different things about the reduction.
+        StrategyConflictError: when two parts split the batch over the same axis, or disagree on
+            the reduction.
 
     Example:
         >>> data = Strategy("dp", batch_axes=("dp",), reduction=Reduction())
@@ -351,7 +355,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     parts = [as_strategy(strategy) for strategy in strategies]
     if not parts:
         raise ConfigError("compose() got no strategy; give it at least one")
-    said = {field: resolve_setting(parts, field) for field in _SAID_ONCE}
+    settings = {field: resolve_setting(parts, field) for field in _AGREED}
     return Strategy(
         name=" + ".join(part.name for part in parts),
         batch_axes=_combined_axes(parts),
@@ -360,16 +364,16 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         reduction=_combined_reduction(parts),
         layers=tuple(layers for part in parts for layers in part.layers),
         resident=tuple(axis for part in parts for axis in part.resident),
-        **said,
+        **settings,
     )
 
 
-_SAID_ONCE = ("wrap", "precision", "remat", "offload", "pipeline", "slow")
-"""The fields about which those parts that say something must agree."""
+_AGREED = ("wrap", "precision", "remat", "offload", "pipeline", "slow")
+"""The fields on which all parts that set them must agree."""
 
 
 def overlay(strategy: Strategy, policy: Policy) -> Strategy:
-    """The strategy with a policy that has a say in every layout, before its own.
+    """Returns the strategy with another policy applied before its own to every array.
 
     Raises:
         StrategyConflictError: when the policies are applied, if both claim one dim of an array.
@@ -382,11 +386,11 @@ def overlay(strategy: Strategy, policy: Policy) -> Strategy:
 
 
 def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
-    """The strategy, which lays stacked layers out as it would lay out each of them.
+    """Returns the strategy with stacked layers sharded as each single layer would be.
 
     Args:
-        strategy: any.
-        stacks: the paths of the modules whose leaves have a row for each of many layers.
+        strategy: any strategy.
+        stacks: the paths of the modules whose leaves stack many layers in dim 0.
 
     Returns:
         The strategy.
@@ -401,20 +405,21 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
 def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Strategy:
     """Shards full-precision parameters with the optimizer state where compute is narrower.
 
-    Where ranks split the moments of parameters that they hold whole, as in ZeRO-1 and 2, and
-    compute in a narrower dtype, the parameters are sharded like their moments, and every step
-    begins with an all-gather in the compute dtype. The owners' copies are the masters
-    (Rajbhandari et al., arXiv:1910.02054, keep them so); what is sent is half of their bytes.
+    In ZeRO-1 and 2 ranks split the moments of parameters that they hold whole. If compute is in a
+    narrower dtype, the parameters are sharded like their moments instead, and every step begins
+    with an all-gather in the compute dtype. The owners' shards are the master weights, as in
+    Rajbhandari et al., arXiv:1910.02054. With a dtype of half the width, half the bytes are sent.
 
     Args:
-        strategy: any, with everything said.
+        strategy: any strategy, with all settings resolved.
         frozen: the paths of parameters that no step changes; they stay whole.
-        dtype: that the parameters are stored in.
+        dtype: the dtype in which the parameters are stored.
 
     Returns:
-        The strategy; itself where there is nothing to gain, or stages own the parameters.
+        The new strategy; the same one where nothing is gained, or where stages own the parameters.
     """
-    precision, axes = strategy.precision, set(strategy.data_axes)
+    precision = strategy.precision
+    axes = set(strategy.data_axes)
     splits = not axes.isdisjoint(strategy.opt_state.split_axes)
     replicates = axes.isdisjoint(strategy.params.split_axes)
     if precision is None or strategy.pipeline is not None or not (splits and replicates):
@@ -426,10 +431,10 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
 
 
 def _merged(policies: Sequence[Policy]) -> Policy:
-    saying = [policy for policy in policies if policy != Replicate()]
-    if len(saying) < 2:
-        return saying[0] if saying else Replicate()
-    return Merge(tuple(saying))
+    splitting = [policy for policy in policies if policy != Replicate()]
+    if len(splitting) < 2:
+        return splitting[0] if splitting else Replicate()
+    return Merge(tuple(splitting))
 
 
 def _combined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
@@ -446,53 +451,54 @@ def _combined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                     f"{part.name!r}; give each its own mesh axis"
                 )
             axes[axis] = part.name
-    # Ranks that exchange samples are placed next to each other.
+    # Resident axes come last, so that ranks that exchange samples are next to each other.
     resident = {axis for part in parts for axis in part.resident}
     return tuple(sorted(axes, key=lambda axis: axis in resident))
 
 
 def _combined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
-    """Field by field what the parts say about the reduction; a default says nothing."""
-    saying = [part for part in parts if part.reduction is not None]
-    if not saying:
+    """Merges the reductions of the parts field by field; a default leaves a field open."""
+    reducing = [part for part in parts if part.reduction is not None]
+    if not reducing:
         return None
-    said: dict[str, tuple[Any, str]] = {}
-    for part in saying:
+    settings: dict[str, tuple[Any, str]] = {}
+    for part in reducing:
         for field in dataclasses.fields(Reduction):
             value = getattr(part.reduction, field.name)
             if value == field.default:
                 continue
-            first, owner = said.setdefault(field.name, (value, part.name))
+            first, owner = settings.setdefault(field.name, (value, part.name))
             if first != value:
                 raise StrategyConflictError(
                     f"reduction is {field.name}={_named(first)} in {owner!r} and "
                     f"{field.name}={_named(value)} in {part.name!r}; say it in one of them, or the "
                     "same in both"
                 )
-    return Reduction(**{name: value for name, (value, _) in said.items()})
+    return Reduction(**{name: value for name, (value, _) in settings.items()})
 
 
 def resolve_setting(parts: Sequence[Strategy], field: str) -> Any:
-    """What the parts say about a field.
+    """Returns the value that the parts set for a field, or its default.
 
     Raises:
-        StrategyConflictError: when two of them say different things.
+        StrategyConflictError: when two of them set different values.
     """
-    silent = getattr(Strategy, field)
-    saying = [part for part in parts if getattr(part, field) != silent]
-    for part in saying[1:]:
-        first, other = getattr(saying[0], field), getattr(part, field)
+    default = getattr(Strategy, field)
+    setting = [part for part in parts if getattr(part, field) != default]
+    for part in setting[1:]:
+        first = getattr(setting[0], field)
+        other = getattr(part, field)
         if first != other:
             raise StrategyConflictError(
-                f"{field} is {_briefly(first, other)} in {saying[0].name!r} and "
+                f"{field} is {_briefly(first, other)} in {setting[0].name!r} and "
                 f"{_briefly(other, first)} in {part.name!r}; say it in one of them, or the same in "
                 "both"
             )
-    return getattr(saying[0], field) if saying else silent
+    return getattr(setting[0], field) if setting else default
 
 
 def _briefly(value: object, other: object) -> str:
-    """A value, of a record only the fields in which it differs from another."""
+    """Describes a value; of a dataclass, only the fields in which it differs from another."""
     if not dataclasses.is_dataclass(value) or type(value) is not type(other):
         return getattr(value, "name", None) or str(value)
     differing = [

@@ -1,4 +1,4 @@
-"""What a strategy must fulfil on a mesh: a row each."""
+"""The requirements on a strategy and its mesh, one row each."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .strategy import Strategy
 
 
 class PlacedStrategy(Protocol):
-    """What has a strategy, one or composed of several, and the devices that it shall run on."""
+    """An object with a strategy, single or composed, and the devices on which it is to run."""
 
     @property
     def strategy(self) -> Strategy:
-        """What shall hold of it."""
+        """The strategy that is checked."""
         ...
 
     @property
     def world(self) -> World:
-        """The devices, and the mesh they form."""
+        """The devices, and the mesh that they form."""
         ...
 
 
@@ -32,13 +32,14 @@ def _rule(
     sentence: str,
     broken: Callable[[Strategy, World], object],
 ) -> Requirement[PlacedStrategy]:
-    """A row: what must hold, and when it is broken.
+    """Makes a row from a requirement and the test for its violation.
 
     Args:
-        name: what must hold, in a few words.
-        error: the kind of error.
-        sentence: of the fields of `strategy`, of `mesh`, and of what `broken` finds.
-        broken: gives something true where it does not hold; a dict has more names of the sentence.
+        name: the requirement, in a few words.
+        error: the class of the error.
+        sentence: a format string over `strategy`, `mesh` and the facts that `broken` returns.
+        broken: returns a true value where the requirement does not hold; a dict adds names to the
+            format string.
     """
 
     def when(placed: PlacedStrategy) -> Mapping[str, object] | None:
@@ -56,7 +57,7 @@ def _lacking(axes: Iterable[str], world: World) -> Mapping[str, str] | None:
 
 
 def _split(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
-    """The axes of a mesh that split layers, and those that split arrays."""
+    """Returns the mesh axes that split layers, and those that split arrays."""
     return {
         "layers": tuple(axis for layers in strategy.layers for axis in layers.axes),
         "arrays": (*strategy.params.split_axes, *strategy.opt_state.split_axes),
@@ -64,7 +65,7 @@ def _split(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
 
 
 def _rings(strategy: Strategy, positions: bool = True) -> Mapping[str, str] | None:
-    """The first of the layers that send pieces around, those of positions among them or not."""
+    """Describes the first ring among the layers; `positions` includes rings of positions."""
     rings = [x for x in strategy.layers if x.sends_around and positions >= x.splits_positions]
     if not rings:
         return None
@@ -74,10 +75,10 @@ def _rings(strategy: Strategy, positions: bool = True) -> Mapping[str, str] | No
 
 
 def _not_over_stages(strategy: Strategy, axis: str, world: World) -> Mapping[str, str] | None:
-    """An axis that splits neither stages nor the batch, and so is left to the compiler."""
-    by_hand = {axis, *strategy.batch_axes}
-    left = (other for other, size in world.mesh.shape.items() if size > 1 and other not in by_hand)
-    return next(({"axis": other} for other in left), None)
+    """Finds an axis that splits neither stages nor the batch, and so is left to the compiler."""
+    manual = {axis, *strategy.batch_axes}
+    others = (name for name, size in world.mesh.shape.items() if size > 1 and name not in manual)
+    return next(({"axis": name} for name in others), None)
 
 
 STRATEGY_RULES: tuple[Requirement[Any], ...] = (
@@ -118,13 +119,13 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "strategy {strategy.name!r} has replicas over axis {strategy.slow.axis!r}, and cuts each "
         "into stages over {strategy.pipeline.axis!r}; stages of a pipeline train together on "
         "every step. Split the replicas by fsdp() or tensor_parallel() instead, or leave out "
-        "what makes replicas over {strategy.slow.axis!r}",
+        "diloco() or local_sgd() over {strategy.slow.axis!r}",
         lambda strategy, _: strategy.slow and strategy.pipeline,
     ),
     _rule(
         "replicas stay in device memory",
         StrategyConflictError,
-        "replicas over axis {strategy.slow.axis!r} keep all they have in device memory, and the "
+        "replicas over axis {strategy.slow.axis!r} keep all their state in device memory, and the "
         "strategy asks for cpu_offload={strategy.offload.value!r}; leave the offload out, or "
         "split each replica over more devices with fsdp()",
         lambda strategy, _: strategy.slow and strategy.offload is not CPUOffload.NONE,
@@ -214,8 +215,8 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         StrategyConflictError,
         "the strategy has replicas over axis {strategy.slow.axis!r}, each with gradients of its "
         "own, and parameters along axis {strategy.resident[0]!r} whose gradients the compiler "
-        "reduces; leave expert_parallel out, and split them by fsdp(), or leave out what makes "
-        "replicas",
+        "reduces; leave expert_parallel out and split the parameters by fsdp(), or leave out "
+        "diloco() or local_sgd()",
         lambda strategy, _: strategy.slow and strategy.resident,
     ),
     _rule(
@@ -223,8 +224,8 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         StrategyConflictError,
         "strategy {strategy.name!r} splits the vocabulary over the stages of a pipeline, each "
         "rank of which computes its part alone, and leaves axis {axis!r} to the compiler; leave "
-        "split_vocabulary out, for tensor parallelism splits the head already, or use data "
-        "parallelism beside the pipeline",
+        "split_vocabulary out, because tensor parallelism already splits the head, or compose the "
+        "pipeline only with data parallelism",
         lambda strategy, world: (
             strategy.pipeline
             and strategy.pipeline.schedule.splits_vocabulary
@@ -256,4 +257,4 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         ),
     ),
 )
-"""Of a `PlacedStrategy`, such as a step; the first broken rule speaks."""
+"""The rules for a `PlacedStrategy`, such as a step; the first broken one raises."""

@@ -1,4 +1,4 @@
-"""A tensor-parallel plan read off a model: traced once, each kernel placed by what it feeds."""
+"""Derives a tensor-parallel plan: traces the model once and places each kernel by its users."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .expert import MIX, HasExperts, has_experts
 from .plan import BIAS, TABLES, Plan, Rule
 
 SAMPLES, POSITIONS = 2, 12
-"""The sizes of the inputs that are tried where none are given."""
+"""The sizes of the inputs that are tried if none are given."""
 
 LAYER_LEAVES = ("kernel", *BIAS, *TABLES)
-"""Leaves of these names belong to a layer, which a rule then names instead of the leaf."""
+"""Leaves of these names belong to a layer; a rule then names the layer instead of the leaf."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Unplaced:
     """A kernel that no rule of a suggestion splits.
 
     Args:
-        path: of the parameter in the model.
-        reason: why not, in plain words.
+        path: the parameter's path in the model.
+        reason: why it is not split.
     """
 
     path: Path
@@ -47,14 +47,13 @@ class Unplaced:
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion(Plan):
-    """A plan with what it could not place; prints as a table.
+    """A plan, and the kernels that it could not place; prints as a table.
 
     Args:
         rules: the rules, each with its reason.
         unplaced: the kernels that stay whole.
-        experts: what `expert_parallel(experts=...)` splits: of stacked experts a pattern of the
-            path, and the dim of the experts from the end; of a list of experts a pattern of its
-            path, and None.
+        experts: the argument of `expert_parallel(experts=...)`: a pattern of the path of each stack
+            of experts, and the dim of the experts from the end; None for a list of experts.
     """
 
     unplaced: tuple[Unplaced, ...] = ()
@@ -62,18 +61,18 @@ class Suggestion(Plan):
 
     @property
     def why_whole(self) -> tuple[str, ...]:
-        """Why layers stay whole that no rule splits; a sentence for each."""
-        return tuple(f"{left.path} stays whole: {left.reason}" for left in self.unplaced)
+        """The reasons why layers without a rule stay whole, a sentence each."""
+        return tuple(f"{kernel.path} stays whole: {kernel.reason}" for kernel in self.unplaced)
 
     def table(self) -> Table:
-        """What becomes of every layer, and why."""
+        """Returns a table of how every layer is split, and why."""
         table = Table(title="tensor-parallel plan", box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("layers", "mode", "reason"):
             table.add_column(column, overflow="fold")
         for rule in self.rules:
             table.add_row(rule.pattern, rule.mode.value, rule.reason)
-        for left in self.unplaced:
-            table.add_row(left.path, "(whole)", left.reason)
+        for kernel in self.unplaced:
+            table.add_row(kernel.path, "(whole)", kernel.reason)
         for pattern, dim in self.experts:
             table.add_row(pattern, "expert", f"a matrix for each expert, in dim {dim}")
         return table
@@ -91,18 +90,18 @@ def suggest_plan(
 ) -> Suggestion:
     """Derives the plan of a model from the flow of data between its kernels.
 
-    The model is traced without running. A hidden dim that one kernel makes, that nothing but
-    elementwise operations and batched products touch, and that a later kernel sums over, can be
-    split with one sum over the ranks: its makers are columns, its consumers rows. Heads are such a
-    dim; the residual stream is not, for norms reduce it. Tables that tokens index, and heads that
-    give logits for each of their rows, are split by vocabulary.
+    The model is traced, not run. A hidden dim can be split with one sum over the ranks if one
+    kernel produces it, only elementwise operations and batched products use it, and a later kernel
+    sums over it. The kernels that produce it are split by columns, those that sum over it by rows.
+    Heads are such a dim; the residual stream is not, because norms reduce it. Token tables, and
+    output heads with one logit per row of such a table, are split by vocabulary.
 
     Args:
         model: an NNX module, or a function of no arguments that makes one. A Linen module goes
             through `nnx.bridge.ToNNX` and `lazy_init`.
-        *inputs: what the model is called with, trees of arrays or shapes and of flags; without
-            any, tokens `[2, 12]` are tried, then floats whose last dim is the first of some kernel.
-        **keywords: what it is called with by name, likewise.
+        *inputs: the positional arguments of a call, trees of arrays, shapes and flags. Without any,
+            tokens `[2, 12]` are tried, then floats whose last dim is the first of some kernel.
+        **keywords: the keyword arguments of the call, of the same kinds.
 
     Returns:
         The plan; `print` it for the reasons.
@@ -122,19 +121,19 @@ def suggest_plan(
 def _split(
     model: nnx.Module | Callable[[], nnx.Module],
 ) -> tuple[nnx.GraphDef[nnx.Module], PyTree, PyTree]:
-    """The structure of a model, and the shapes of its parameters and of all else."""
+    """Returns a model's graphdef, and the shapes of its parameters and of its other state."""
     MODEL.check("suggest_plan", "model", model)
     structure = []
 
     def split() -> tuple[PyTree, PyTree]:
-        # Annotated models would ask for a mesh in context.
+        # With eager sharding, models with sharding annotations would need a mesh in context.
         with nnx.use_eager_sharding(False):
             graphdef, params, rest = nnx.split(made_by(model, "suggest_plan"), nnx.Param, ...)
         structure.append(graphdef)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
-    # Split before it is made abstract: a raw array among the attributes is a leaf of the state, and
-    # a shape in its place would count as a part of the structure.
+    # Split inside eval_shape: a raw array attribute is a leaf of the state, but a shape in its
+    # place would count as part of the structure.
     params, rest = jax.eval_shape(split)
     return structure[0], params, rest
 
@@ -144,18 +143,18 @@ def _trace(
     inputs: tuple[PyTree, ...],
     keywords: dict[str, PyTree],
 ) -> tuple[Flow, dict[Path, list[int]]]:
-    """Follows the program of a model: the flow, and the nodes of its parameters."""
+    """Follows the program of a model; returns the flow and the nodes of its parameters."""
     graphdef, params, rest = _split(model)
     leaves, form = jax.tree.flatten((inputs, keywords))
     arrays = tuple(leaf for leaf in leaves if hasattr(leaf, "shape"))
 
     def call(params: PyTree, rest: PyTree, arrays: Array) -> PyTree:
         merged = nnx.merge(graphdef, params, rest, copy=True)
-        # Flags are not arrays, and stay.
+        # Flags are not arrays and stay as they are.
         remaining = iter(arrays)
         filled = [next(remaining) if hasattr(leaf, "shape") else leaf for leaf in leaves]
         inputs, keywords = form.unflatten(filled)
-        inputs = (*remaining, *inputs)  # Those that are tried where no input has an array.
+        inputs = (*remaining, *inputs)  # `remaining` is a guessed input, where none has an array.
         for _, module in list(nnx.iter_modules(merged)):
             if mixes(module):
                 wrap_calls(module, {"attend": _plain_attention})
@@ -171,21 +170,21 @@ def _trace(
     values += [FlowValue(flow.new(leaf.shape)) for leaf in jax.tree.leaves(rest)]
     for leaf in arrays:
         values.append(FlowValue(flow.new(leaf.shape), from_input=True))
-        # Features of the input are whole on every rank, so what they feed cannot be split by them.
+        # Input features are whole on every rank, so a kernel cannot be split along them.
         for node in values[-1].dims:
             flow.spoil(node, "is a dim of the model's input")
     outputs = follow(flow, closed.jaxpr, values)
-    for node in (node for output in outputs for node in output.dims[-1:]):
-        flow.outputs.add(node)
-        flow.spoil(node, "is the model's output")
-
+    for output in outputs:
+        for node in output.dims[-1:]:
+            flow.outputs.add(node)
+            flow.spoil(node, "is the model's output")
     return flow, nodes
 
 
 def _plain_attention(
     attend: Function, module: nnx.Module, query: Array, key: Array, value: Array
 ) -> Array:
-    """Stands for attention of any form: fused kernels show nothing of their heads."""
+    """Replaces attention of any form in the trace, because fused kernels hide their heads."""
     share = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(heads, share, axis=2) for heads in (key, value))
     return softmax_attention(query, key, value, causal=True)
@@ -194,7 +193,7 @@ def _plain_attention(
 def _dense_experts(
     mix: Function, module: HasExperts, tokens: Array, gates: Array, experts: Array, kernels: PyTree
 ) -> tuple[Array, Array]:
-    """Replaces experts that tokens are sorted by: every token is sent to all of them."""
+    """Replaces sorting tokens by expert in the trace: every token is sent to all experts."""
     count = jax.tree.leaves(kernels)[0].shape[0]
     weights = jnp.sum(jax.nn.one_hot(experts, count) * gates[..., None], axis=-2)
     rows = jnp.broadcast_to(tokens, (count, *tokens.shape))
@@ -232,10 +231,11 @@ def _guesses(params: PyTree) -> Iterator[jax.ShapeDtypeStruct]:
 
 
 class _Placement:
-    """From segments to rules."""
+    """Turns segments into rules."""
 
     def __init__(self, flow: Flow, nodes: dict[Path, list[int]]):
-        self.flow, self.nodes = flow, nodes
+        self.flow = flow
+        self.nodes = nodes
         self.reasons = flow.reasons()
         self.group_of = self._groups()
         self.rules: dict[Path, Rule] = {}
@@ -252,10 +252,11 @@ class _Placement:
         return Suggestion(rules, unplaced, tuple(self._experts()))
 
     def _experts(self) -> Iterator[tuple[str, int]]:
-        """Kernels with a matrix for each of as many experts as a router chooses from.
+        """Yields the parameters with one row for each of the experts that a router chooses from.
 
-        Where all tokens go to all experts, the matrices of the first product are no batch of it,
-        and biases are in none; but their dims are those of one that is.
+        Where all tokens go to all experts, the expert dim is not a batch dim of the first product,
+        and biases are in no product. Both are found because they share the segment of another
+        product's batch dim.
         """
         products = self.flow.products
         routers = {self.flow.sizes[node] for p in products for node in p.free[-1:]}
@@ -272,7 +273,7 @@ class _Placement:
                 yield f"^{re.escape(path)}$", expert_dims[0] - len(dims)
 
     def _groups(self) -> dict[int, int]:
-        """Joins segments with their usable parts: the major factor, or else the next one."""
+        """Joins each segment with one usable part: the major factor, or else the next one."""
         parent: dict[int, int] = {}
 
         def find(segment: int) -> int:
@@ -282,7 +283,8 @@ class _Placement:
 
         used: set[int] = set()
         for cut in self.flow.cuts:
-            dim, piece = self.flow.find(cut.dim), self.flow.find(cut.piece)
+            dim = self.flow.find(cut.dim)
+            piece = self.flow.find(cut.piece)
             if piece in self.reasons or dim in self.reasons or cut.dim in used:
                 continue
             # Split by its major factor, a dim stays in order; the next one would interleave it.
@@ -295,7 +297,7 @@ class _Placement:
         return self.flow.find(node)
 
     def _of(self, node: int) -> int:
-        """The group of a node."""
+        """Returns the group of a node."""
         segment = self._segment(node)
         return self.group_of.get(segment, segment)
 
@@ -317,7 +319,7 @@ class _Placement:
                     self._set(product.path, logits[0], ParallelMode.VOCAB, why)
 
     def _place_hidden(self, group: int) -> None:
-        """Makers of a hidden dim become columns, its consumers rows."""
+        """Splits the kernels that produce a hidden dim by columns, and its consumers by rows."""
 
         def of_group(nodes):
             return [node for node in nodes if self._of(node) == group]
@@ -325,7 +327,7 @@ class _Placement:
         products = self.flow.products
         makers = [(p, of_group(p.free)) for p in products if of_group(p.free)]
         users = [(p, of_group(p.contracted)) for p in products if of_group(p.contracted)]
-        # The residual stream is made after it was used: blocks add to what earlier ones have read.
+        # The residual stream is produced after it is used: later blocks add to it. Skip it.
         if not users or max(self._first(makers)) > min(self._first(users)):
             return
         if any(p.path in self.rules for p, _ in (*makers, *users)):
@@ -344,23 +346,23 @@ class _Placement:
             self._set(product.path, node, ParallelMode.ROW, why, most)
 
     def _first(self, pairs: list[tuple[Product, list[int]]]) -> list[int]:
-        """The first uses of the kernels of some products: experts and calls repeat."""
+        """Returns the first use of each kernel of some products, which may be used repeatedly."""
         paths = {product.path for product, _ in pairs}
         orders = {p.path: p.order for p in reversed(self.flow.products) if p.path in paths}
         return list(orders.values())
 
     def _place_bias(self, product: Product, node: int) -> None:
-        """A bias that is a parameter without a layer's name is split like the outputs."""
+        """Splits a bias that is a parameter outside any layer like the outputs."""
         for path, dims in self.nodes.items():
-            # Biases by their usual names have the rule of their layer; others need a rule.
+            # Biases with a usual name follow the rule of their layer; others need their own.
             lone = len(dims) < len(self.nodes[product.path]) and path not in self.rules
             if lone and path.rpartition("/")[2] not in BIAS:
-                mine = [d for d in dims if self._segment(d) == self._segment(node)]
-                for dim in mine[:1]:
+                shared = [d for d in dims if self._segment(d) == self._segment(node)]
+                for dim in shared[:1]:
                     self._set(path, dim, ParallelMode.COLUMN, "is added to split outputs")
 
     def _place_norms(self) -> None:
-        """Layers that hold nothing but scales of the residual stream split positions instead."""
+        """Makes norms, which only scale the residual stream, split positions instead."""
         streams = {
             self._segment(node)
             for product in self.flow.products
@@ -396,7 +398,7 @@ class _Placement:
         )
 
     def _units(self, node: int) -> int:
-        """How many indivisible units a dim has: heads where it is cut into heads."""
+        """Returns how many indivisible units a dim has: heads, where it is cut into heads."""
         segment, size = self._segment(node), self.flow.sizes[node]
         used = [
             cut
@@ -410,7 +412,7 @@ class _Placement:
         return min([size, *majors, *inner])
 
     def _blocks(self, node: int) -> Cut | None:
-        """The cut between blocks of the same units that are side by side."""
+        """Returns the cut that separates concatenated blocks of equal units, if there is one."""
         segment = self._segment(node)
         used = [
             cut
@@ -436,26 +438,26 @@ class _Placement:
 
 
 def _layer(path: Path) -> tuple[Path, str]:
-    """The layer that a parameter belongs to and its name there; a lone one is its layer."""
+    """Returns a parameter's layer and its name there; one outside a layer is its own layer."""
     layer, _, leaf = path.rpartition("/")
     return (layer, leaf) if leaf in LAYER_LEAVES or leaf == "scale" else (path, "")
 
 
 def _as_layers(rules: dict[Path, Rule]) -> Iterator[Rule]:
-    """Joins the rules of layers that repeat: numbers in their paths become `\\d+`."""
-    joined: dict[str, Rule] = {}
+    """Merges the rules of repeated layers: numbers in their paths become `\\d+`."""
+    merged: dict[str, Rule] = {}
     clashing: set[str] = set()
     for path, rule in rules.items():
         pattern = _pattern(_layer(path)[0])
         reason = re.sub(r"(^|[/ ])\d+(?=/)", r"\1*", rule.reason)
         general = dataclasses.replace(rule, pattern=pattern, reason=reason)
-        if joined.setdefault(pattern, general) != general:
+        if merged.setdefault(pattern, general) != general:
             clashing.add(pattern)
     for path, rule in rules.items():
         pattern = _pattern(_layer(path)[0])
         if pattern in clashing:
-            joined[f"^{re.escape(_layer(path)[0])}$"] = rule
-    agreed = {pattern: rule for pattern, rule in joined.items() if pattern not in clashing}
+            merged[f"^{re.escape(_layer(path)[0])}$"] = rule
+    agreed = {pattern: rule for pattern, rule in merged.items() if pattern not in clashing}
     yield from (dataclasses.replace(agreed[pattern], pattern=pattern) for pattern in sorted(agreed))
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism of an unmodified model: a plan, the layout it gives, and pinned calls."""
+"""Tensor parallelism of an unmodified model, by a plan and constrained activations."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ LOOKUPS: tuple[Function, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__ca
 def tensor_parallel(
     plan: PlanLike, axis: str = "tp", sequence: bool = False, rings: bool = False
 ) -> Strategy:
-    """Splits the layers of a model over a mesh axis, without a change to its source.
+    """Splits the layers of a model over a mesh axis, without changes to its source.
 
     A column layer followed by a row layer computes
 
         y = sum_r f(x A[:, r]) B[r, :]        r = the rank's share of the hidden features
 
-    with one sum over the ranks at its end, forward, and one at its start, backward. The model
-    stays a single-device program: the plan has the shardings of the kernels, activations are pinned
-    where a layer of the plan reads or returns them, and the compiler partitions the rest.
+    with one sum over the ranks at its end in the forward pass, and one at its start in the backward
+    pass. The model stays a single-device program: the plan gives the shardings of the kernels,
+    activations are constrained where a layer of the plan reads or returns them, and the compiler
+    partitions the rest.
 
     Args:
         plan: a `Plan`, a dict from path pattern to mode, or the name of a preset.
         axis: the mesh axis.
         sequence: sequence parallelism: norms, dropout and residuals hold 1/size of the positions,
             and each sum becomes a reduce-scatter, with an all-gather before the next column
-            layer. As many bytes, and 1/size of the activations.
-        rings: those gathers and reduce-scatters are sent piece by piece around a ring, each piece
-            beside the product with the one before: as many bytes, hidden as far as the products
-            take as long. Needs `sequence`.
+            layer. The same bytes are sent, and activations take 1/size of the memory.
+        rings: sends those gathers and reduce-scatters piece by piece around a ring, each piece
+            while the previous one is multiplied. The same bytes are sent, hidden as far as the
+            products take as long. Needs `sequence`.
 
     Returns:
         The strategy; it splits no batch: compose it with `ddp`, `zero` or `fsdp`.
@@ -87,12 +88,12 @@ def tensor_parallel(
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayers(AdaptLayers):
-    """Pins activations at the layers of a plan.
+    """Constrains the layout of activations at the layers of a plan.
 
     Args:
         policy: the plan and its axis.
         sequence: whether positions are split between a row layer and the next column layer.
-        rings: whether they are sent around the ranks within both.
+        rings: whether positions are sent around the ranks within these layers.
     """
 
     policy: ByPlan
@@ -106,15 +107,17 @@ class TensorLayers(AdaptLayers):
 
     @property
     def sends_around(self) -> bool:
-        """With rings; else its ranks gather and scatter."""
+        """True with rings; without them, ranks gather and scatter."""
         return self.rings
 
     def extend(self, layout: Layout) -> Layout:
-        """Heads are split, as the features that they are made of; and so is the vocabulary."""
-        heads, vocabulary = (
-            (*axes, self.policy.axis) for axes in (layout.heads, layout.vocabulary)
+        """Splits heads, like the features that they consist of, and the vocabulary."""
+        axis = self.policy.axis
+        return dataclasses.replace(
+            layout,
+            heads=(*layout.heads, axis),
+            vocabulary=(*layout.vocabulary, axis),
         )
-        return dataclasses.replace(layout, heads=heads, vocabulary=vocabulary)
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Raises unless the plan matches something.
@@ -129,7 +132,7 @@ class TensorLayers(AdaptLayers):
                 f"tensor_parallel sends positions around the ranks of {self.policy.axis!r}, and "
                 f"{names!r} splits them in every layer; leave rings out, or the context parallelism"
             )
-        plan, rule_of = self.policy.plan, self.policy.plan.rule_of
+        plan = self.policy.plan
         if not plan.rules:
             whys = list(plan.why_whole)
             more = [f"and {len(whys) - 8} more"] if len(whys) > 8 else []
@@ -141,7 +144,7 @@ class TensorLayers(AdaptLayers):
         modules = [*nnx.iter_modules(model), *linen_modules(model)]
         paths = sorted("/".join(map(str, keys)) for keys, _ in modules)
         leaves = ("/".join(map(str, keys)) for keys, v in nnx.iter_graph(model) if is_param(v))
-        if not any(map(rule_of, paths)) and not any(map(plan.rule_of_parameter, leaves)):
+        if not any(map(plan.rule_of, paths)) and not any(map(plan.rule_of_parameter, leaves)):
             patterns = ", ".join(repr(rule.pattern) for rule in self.policy.plan.rules)
             raise UnsupportedError(
                 f"the plan matches no layer of the model: patterns {patterns}; the layers are "
@@ -153,7 +156,7 @@ class TensorLayers(AdaptLayers):
         for keys, module in list(nnx.iter_modules(model)):
             path = "/".join(map(str, keys))
             if isinstance(module, nnx.LoRA) and keys[-1:] == ("lora",):
-                continue  # A part of the layer that it is beside, which is pinned as one.
+                continue  # The adapter belongs to its layer, whose call is constrained as a whole.
             if isinstance(module, nnx.bridge.ToNNX):
                 below = nnx.iter_graph(module)
                 shapes = [("/".join(map(str, k)), _shape(v)) for k, v in below if is_param(v)]
@@ -165,31 +168,31 @@ class TensorLayers(AdaptLayers):
                 wrap_calls(module, pin.calls(module))
 
     def pin(self, rule: Rule, path: Path, shapes: Mapping[str, Shape], layout: Layout) -> Pin:
-        """How the calls of one layer are pinned.
+        """Returns the constraints around the calls of one layer.
 
         Args:
-            rule: its rule.
+            rule: the layer's rule.
             path: its path.
             shapes: the shapes of its parameters, by name.
-            layout: of the activations.
+            layout: the layout of the activations.
         """
         is_split = any(
             self.policy(f"{path}/{name}", shape, layout.mesh) for name, shape in shapes.items()
         )
-        # Equal for equal layers.
+        # Without pattern and reason, equal layers get equal values.
         value = dataclasses.replace(rule, pattern="", reason="")
         return Pin(value, self.policy.axis, is_split, self.sequence, layout, self.rings)
 
 
 def check_sums(strategy: Strategy, model: nnx.Module) -> None:
-    """Checks that tensor parallelism sums something where the policy `sums` saves sums.
+    """Checks that the remat policy `sums` is used only with tensor parallelism, which has sums.
 
     Args:
-        strategy: of a step, composed.
-        model: its model, arrays or shapes.
+        strategy: the composed strategy of a step.
+        model: its model, of arrays or shapes.
 
     Raises:
-        ConfigError: when nothing of the strategy or the model sums over tensor ranks.
+        ConfigError: when neither the strategy nor the model sums over tensor ranks.
     """
     if strategy.remat is None or strategy.remat.policy != SUMS:
         return
@@ -204,18 +207,18 @@ def check_sums(strategy: Strategy, model: nnx.Module) -> None:
 
 
 def sends_pieces(layers: AdaptLayers) -> bool:
-    """Whether all that moves within the units of a model are pieces that a ring sends."""
+    """Whether layers communicate within the units of a model only by pieces sent around a ring."""
     rules = layers.policy.plan.rules if isinstance(layers, TensorLayers) else ()
     replicates = any(rule.mode is ParallelMode.REPLICATE for rule in rules)
     return isinstance(layers, TensorLayers) and layers.rings and not replicates
 
 
 def ring_products(strategy: Strategy, layout: Layout) -> tuple[RingProducts, ...]:
-    """The products of a strategy that are rings, one value for each axis.
+    """Returns the ring products of a strategy, one value per axis.
 
     Args:
-        strategy: of a step, composed.
-        layout: of its activations.
+        strategy: the composed strategy of a step.
+        layout: the layout of its activations.
     """
     tensor_layers = (layers for layers in strategy.layers if isinstance(layers, TensorLayers))
     return tuple(RingProducts(layout, each.policy.axis) for each in tensor_layers if each.rings)
@@ -223,14 +226,14 @@ def ring_products(strategy: Strategy, layout: Layout) -> tuple[RingProducts, ...
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
-    """The layout of the activations around one layer; a value, so that equal layers stay equal.
+    """The layout of the activations around one layer; compares by value, so equal layers match.
 
     Args:
-        rule: the rule of the layer, the pattern left out.
+        rule: the rule of the layer, without its pattern.
         axis: the mesh axis.
         is_split: whether any of its parameters is split; an optional layer may stay whole.
         sequence: whether positions are split between layers.
-        layout: of other activations.
+        layout: the layout of other activations.
         rings: whether positions are sent around the ranks.
     """
 
@@ -242,7 +245,7 @@ class Pin:
     rings: bool = False
 
     def calls(self, module: nnx.Module) -> dict[str, Around]:
-        """What runs in place of the module's methods."""
+        """Returns the replacements of the module's methods, by name."""
         if self.rule.mode is ParallelMode.VOCAB and hasattr(module, "attend"):
             columns = dataclasses.replace(self.rule, mode=ParallelMode.COLUMN, dim=-1)
             head = dataclasses.replace(self, rule=columns, rings=False)
@@ -250,11 +253,11 @@ class Pin:
         return {"__call__": self}
 
     def __call__(self, call: Function, module: Module, *args: object, **kwargs: object) -> Array:
-        """Runs a call between its pins, by the mode."""
+        """Runs a call between its layout constraints, by the rule's mode."""
         if self.rule.mode is ParallelMode.REPLICATE:
             return jax.tree.map(self._constrained, call(module, *args, **kwargs))
         if self.rule.mode is ParallelMode.SEQUENCE:
-            # Every position is computed by itself, so positions may be split.
+            # The layer computes every position independently, so positions may be split.
             return self._residual(call(module, *args, **kwargs))
         around: dict[ParallelMode, Callable[..., Array]] = {
             ParallelMode.COLUMN: self.around_columns,
@@ -266,8 +269,9 @@ class Pin:
     def around_columns(
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
-        """Whole features in, split features out."""
-        x, parts = self._constrained(self._ring(COLUMNS, x)), self.rule.parts
+        """Takes whole features and returns split features."""
+        x = self._constrained(self._ring(COLUMNS, x))
+        parts = self.rule.parts
         features = (self.axis,) if self.is_split else ()
         dim = self.rule.dim or -1
 
@@ -285,7 +289,7 @@ class Pin:
     def around_rows(
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
-        """Split features in, the sum over the ranks out."""
+        """Takes split features and returns the sum over the ranks."""
         features = (self.axis,) if self.is_split else ()
         x = self._ring(ROWS, x)
         x = self.layout.constrain(x, features, (self.rule.dim or -2) + 1)
@@ -294,10 +298,10 @@ class Pin:
     def around_lookup(
         self, call: Function, module: Module, tokens: Array, *args: object, **kwargs: object
     ) -> Array:
-        """Token ids in, rows of the table out: every rank looks up those that it holds.
+        """Takes token ids and returns rows of the table; every rank looks up the rows it holds.
 
-        Written with `shard_map`, for left to itself the compiler may move the table, or the
-        gradients of all positions, instead of one sum of rows.
+        Written with `shard_map`: left to itself the compiler may send the table, or the gradients
+        of all positions, instead of one sum of rows.
         """
         is_plain = all(argument is None for argument in (*args, *kwargs.values()))
         lookup = _lookup(call, module) if self.is_split and is_plain else None
@@ -322,13 +326,13 @@ class Pin:
     def around_vocabulary(
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
-        """A table looks tokens up, a head gives split logits."""
+        """Looks rows up for integer inputs; otherwise computes split logits, as a head."""
         looks_up = not jnp.issubdtype(x.dtype, jnp.floating)
         around = self.around_lookup if looks_up else self.around_columns
         return around(call, module, x, *args, **kwargs)
 
     def _ring(self, kind: str, x: Array) -> Array:
-        # A head may be a table the other way round; it is one product, outside of all loops.
+        # A head may be a transposed table; it is one product outside all loops, and needs no ring.
         rings = self.rings and self.is_split and self.rule.mode is not ParallelMode.VOCAB
         return into(kind, x) if rings else x
 
@@ -345,13 +349,13 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True)
 class LinenPins:
-    """Pins the layers inside a bridged Linen module, which are no NNX modules.
+    """Constrains the layers inside a bridged Linen module, which are not NNX modules.
 
     Args:
         layers: how each parallel layer is split, by path.
-        layout: of the activations.
+        layout: the layout of the activations.
         path: the path of the bridge.
-        shapes: the shapes of its parameters by path below it, as sorted pairs.
+        shapes: sorted pairs of a parameter's path below the bridge and its shape.
     """
 
     layers: TensorLayers
@@ -388,7 +392,7 @@ class LinenPins:
         kwargs: Mapping[str, PyTree],
         context: nn.module.InterceptorContext,
     ) -> Array:
-        """Runs one Linen method between the pins of its layer."""
+        """Runs one Linen method between the layout constraints of its layer."""
         path = "/".join(filter(None, (self.path, *context.module.path)))
         rule = self.layers.policy.plan.rule_of(path)
         if rule is None or context.method_name != "__call__":
@@ -400,10 +404,10 @@ class LinenPins:
 
 
 def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
-    """The table of a layer that looks rows up by ids, and how; None for another kind of layer.
+    """Returns the table of a lookup layer and its lookup function; None for other layers.
 
-    One like `Embed` that changes the ids first, such as by adding an offset, cannot be called with
-    ids within the rows of one rank.
+    A subclass of `Embed` that changes the ids first, such as by adding an offset, is excluded: it
+    cannot be called with ids relative to one rank's rows.
     """
     if isinstance(module, nn.Module):
         if type(module).__call__ is not nn.Embed.__call__:
@@ -421,10 +425,11 @@ def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
 
 
 def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
-    """Cuts a layer into several with equal shares of its outputs, side by side.
+    """Cuts a layer into several layers with equal, consecutive shares of its outputs.
 
-    Ranks that each hold some columns of `[q | k | v]` hold no head of all three. Cut up, each block
-    is split by itself: the kernel moves between the ranks, which is small, and not the activations.
+    A rank with a slice of the columns of `[q | k | v]` does not hold q, k and v of the same head.
+    Cut up, each block is split separately: the small kernel is sent between the ranks instead of
+    the activations.
     """
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     flat = nnx.to_flat_state(params)
@@ -439,7 +444,7 @@ def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
 
 
 def _pieces(keys: KeyPath, leaf: Array, parts: int, dim: int) -> list[Array]:
-    """A parameter's share of each block; the narrow side of an adapter belongs to all of them."""
+    """Returns a parameter's share of each block; all blocks share an adapter's `lora_a`."""
     if keys[-2:] == ("lora", "lora_a"):
         return [leaf] * parts
     return jnp.split(leaf, parts, -1 if keys[-2:-1] == ("lora",) else dim)

@@ -1,4 +1,4 @@
-"""PyTorch's wrappers, `DDP`, `FSDP` and `ZeROOptimizer`, and the bytes that a strategy needs."""
+"""PyTorch-style wrappers `DDP`, `FSDP` and `ZeROOptimizer`, and the memory of a strategy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .strategy import Reduction, Strategy, with_masters
 
 
 class _Wrapper:
-    """A module, or a function that makes one, and the group that it is trained over."""
+    """A module, or a function that makes one, and the process group over which it is trained."""
 
     def __init__(self, module: nnx.Module | Callable[[], nnx.Module], group: ProcessGroup):
         self.module: nnx.Module | Callable[[], nnx.Module] = module
@@ -55,13 +55,13 @@ class _Wrapper:
         return self
 
     def parameters(self) -> PyTree:
-        """The trainable arrays as a nested dict; their shapes where a function makes the module."""
+        """Returns the parameters as a nested dict, or their shapes if the module is a function."""
         if isinstance(self.module, nnx.Module):
             return _params(self.module)
         return jax.eval_shape(lambda: _params(self.module()))
 
     def sync_gradients(self, grads: PyTree) -> PyTree:
-        """Averages rank-stacked gradients over the group, or one rank's inside `shard_map`."""
+        """Averages gradients over the group: rank-stacked, or per rank inside `shard_map`."""
         return sync_gradients(grads, self.group)
 
     def _made(self, what: str) -> Any:
@@ -79,7 +79,7 @@ def _params(module: Any) -> PyTree:
 
 
 def _require_axes(group: ProcessGroup, who: str) -> None:
-    """Raises `GroupError` for anything but a group by mesh axes, which a list of ranks is not."""
+    """Raises `GroupError` unless the group is defined by mesh axes, rather than by a rank list."""
     GROUP.check(who, "group", group)
     if group.members is not None:
         raise GroupError(
@@ -89,19 +89,20 @@ def _require_axes(group: ProcessGroup, who: str) -> None:
 
 
 class DistributedDataParallel(_Wrapper):
-    """Wraps a module for data parallelism; PyTorch's name and manners, one jitted step inside.
+    """Wraps a module for data parallelism, with PyTorch's name and interface.
 
-    Pass it to `build_train_step` in place of a strategy. The equation is DDP's: with the mean
-    loss over the global batch, `grad = (1/N) sum_r grad_r` over the N ranks of the group.
+    Pass it to `build_train_step` in place of a strategy. As in DDP, for the mean loss over the
+    global batch `grad = (1/N) sum_r grad_r` over the N ranks of the group.
 
     Args:
         module: any NNX module; a Linen one goes through `nnx.bridge.ToNNX`.
         group: a group by mesh axes, such as `world.group("dp")`.
         sync: when gradients are reduced; NO_SYNC makes `sync_gradients` the identity.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
-        reduce_dtype: the dtype of gradients on the wire.
-        broadcast_buffers: whether BatchNorm statistics are those of the global batch. Off, every
-            rank keeps its own, stacked in dim 0 of the buffers, and evaluation uses their mean.
+        reduce_dtype: the dtype in which gradients are sent.
+        broadcast_buffers: whether BatchNorm statistics are those of the global batch. If False,
+            every rank keeps its own, stacked in dim 0 of the buffers, and evaluation uses their
+            mean.
 
     Raises:
         GroupError: for a group by a list of ranks, which no mesh axis describes.
@@ -153,8 +154,8 @@ class DistributedDataParallel(_Wrapper):
         """Makes every rank start from rank 0's parameters and buffers.
 
         Args:
-            stacked: rank-stacked arrays, or one rank's inside `shard_map`; None synchronises the
-                module's arrays: those of process 0, replicated over the mesh.
+            stacked: rank-stacked arrays, or one rank's inside `shard_map`. None replicates process
+                0's copy of the module's arrays over the mesh.
 
         Returns:
             The synchronised arrays.
@@ -174,7 +175,7 @@ class DistributedDataParallel(_Wrapper):
             grads: rank-stacked arrays, or one rank's inside `shard_map`.
 
         Returns:
-            A tree like it.
+            A tree of the same structure.
         """
         if self.sync is GradSyncStrategy.NO_SYNC:
             return grads
@@ -185,26 +186,27 @@ DDP = DistributedDataParallel
 
 
 class FullyShardedDataParallel(_Wrapper):
-    """Wraps a module so that every rank holds a shard of it, and gathers what it computes with.
+    """Wraps a module so that every rank holds a shard and gathers the parameters it computes with.
 
-    Pass it to `build_train_step` in place of a strategy. Training equals one device at every
-    sharding strategy; the optimizer only ever updates shards, so there is no whole copy that an
-    update could be lost in.
+    Pass it to `build_train_step` in place of a strategy. Training equals one device with every
+    sharding strategy. The optimizer only ever updates shards, so no update can be lost in a whole
+    copy.
 
     Args:
         module: any NNX module, or a function that makes one.
         group: a group by mesh axes, such as `world.group("fsdp")`.
-        sharding_strategy: what is split.
-        cpu_offload: what lives in host memory between steps.
+        sharding_strategy: which arrays are split.
+        cpu_offload: which arrays live in host memory between steps.
         mixed_precision: dtypes, a preset's name, or True.
-        auto_wrap_policy: which modules are gathered and freed as one.
+        auto_wrap_policy: which modules are gathered and freed as one unit.
         activation_checkpointing: what the backward pass recomputes.
         min_elements: leaves with fewer elements stay whole.
-        reduction: how gradients become one.
+        reduction: how gradients are reduced.
 
     Raises:
         GroupError: for a group by a list of ranks.
-        ConfigError: for an unknown name, or a call that needs the module of a function.
+        ConfigError: for an unknown name, or for a call that needs a module where a function was
+            given.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -248,10 +250,10 @@ class FullyShardedDataParallel(_Wrapper):
         return jax.tree.map(lambda x: jax.device_put(x, replicated), params)
 
     def reshard_parameters(self, params: ArrayTree) -> PyTree:
-        """Shards arrays as the strategy stores them; updates of the gathered arrays are kept."""
+        """Shards arrays as the strategy stores them; changes to the gathered arrays are kept."""
         kind = self.strategy.offload.params
         places = shardings(self.strategy.params, params, self.group.mesh, kind)
-        # Without padding: a leaf whose dims do not divide is split over as many axes as divide it.
+        # No padding: a leaf that does not divide over all axes is split over those that divide it.
         return put(params, even_places(params, places))
 
     def clip_grad_norm(self, grads: ArrayTree, max_norm: float) -> tuple[PyTree, Array]:
@@ -262,7 +264,7 @@ class FullyShardedDataParallel(_Wrapper):
             max_norm: the largest norm.
 
         Returns:
-            The clipped gradients, laid out as before, and the norm before clipping.
+            The clipped gradients, sharded as before, and the norm before clipping.
         """
         return clip_by_global_norm(grads, max_norm)
 
@@ -270,14 +272,14 @@ class FullyShardedDataParallel(_Wrapper):
     def memory_estimate(
         self, optimizer: optax.GradientTransformation | None = None, accumulate: int = 2
     ) -> FSDPMemoryStats:
-        """Bytes per device of parameters, gradients and optimizer state, as `estimate` has them."""
+        """Estimates bytes per device of parameters, gradients and optimizer, as `estimate` does."""
         mesh = self.group.mesh
         return estimate(self.strategy, self.parameters(), mesh, optimizer, accumulate=accumulate)
 
     def memory_stats(
         self, params: PyTree = None, grads: PyTree = None, opt_state: PyTree = None
     ) -> FSDPMemoryStats:
-        """Bytes per device of arrays that exist, by their shards; without any, the estimate."""
+        """Measures bytes per device of existing arrays by their shards; without any, estimates."""
         trees = params, grads, opt_state
         if all(tree is None for tree in trees):
             return self.memory_estimate()
@@ -288,7 +290,7 @@ class FullyShardedDataParallel(_Wrapper):
     def compare_strategies(
         self, optimizer: optax.GradientTransformation | None = None
     ) -> list[FSDPMemoryStats]:
-        """The estimate of every sharding strategy that the group can run."""
+        """Returns the estimate for every sharding strategy that the group can run."""
         rows = [
             fsdp(choice, self.group.axes, **self._options)
             for choice in ShardingStrategy
@@ -301,9 +303,9 @@ FSDP = FullyShardedDataParallel
 
 
 class ZeROOptimizer:
-    """An optax optimizer whose state is split over a group; PyTorch's and DeepSpeed's manner.
+    """An optax optimizer whose state is split over a group, as in PyTorch and DeepSpeed.
 
-    The optimizer is unchanged: ZeRO decides the sharding of its arrays. Pass
+    The optimizer is unchanged: ZeRO only decides the sharding of its arrays. Pass
     `optimizer.transformation` and `optimizer.strategy` to `build_train_step`.
 
     Args:
@@ -337,11 +339,11 @@ class ZeROOptimizer:
         self.strategy: Strategy = zero(stage, group.axes, min_elements=min_elements)
 
     def init(self, params: PyTree) -> PyTree:
-        """The state of the transformation."""
+        """Returns the initial state of the transformation."""
         return self.transformation.init(params)
 
     def update(self, grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
-        """The updates of the transformation."""
+        """Returns the updates of the transformation, and its new state."""
         return self.transformation.update(grads, state, params)
 
 
@@ -352,11 +354,11 @@ class FSDPMemoryStats:
     Args:
         total_params: parameters of the whole model.
         param_memory_bytes: bytes of parameters on a device.
-        grad_memory_bytes: bytes of gradients on a device, see `estimate` for when.
+        grad_memory_bytes: bytes of gradients on a device; see `estimate` for when.
         optim_memory_bytes: bytes of optimizer state on a device.
-        world_size: how many devices.
+        world_size: the number of devices.
         strategy: the name of the strategy.
-        replicated_bytes: bytes of the three on one device if nothing were split.
+        replicated_bytes: bytes of the three together on one device if nothing were split.
 
     Example:
         >>> stats = FSDPMemoryStats(5050, 5050, 5050, 10100, 4, "full_shard", 80800)
@@ -389,7 +391,7 @@ class FSDPMemoryStats:
 
     @property
     def total_memory_mb(self) -> float:
-        """The total in MiB, under another name."""
+        """The same as `total_memory_mib`."""
         return self.total_memory_mib
 
     @property
@@ -427,21 +429,21 @@ def estimate(
     grad_dtype: DTypeLike | None = None,
     accumulate: int = 2,
 ) -> FSDPMemoryStats:
-    """Bytes per device before any array exists: leaf by leaf, as the policies lay them out.
+    """Estimates bytes per device before any array exists, leaf by leaf, from the policies.
 
     A leaf that stays whole, because none of its dims divides or because it is small, counts whole.
-    Parameters that a step would keep as split masters, as ZeRO-1 and 2 do under a precision that
-    computes in a narrower dtype, are counted so. `measure` counts arrays that exist.
+    If a step would shard its master weights, as ZeRO-1 and 2 do when compute is in a narrower
+    dtype, parameters are counted as sharded. `measure` counts arrays that exist.
 
     Args:
-        strategy: its policies say what is split, and how many ways.
+        strategy: its policies decide what is split, and how many ways.
         params: arrays or `ShapeDtypeStruct`s.
-        mesh: anything with named axes; no device is needed.
-        optimizer: whose state is counted; Adam by default.
-        grad_dtype: the dtype that gradients are kept in; the parameters' by default.
+        mesh: a mesh with named axes; no device is needed.
+        optimizer: the optimizer whose state is counted; Adam by default.
+        grad_dtype: the dtype in which gradients are kept; the parameters' by default.
         accumulate: microbatches per step. With several, as papers count, the gradients are those
-            kept from one to the next, which a reduction once per step leaves whole on every rank;
-            with 1 they are what the optimizer is given, split like its moments.
+            kept from one microbatch to the next; a reduction once per step leaves them whole on
+            every rank. With 1 they are those given to the optimizer, split like its moments.
 
     Returns:
         The bytes.
@@ -454,7 +456,7 @@ def estimate(
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grad_dtype or x.dtype), params)
     grad_policy = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
     trees = ((strategy.params, params), (grad_policy, grads), (strategy.opt_state, state))
-    # Counts and other scalars of the optimizer are whole everywhere and weigh nothing.
+    # Step counts and other scalars of the optimizer are replicated and negligible.
     sizes = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
     of_params, of_grads, moments = (_bytes_on(policy, params, tree, mesh) for policy, tree in trees)
     total, name = num_params(params), strategy.name
@@ -465,7 +467,7 @@ def estimate(
 def measure(
     strategy: Strategy, params: ArrayTree, grads: ArrayTree, opt_state: ArrayTree
 ) -> FSDPMemoryStats:
-    """Bytes per device as they are: the shards that the fullest device holds.
+    """Measures bytes per device: the shards that the fullest device holds.
 
     Args:
         strategy: for its name.
@@ -485,6 +487,6 @@ def measure(
 
 
 def _bytes_on(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
-    """The bytes of a tree on one device."""
+    """Returns the bytes of a tree on one device."""
     rows = explain_optimizer(policy, params, tree, mesh).rows
     return sum(row.bytes_per_device for row in rows if row.shape)

@@ -1,9 +1,9 @@
-"""What a model needs on devices that are not here: memory, traffic, time, and a plan.
+"""Estimates memory, traffic and time of a model on devices that need not exist here, and plans.
 
-No array is made and no device is asked: a candidate is built in an abstract world, its train state
-is counted as the sharding policies lay it out, and its traced step says the rest. The compiled step
-has the last word; `axon inspect` reads it. Imports `parallel`, `schedule`, `nn`, `jaxpr`, `ops`,
-`mesh` and `core`. Start reading in `candidates.py`; what a traced step says is in `reading.py`.
+No array is made and no device is used. A candidate is built in an abstract world, its train state
+is counted as the sharding policies lay it out, and the rest is read from its traced step. Only the
+compiled step is exact; `axon inspect` reads it. Imports `parallel`, `schedule`, `nn`, `ir`, `ops`,
+`mesh` and `core`. Start reading in `candidates.py`; `reading.py` reads a traced step.
 """
 
 from ..mesh.chips import HARDWARE as HARDWARE

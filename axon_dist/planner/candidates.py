@@ -1,6 +1,6 @@
-"""`Candidate`: a mesh with strategies, and all candidates that are worth comparing.
+"""`Candidate`: a mesh with strategies; `candidates` yields those that are worth comparing.
 
-`Workload` is what is to be trained, read from the model and its loss.
+`Workload` describes the training to plan, read from the model and its loss.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Workload:
     Args:
         num_params: trainable scalars.
         num_layers: blocks that the model repeats; 1 where it repeats none.
-        flops: of the products of a step over all devices, nothing recomputed.
-        global_batch: samples of a step, over all devices and microbatches.
-        has_attention: whether a module of it mixes positions by attention.
-        num_experts: the greatest common divisor of the experts of its mixtures; 1 without any.
+        flops: FLOPs of a step's products over all devices, without recomputation.
+        global_batch: samples per step, over all devices and microbatches.
+        has_attention: whether one of its modules mixes positions by attention.
+        num_experts: the greatest common divisor of the expert counts of its mixtures; 1 without
+            any.
         precision: a policy or a preset's name; None is float32.
-        useful_flops: those of `flops` that MFU counts, without masked pairs of positions; 0 where
-            they were not counted.
+        useful_flops: the part of `flops` that MFU counts, without masked pairs of positions; 0
+            where they were not counted.
 
     Raises:
         ConfigError: for a model without parameters, an empty batch or an unknown precision.
@@ -87,7 +88,7 @@ class Workload:
         return MixedPrecision.of(self.precision)
 
     def divides(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
-        """Whether such sizes are worth a try; only the step itself knows what it can split."""
+        """Whether these sizes are worth a try; only building the step shows what can be split."""
         blocks = pp == 1 or (self.num_layers > 1 and self.num_layers >= pp)
         return blocks and self.num_experts % ep == 0 and (cp == 1 or self.has_attention)
 
@@ -99,16 +100,17 @@ def workload_of(
     precision: MixedPrecision | str | bool | None = None,
     platform: str = "cuda",
 ) -> Workload:
-    """Reads what is to be trained from the loss and its derivative, on the whole batch.
+    """Reads the workload from the traced loss and its derivative, on the whole batch.
 
     Nothing is computed and no parameter is made.
 
     Args:
         model: any NNX module, or a function that makes one.
-        loss_fn: `loss_fn(model, batch)`, as `build_train_step` takes it.
+        loss_fn: `loss_fn(model, batch)`, as for `build_train_step`.
         batch: a global batch of shapes; leaves `[B, ...]`.
         precision: a policy or a preset's name; None is float32.
-        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, which branches are taken for.
+        platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`; its platform-dependent branches are
+            read.
 
     Returns:
         The workload.
@@ -152,13 +154,13 @@ def workload_of(
 
 
 def _experts(model: nnx.Module | Callable[[], nnx.Module], params: PyTree) -> int:
-    """The greatest common divisor of the numbers of experts of the mixtures of a model."""
+    """Returns the greatest common divisor of the expert counts of a model's mixtures."""
     flat = {"/".join(map(str, k)): v.get_value().shape for k, v in nnx.to_flat_state(params)}
     if not any(len(shape) > 2 for shape in flat.values()):
         return 1
     try:
         patterns = suggest_plan(model).experts
-    except AxonDistError:  # A model that cannot be tried without inputs.
+    except AxonDistError:  # The model cannot be traced with guessed inputs.
         patterns = EXPERTS
     policy = ByExperts(tuple((p, dim) for p, dim in patterns if dim is not None), "ep")
     dims = {path: policy.dim_of(path, shape) for path, shape in flat.items()}
@@ -174,7 +176,7 @@ DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
         "hybrid_shard": ZeROStage.STAGE3,
     }
 )
-"""The data-parallel strategies, from most memory to most traffic."""
+"""The data-parallel strategies, from the most memory to the most traffic."""
 
 ALIASES: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -192,7 +194,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class SlowReplicas:
-    """How replicas over slow links train between outer steps; not the numbers of one device.
+    """How replicas over slow links train between outer steps; results differ from one device.
 
     Args:
         strategy: `"diloco"` or `"local_sgd"`.
@@ -225,24 +227,24 @@ _PLACES = {"ddp": "dp", "zero1": "dp", "zero2": "dp", "full_shard": "fsdp"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A mesh with strategies, to be ranked by the time of its step.
+    """A mesh with strategies, to be ranked by its step time.
 
     Args:
-        strategy: a key of `DATA_PARALLEL` or `ALIASES`: what the ranks of `dp` and `fsdp` split;
-            `hybrid_shard` splits over `fsdp` and replicates over `dp`.
+        strategy: the data-parallel strategy over `dp` and `fsdp`, a key of `DATA_PARALLEL` or
+            `ALIASES`; `hybrid_shard` splits over `fsdp` and replicates over `dp`.
         pp: stages of the pipeline.
         dp: ranks that split the batch.
         fsdp: ranks that split the batch and, usually, the parameters.
         cp: ranks of context parallelism, which split the positions of a sample.
-        ep: ranks that split the experts, and the batch too.
+        ep: ranks that split the experts and also the batch.
         tp: ranks of tensor parallelism.
-        replicas: how many of these there are, over slow links.
-        apart: how the replicas train between outer steps; None where there is one.
-        num_microbatches: pieces of a step's batch on a rank.
+        replicas: how many copies of all these there are, over slow links.
+        apart: how the replicas train between outer steps; None where there is only one.
+        num_microbatches: microbatches per step on a rank.
         remat: whether the blocks are recomputed in the backward pass.
         sequence: whether tensor parallelism splits positions between its products.
-        schedule: of the pipeline. In a step that is one scan, a tick lasts as long as its slowest
-            rank, and the eager 1F1B fills more of it than 1F1B does.
+        schedule: the pipeline's schedule. A step is one scan whose ticks last as long as their
+            slowest rank, and eager 1F1B fills more of each tick than 1F1B does.
 
     Raises:
         ConfigError: for an unknown strategy or schedule, a size below 1, or `hybrid_shard` without
@@ -285,7 +287,8 @@ class Candidate:
         if (self.replicas > 1) != (self.apart is not None):
             raise ConfigError(
                 f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "
-                "need a SlowReplicas, which says when they synchronize, and one alone has none"
+                "need a SlowReplicas, which says when they synchronize; one replica needs none",
+                code="replicas-need-sync",
             )
         if self.strategy == "hybrid_shard" and 1 in (self.dp, self.fsdp):
             raise ConfigError(
@@ -295,7 +298,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What is combined, such as `"pp + tp + full_shard"`."""
+        """The combined parallelisms, such as `"pp + tp + full_shard"`."""
         parts = [] if self.apart is None else [self.apart.strategy]
         parts += [a for a in AXES if a not in ("dp", "fsdp") and getattr(self, a) > 1]
         if self.shard_ranks > 1 or not parts[self.replicas > 1 :]:
@@ -309,17 +312,17 @@ class Candidate:
 
     @property
     def data_ranks(self) -> int:
-        """Into how many pieces the batch is split."""
+        """The number of pieces into which the batch is split."""
         return self.replicas * self.shard_ranks * self.ep
 
     @property
     def shard_ranks(self) -> int:
-        """The ranks that the strategy is over: those of `dp` and `fsdp`."""
+        """The number of ranks of the data-parallel strategy, `dp * fsdp`."""
         return self.dp * self.fsdp
 
     @property
     def mesh(self) -> MeshSpec:
-        """The axes larger than 1, outer to inner, and one data axis at least."""
+        """The axes larger than 1, outer to inner, with at least one data axis."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         axes = {a: n for a, n in sizes.items() if n > 1 or (a == "dp" and self.shard_ranks == 1)}
         if self.apart is not None:
@@ -327,7 +330,7 @@ class Candidate:
         return MeshSpec(axes)
 
     def to_config(self) -> JsonDict:
-        """The lines of a config that make this candidate, as plain data.
+        """Returns the config sections that select this candidate, as plain data.
 
         Example:
             >>> Candidate(strategy="full_shard", fsdp=8, remat=True).to_config()
@@ -355,7 +358,7 @@ class Candidate:
         if self.pp == 1 and self.num_microbatches > 1:
             train["accumulate"] = self.num_microbatches
         if self.apart is not None:
-            # A stop would have to reach all replicas in the same step.
+            # Stopping at a non-finite step would have to reach all replicas in that same step.
             train["nonfinite"] = "skip"
         if train:
             lines["train"] = train
@@ -363,10 +366,11 @@ class Candidate:
 
 
 def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
-    """The candidate with a data-parallel strategy over some ranks, on the axis it usually has.
+    """Returns the candidate with a data-parallel strategy over some ranks of its usual axis.
 
     Args:
-        strategy: a name of `DATA_PARALLEL` or `ALIASES`; not hybrid sharding, which has two sizes.
+        strategy: a name of `DATA_PARALLEL` or `ALIASES`, except hybrid sharding, which has two
+            sizes.
         num_ranks: data-parallel ranks.
         **rest: other fields of `Candidate`.
 
@@ -380,7 +384,7 @@ def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
 
 DEVICES = ArgumentKind("a number, 1 to 10^6", lambda x: COUNT.holds(x) and x <= 10**6)
 _MICROBATCHES_PER_STAGE = 4
-"""Microbatches for each stage of a pipeline that keep its bubble small."""
+"""The number of microbatches per pipeline stage that keeps the bubble small."""
 
 
 @checked(num_devices=DEVICES)
@@ -393,26 +397,26 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yields the candidates whose sizes divide the devices, the experts and the batch.
 
-    Tensor, context and expert parallelism stay inside a node. In a pipeline, whose ranks gather
-    their stage once per step, sharding sends no more than replicating, so replicas are always
-    sharded there. Only a pipeline has several microbatches, and nothing is recomputed: whether a
-    step needs that, its trace says.
+    Tensor, context and expert parallelism stay inside a node. Pipeline ranks gather their stage
+    once per step, so sharding sends no more than replicating, and parameters are always sharded
+    there. Only pipelines get several microbatches, and nothing is recomputed: the traced step shows
+    whether it needs more.
 
     Args:
         work: the model and its batch.
-        num_devices: all of them are used.
-        hardware: how many devices a node has.
-        apart: how replicas over slow links train between outer steps; None for one model.
-        replicas: how many of them.
+        num_devices: the number of devices, all of which are used.
+        hardware: gives the number of devices per node.
+        apart: how replicas over slow links train between outer steps; None for a single model.
+        replicas: the number of replicas.
 
     Yields:
-        Candidates over `num_devices`; none where the replicas do not divide them and the batch.
+        Candidates over `num_devices`; none unless the replicas divide both them and the batch.
     """
     if apart is not None:
         if replicas > 1 and not (num_devices % replicas or work.global_batch % replicas):
             share = dataclasses.replace(work, global_batch=work.global_batch // replicas)
             for one in candidates(share, num_devices // replicas, hardware):
-                # A pipeline with replicas that train apart is refused.
+                # Pipelines are not supported inside replicas that train independently.
                 if one.pp == 1:
                     yield dataclasses.replace(one, apart=apart, replicas=replicas)
         return
@@ -430,7 +434,7 @@ def candidates(
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending.
+    """Returns all divisors in ascending order.
 
     Example:
         >>> divisors(12)
@@ -441,10 +445,10 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
-    # The stages of a pipeline run at different times, and a ring of positions needs all ranks.
-    together = split["pp"] == 1 or split["cp"] == 1
-    inside = split["tp"] * split["cp"] * split["ep"] <= (hardware.node_size or 8)
-    return together and inside and work.divides(**split)
+    # Pipeline stages run at different times, but a ring over positions needs all ranks at once.
+    can_ring = split["pp"] == 1 or split["cp"] == 1
+    fits_node = split["tp"] * split["cp"] * split["ep"] <= (hardware.node_size or 8)
+    return can_ring and fits_node and work.divides(**split)
 
 
 def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Candidate]:
@@ -464,26 +468,26 @@ def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterat
 
 
 def more_microbatches(plan: Candidate, work: Workload, least: int) -> Candidate | None:
-    """The same candidate with smaller microbatches.
+    """Returns the same candidate with smaller microbatches.
 
     Args:
-        plan: whose microbatches are too large.
+        plan: the candidate whose microbatches are too large.
         work: the model and its batch.
-        least: how many microbatches there should be.
+        least: the least number of microbatches wanted.
 
     Returns:
-        With the fewest microbatches from there on; with as many as there are samples where those
-        are fewer; None where it has these already.
+        The candidate with the smallest possible number of microbatches that is at least `least`, or
+        with one sample per microbatch if there is none; None where the number would not grow.
     """
     counts = divisors(work.global_batch // plan.data_ranks)
     count = next((n for n in counts if n >= least), counts[-1])
-    return (
-        dataclasses.replace(plan, num_microbatches=count) if count > plan.num_microbatches else None
-    )
+    if count <= plan.num_microbatches:
+        return None
+    return dataclasses.replace(plan, num_microbatches=count)
 
 
 def _with_microbatches(base: Candidate, local: int, num_layers: int) -> Candidate:
-    """A pipeline with microbatches enough to keep it busy, and the schedule that idles least."""
+    """Gives a pipeline enough microbatches to keep it busy, and the schedule that idles least."""
     if base.pp == 1:
         return base
     counts = divisors(local)
@@ -493,7 +497,7 @@ def _with_microbatches(base: Candidate, local: int, num_layers: int) -> Candidat
         try:
             chunks = build_schedule(name, base.pp, min(count, 2 * base.pp)).num_stages // base.pp
             idle = idle_share(name, base.pp, count)
-        except ScheduleError:  # Sizes that it cannot do.
+        except ScheduleError:  # The schedule does not support these sizes.
             continue
         if num_layers % (base.pp * chunks) == 0 and idle < least:
             best, least = name, idle

@@ -1,9 +1,9 @@
-"""The liveness program of one device, read from a traced program: operations, bytes, collectives.
+"""Reads one device's liveness program from a traced program: operations, bytes, collectives.
 
 A traced step is a program over global arrays. The layouts of its inputs determine those of all
-other values (`placement`), and so how many bytes of each a device has, how many FLOPs it computes
-and what it sends. Calls are inlined; branches for other platforms are left out, and so is what
-nothing reads; the body of a loop is a program within.
+other values (`placement`), and with them the bytes that a device holds of each value, the FLOPs
+that it computes and the bytes that it sends. Calls are inlined. Branches for other platforms and
+dead code are removed. The body of a loop is a nested program.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def liveness_program(
         splits: the layout of each input.
         sizes: the sizes of the mesh axes.
         platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`, whose branches are read.
-        num_state: how many of the first results are a state, laid out as the first inputs.
+        num_state: how many of the first results are the state, laid out like the first inputs.
 
     Returns:
-        The program, without what nothing reads.
+        The program, without dead code.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -79,7 +79,8 @@ def liveness_program(
         >>> liveness.flops, [sent.kind for sent, _ in liveness.sends()]
         (64.0, ['all-reduce'])
     """
-    reader, jaxpr = _Reader(sizes, {"gpu": "cuda"}.get(platform, platform)), closed.jaxpr
+    reader = _Reader(sizes, {"gpu": "cuda"}.get(platform, platform))
+    jaxpr = closed.jaxpr
     inputs = [reader.input(v, s) for v, s in zip(jaxpr.invars, splits, strict=True)]
     specialized = for_platform(jaxpr, reader.branch_of)
     needed, read = needed_for(specialized, range(len(jaxpr.outvars)))
@@ -92,16 +93,17 @@ def liveness_program(
 
 
 class _Reader:
-    """Goes through a traced program and writes its liveness program."""
+    """Interprets a traced program and writes its liveness program."""
 
     def __init__(self, axes: Mapping[str, int], platform: str):
-        self.axes, self.platform = axes, platform
+        self.axes = axes
+        self.platform = platform
         self.nodes: list[Node] = []
         self.sizes: list[int] = []
         self.spread: set[int] = {-1}
         self.wholes: dict[tuple[int, Splits], Sharded] = {}
         self.joint: list[tuple[Sum, Axes, Axes]] = []
-        # The axes over which a constraint that sends nothing cuts what it writes.
+        # Per written buffer, the axes along which a constraint slices it without communication.
         self.slices: dict[tuple[int, ...], Axes] = {}
 
     def input(self, atom: Atom, splits: Splits) -> Sharded:
@@ -139,7 +141,7 @@ class _Reader:
         return self.run(inner.jaxpr, inner.consts, inners(equation)[0].inputs(operands))
 
     def behind_barrier(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """The same values, which are in memory before and cannot be computed again behind."""
+        """Returns the same values after a barrier: kept in memory, never recomputed after it."""
         values = [self.resolved(one) for one in operands]
         for number, one in enumerate(values):
             if one.buffer >= 0:
@@ -157,7 +159,7 @@ class _Reader:
     def _sent_to(
         self, value: Sharded, splits: Splits, atom: Atom, axes: Axes, kind: str = "all-gather"
     ) -> Sharded:
-        """The value in another layout, after a collective over axes."""
+        """Returns the value in another layout, after a collective over some axes."""
         made = self.input(atom, splits)
         sent = Sent(kind, tuple(sorted(axes)), self.sizes[made.buffer])
         return self._after(value, made, "sharding_constraint", "other", (sent,))
@@ -179,18 +181,20 @@ class _Reader:
         return value
 
     def placed(self, value: Sharded, splits: Splits, atom: Atom) -> Sharded:
-        """The value in its final layout; axes that split it no longer are gathered."""
+        """Returns the value in its final layout; axes that no longer split it are gathered."""
         lost = union(value.splits) - union(splits)
         if not lost or value.buffer < 0:
             return value
         return self._sent_to(value, splits, atom, lost)
 
     def _add_up(self, one: Sum, scatter: Axes) -> None:
-        shard, rest = one.axes & scatter, one.axes - scatter
+        shard = one.axes & scatter
+        rest = one.axes - scatter
         if shard and self._sends_rows(one, shard):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
-        # XLA:CPU slices an all-reduced sum; no platform scatters a replicated one over some axes.
+        # XLA:CPU all-reduces and then slices. On no platform is a replicated sum scattered over
+        # only some of its axes.
         if shard and (self.platform == "cpu" or (rest and one.is_replicated)):
             shard, rest = NONE, one.axes
         if shard and rest and one.node.kind != "product":
@@ -199,10 +203,10 @@ class _Reader:
         self._send_sum(one, shard, rest, one.num_bytes)
 
     def _sends_rows(self, one: Sum, over: Axes) -> bool:
-        """Gathers the updates of all ranks; each rank adds those that belong to its shard.
+        """Gathers the updates of all ranks if that is cheaper; each rank adds those of its shard.
 
         XLA's partitioner does so where the rows of all ranks, such as those of a step's tokens, are
-        fewer bytes than the table; then nothing is left to be summed over these axes.
+        fewer bytes than the table. No sum over these axes is then left.
         """
         node = one.node
         rows = self.sizes[node.reads[2]] if node.name in SCATTERS else 0
@@ -217,9 +221,10 @@ class _Reader:
     def finish(self) -> None:
         """Completes sums over several axes by one all-reduce, unless the compiler splits it.
 
-        XLA splits an all-reduce of which a rank keeps a shard into a scatter and an all-reduce of
-        the shards only where the program has all-reduces over the same ranks as the latter already
-        (AllReduceSplitter); a product has them, for it is summed over one axis after another.
+        Where a rank keeps only a shard of an all-reduce, XLA's AllReduceSplitter may split it into
+        a reduce-scatter and an all-reduce of the shards. It does so only if the program already has
+        an all-reduce over the same ranks as the latter. A product has one, because it is summed
+        over one axis after another.
         """
         sent = [one for node in self.nodes for one in node.sent if one.kind == "all-reduce"]
         summed = {NONE, *(frozenset(one.axes) for one in sent)}
@@ -231,14 +236,15 @@ class _Reader:
             self._scatter_what_is_sliced(summed)
 
     def _scatter_what_is_sliced(self, summed: set[Axes]) -> None:
-        """Scatters a sum of which each rank reads a slice, as XLA's ReduceScatterCreator does."""
+        """Scatters sums of which each rank reads only a slice, like XLA's ReduceScatterCreator."""
         for node in self.nodes:
             all_reduces = [one for one in node.sent if one.kind == "all-reduce"]
             if node.name not in SUMS or (len(all_reduces), len(node.writes)) != (1, 1):
                 continue
             readers = [other for other in self.nodes if node.writes[0] in other.reads]
             shards = {self.slices.get(other.writes, NONE) for other in readers}
-            axes, size = frozenset(all_reduces[0].axes), all_reduces[0].num_bytes
+            axes = frozenset(all_reduces[0].axes)
+            size = all_reduces[0].num_bytes
             shard = shards.pop() if len(shards) == 1 else NONE
             if shard and shard <= axes and axes - shard in summed:
                 node.sent = ()
@@ -255,9 +261,10 @@ class _Reader:
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
 
     def _operation(self, equation: JaxprEqn, inputs: Sequence[Sharded]) -> list[Sharded]:
-        name, operands = equation.primitive.name, list(inputs)
+        name = equation.primitive.name
+        operands = list(inputs)
         if name in ADDS:
-            # Where the other summand is split over the ranks, each needs its shard of the sum.
+            # If the other summand is split over the ranks, each needs only its shard of the sum.
             split = union(axes for one in operands if not one.partial for axes in one.splits)
             for one in operands:
                 if any(part.axes & split for part in one.partial):
@@ -286,7 +293,7 @@ class _Reader:
         if name in SPREAD:
             self.spread.update(node.writes)
         if name in IN_PLACE and operands[0].buffer in self.spread:
-            # A buffer that starts as zeros has the layout of what is written into it.
+            # A buffer that starts as zeros gets the layout of the values written into it.
             self.sizes[operands[0].buffer] = self.sizes[node.writes[0]]
         if name in COLLECTIVES:
             node.sent = tuple(self._sent(equation, operands, results))
@@ -294,9 +301,9 @@ class _Reader:
         return results
 
     def _met(self, equation: JaxprEqn, operands: list[Sharded]) -> list[Sharded]:
-        """The operands of a product; where both are split by one axis, one of them is gathered.
+        """Returns the operands of a product, one of them gathered where one axis splits both.
 
-        Of activations and a kernel the activations are gathered, as in sequence parallelism.
+        Of activations and a kernel, the activations are gathered, as in sequence parallelism.
         """
         (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
         one, other = (operand.splits for operand in operands)
@@ -328,15 +335,17 @@ class _Reader:
         return [Sent(kind, axes, sum(sizes))] if axes and self.ways(frozenset(axes)) > 1 else []
 
     def constrained(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """The value in the layout of a sharding constraint."""
-        (operand,), atom = operands, equation.outvars[0]
+        """Returns the value in the layout of a sharding constraint."""
+        (operand,) = operands
+        atom = equation.outvars[0]
         ((splits, _),) = placed(equation, [operand.splits])
-        axes, summed = union(splits), union(one.axes for one in operand.partial)
+        axes = union(splits)
+        summed = union(one.axes for one in operand.partial)
         if not summed & axes:
-            # A sum that has to be replicated after a loop is completed there, and scattered once.
+            # A sum that must be replicated after a loop is completed there, and scattered once.
             for one in operand.partial:
                 one.is_replicated = True
-                # XLA:CPU reduces in every iteration, others behind the loop
+                # XLA:CPU reduces in every iteration, other platforms after the loop
                 # (WhileLoopAllReduceCodeMotion).
                 one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
@@ -345,8 +354,9 @@ class _Reader:
             return [Sharded(operand.buffer, splits, operand.partial)]
         before = union(operand.splits)
         pairs = zip(splits, operand.splits, strict=True)
-        gathered, moved = before - axes, union((one & before) - old for one, old in pairs)
-        # Equal constraints on one value are one transfer, as for queries, keys and values.
+        gathered = before - axes
+        moved = union((new & before) - old for new, old in pairs)
+        # Equal constraints on one value share a transfer, as for queries, keys and values.
         key = operand.buffer, splits
         if key in self.wholes:
             return [self.wholes[key]]
@@ -359,16 +369,16 @@ class _Reader:
         return [self.wholes[key]]
 
     def mapped(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """The program within a `shard_map`."""
+        """Reads the program inside a `shard_map`."""
         params = equation.params
         manual: Axes = params.get("newly_manual_axes", params.get("manual_axes", NONE))
         inputs = []
         for atom, value, spec in zip(equation.invars, operands, params["in_specs"], strict=True):
-            said = of_spec(spec, len(value.splits))
-            self.resolved(value, scatter=union(said))
-            keep = once([(a - manual) | s for a, s in zip(value.splits, said, strict=True)])
+            wanted = of_spec(spec, len(value.splits))
+            self.resolved(value, scatter=union(wanted))
+            keep = once([(a - manual) | s for a, s in zip(value.splits, wanted, strict=True)])
             if keep != value.splits and value.buffer >= 0:
-                lost = union(value.splits) & manual - union(said)
+                lost = union(value.splits) & manual - union(wanted)
                 value = self._resplit(value, keep, lost, atom)
             inputs.append(Sharded(value.buffer, tuple(axes - manual for axes in keep)))
         program = params["jaxpr"]
@@ -380,17 +390,19 @@ class _Reader:
         return outputs
 
     def _resplit(self, value: Sharded, splits: Splits, lost: Axes, atom: Atom) -> Sharded:
-        """Gathers or cuts a value as the `in_specs` of a `shard_map` say.
+        """Gathers or slices a value as the `in_specs` of a `shard_map` require.
 
-        XLA gathers dim by dim, the last one first; a cast to fewer bytes it does before the last
-        gather alone, so the others send the values before the cast.
+        XLA gathers dim by dim, the last dim first. It moves a cast to fewer bytes before the last
+        gather only, so the earlier gathers send the uncast values.
         """
         dims = [dim for dim in reversed(range(len(splits))) if value.splits[dim] & lost]
         if not dims:
             return self._after(value, self.input(atom, splits), "shard_map", "fused")
-        wider, now = self._narrowed(value.buffer), list(value.splits)
+        wider = self._narrowed(value.buffer)
+        now = list(value.splits)
         for dim in dims:
-            over, now[dim] = now[dim] & lost, now[dim] - lost
+            over = now[dim] & lost
+            now[dim] -= lost
             size = self.local_bytes(atom, splits)
             if dim != dims[-1]:
                 size = int(self.local_bytes(atom, tuple(now)) * wider)
@@ -400,15 +412,16 @@ class _Reader:
         return value
 
     def _narrowed(self, buffer: int) -> float:
-        """How many times as many bytes a value had before it was cast, if it was cast to fewer."""
+        """Returns the factor by which a cast made a value smaller; 1 where none did."""
         for node in reversed(self.nodes):
             if buffer in node.writes and node.name == "convert_element_type":
                 return max(1.0, self.sizes[node.reads[0]] / self.sizes[buffer])
         return 1.0
 
     def choose(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """A conditional: the branch of a platform, or all branches as bodies."""
-        which, platforms = operands[0].known, equation.params.get("branches_platforms")
+        """Reads a conditional: the platform's branch, or all branches as bodies."""
+        which = operands[0].known
+        platforms = equation.params.get("branches_platforms")
         if which is None and platforms is not None:
             which = self.branch_of(platforms)
         if which is not None:
@@ -441,7 +454,7 @@ class _Reader:
         return LivenessProgram(self.nodes, self.sizes, reads, writes)
 
     def loop(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
-        """A loop, whose carry has the layout that one more iteration leaves unchanged."""
+        """Reads a loop; its carry has the layout that another iteration leaves unchanged."""
         loop = inners(equation)[-1]
         operands = [self.resolved(one) for one in operands]
         shared, carried, rows = ([x.splits for x in part] for part in loop.parts(operands))
@@ -454,7 +467,7 @@ class _Reader:
             if settled == carried:
                 break
             carried = settled
-        # A first carry that is a broadcast number takes the layout of the later ones.
+        # An initial carry that is a broadcast number takes the layout of the later carries.
         repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
         begins = loop.parts(equation.invars)[1], loop.parts(operands)[1], carried
         for atom, value, splits in zip(*begins, strict=True):
@@ -462,7 +475,8 @@ class _Reader:
                 self.sizes[value.buffer] = self.local_bytes(atom, splits)
                 value.splits = splits
         places = [*carried, *((NONE, *splits) for splits in layouts[counts[1] :])]
-        trips, operands = loop.times or 1, loop.inputs(operands)
+        trips = loop.times or 1
+        operands = loop.inputs(operands)
         values = self._run_bodies(equation, operands, [body], places, trips, counts)
         for value, result in zip(values, results, strict=True):
             if axes := union(one.axes for one in result.partial):
@@ -499,4 +513,4 @@ _SPECIAL: MappingProxyType[str, Callable[[_Reader, JaxprEqn, Sequence[Sharded]],
         }
     )
 )
-"""Primitives that are no operations on arrays with a layout, by name."""
+"""Primitives that need their own treatment, by name."""

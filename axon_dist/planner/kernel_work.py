@@ -1,8 +1,8 @@
-"""The kernels of a traced program: what its products multiply, and what the others move.
+"""Counts the kernels of a traced program: the sizes of its products, and bytes moved by the others.
 
-Compilers fuse; `liveness.Written` says which values are in memory all the same. A value that is
-there is written once and read by every kernel that needs it. Kernels that read the same values are
-one. A loop on a GPU clears the stacks of its results, and copies each iteration's share in and out.
+Compilers fuse operations; `liveness.Written` tells which values still go to memory. Such a value is
+written once and read by every kernel that needs it. Kernels that read the same values count as one.
+A loop on a GPU clears the stacks of its results, and copies each iteration's slice in and out.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from .liveness import Written
 from .placement import IN_PLACE, LivenessProgram, Node, ProductDims
 
 _TAKEN = frozenset({"gather", "dynamic_slice", "slice"})
-"""Operations that read no more of their first operand than they return."""
+"""Operations that read only as much of their first operand as they return."""
 
 _STACK_WRITES, _STACK_READS = 3, 2
-"""How often memory passes over the stacks of a loop's results, which are cleared, read and written;
-and over those that it reads, of which each iteration's share is copied out."""
+"""How often a loop passes over the stacks of its results, which are cleared, read and written; and
+over the stacks that it reads, of which each iteration's slice is copied out."""
 
 
 @dataclasses.dataclass
 class KernelWork:
-    """What the kernels of a device do in a step.
+    """The work of one device's kernels in a step.
 
     Args:
         products: how often each product runs, by its sizes.
         unsized: FLOPs of products whose sizes are not known, such as convolutions.
         moved: bytes that all other kernels read and write.
-        kernels: how many kernels run, products among them.
+        kernels: how many kernels run, including products.
     """
 
     products: Counter[ProductDims] = dataclasses.field(default_factory=Counter)
@@ -38,7 +38,7 @@ class KernelWork:
     kernels: int = 0
 
     def add(self, other: KernelWork, times: int = 1) -> None:
-        """Adds what runs so many times."""
+        """Adds other work, `times` times."""
         for dims, count in other.products.items():
             self.products[dims] += times * count
         self.unsized += times * other.unsized
@@ -50,10 +50,10 @@ def kernel_work(program: LivenessProgram) -> KernelWork:
     """Counts the kernels of a program.
 
     Args:
-        program: of one device.
+        program: the program of one device.
 
     Returns:
-        Of conditionals the branch that multiplies most, the rare ones left out.
+        The work; a conditional counts the branch with the most FLOPs that is not rare.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -64,7 +64,8 @@ def kernel_work(program: LivenessProgram) -> KernelWork:
         >>> work.kernels, work.moved  # the second reads and writes 4 x 4 numbers of 4 bytes
         (2, 128.0)
     """
-    written, total = Written(program), KernelWork()
+    written = Written(program)
+    total = KernelWork()
     fused: list[Node] = []
     for node in program.nodes:
         if node.bodies:
@@ -84,10 +85,10 @@ def kernel_work(program: LivenessProgram) -> KernelWork:
 
 
 def _grouped(written: Written, nodes: list[Node]) -> list[list[Node]]:
-    """The nodes that compilers join into one kernel.
+    """Groups the nodes that compilers fuse into one kernel.
 
-    A node joins the kernel that makes what it reads, unless it waits for a reduction within, and
-    else a kernel that reads the same values.
+    A node joins the kernel that makes its operands, unless it needs the result of a reduction in
+    that kernel. Otherwise it joins a kernel that reads the same values.
     """
     groups: list[list[Node]] = []
     maker: dict[int, int] = {}
@@ -125,7 +126,7 @@ def _sources(written: Written, node: Node) -> frozenset[int]:
 
 
 def _moved(written: Written, nodes: list[Node]) -> float:
-    """Bytes that one kernel reads, each value once, and writes where another reads it."""
+    """Returns the bytes that one kernel reads (each value once) and writes for other kernels."""
     made = {b for node in nodes for b in node.writes if b in written.buffers}
     read: dict[int, int] = {}
     for node in nodes:
@@ -138,8 +139,9 @@ def _moved(written: Written, nodes: list[Node]) -> float:
 
 
 def _is_read(written: Written, buffer: int, own: set[int]) -> bool:
-    """Whether a kernel of other nodes needs a value that these make."""
-    todo, seen = [buffer], set()
+    """Whether a kernel of other nodes reads a value that these nodes make."""
+    todo = [buffer]
+    seen = set()
     while todo:
         now = todo.pop()
         for reader in written.readers[now]:
@@ -153,7 +155,7 @@ def _is_read(written: Written, buffer: int, own: set[int]) -> bool:
 
 
 def _read(written: Written, node: Node) -> dict[int, int]:
-    """Bytes that a node reads of each value in memory: of a table that it looks up, the rows."""
+    """Returns the bytes that a node reads of each value in memory; of a lookup table, the rows."""
     sizes = written.program.sizes
     found: dict[int, int] = {}
     for buffer in node.reads:
@@ -181,13 +183,13 @@ def _looped(node: Node, sizes: list[int]) -> KernelWork:
 
 
 def useful_flops(program: LivenessProgram) -> float:
-    """The FLOPs that MFU counts: of attention the pairs that a causal mask leaves, none twice.
+    """Returns the FLOPs that MFU counts: without masked attention pairs and without recomputation.
 
-    The backward pass of fused attention forms the scores again: five products for the four that
+    The backward pass of fused attention recomputes the scores: it has five products, of which four
     count.
 
     Args:
-        program: of a loss and its derivative, nothing recomputed.
+        program: a loss and its derivative, with nothing recomputed.
     """
     attention = [d for d in kernel_work(program).products.elements() if d.kind != "product"]
     forward = sum(d.flops * (0.5 if d.is_causal else 1.0) for d in attention if d.kind == "forward")

@@ -1,20 +1,19 @@
-"""How many bytes of a program are alive at once: what a compiler that fuses well would allocate.
+"""Estimates how many bytes of a program are alive at once under a compiler that fuses well.
 
-An elementwise operation costs nothing where it can be fused into those that read it. These values
-are written to memory: the results of products, reductions, gathers and loops; what a product or a
-loop reads; and a value that several operations read and that is smaller than what it is computed
-from. Everything else is computed again from these wherever it is read, and so keeps them alive.
-XLA:GPU does so; the other compilers are close enough for a ranking, and a compiled step has the
-exact figure.
+An elementwise operation needs no memory where it is fused into its readers. These values are
+written to memory: the results of products, reductions, gathers and loops; the operands of products
+and loops; and a value with several readers that is smaller than the values it is computed from.
+Everything else is recomputed from these by each reader, and so keeps them alive. XLA:GPU works like
+this; the other compilers are close enough for a ranking, and a compiled step has the exact figure.
 
-A value in memory is alive from the node that writes it to the last that reads it, or reads
-something that is computed again from it; updates are in place, in loops and branches too.
+A value in memory is alive from the node that writes it to the last node that reads it or anything
+recomputed from it. Updates are in place, also in loops and branches.
 
-XLA's latency-hiding scheduler for GPUs first runs the chain of products that later products need,
-and then the products whose results only enter sums, transfers and updates: the gradients of
-weights. So the activations and cotangents that these are computed from are alive together when the
-chain ends: those of one layer in an iteration of a loop over layers, and those of all layers in a
-model without such a loop.
+XLA's latency-hiding scheduler for GPUs first runs the chain of products that later products need.
+Then it runs the products whose results only enter sums, transfers and updates: the gradients of
+weights. The activations and cotangents of those gradients are therefore all alive when the chain
+ends: those of one layer in an iteration of a loop over layers, and those of all layers in a model
+without such a loop.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ INSIDE = frozenset(
     {"gather", "scatter-add", "scatter_add"}
     | {"reduce_window", "reduce_window_max", "reduce_window_sum"}
 )
-"""Operations, beside elementwise ones, into which those that compute their operands are fused."""
+"""Operations, other than elementwise ones, into which the producers of their operands are fused."""
 
 
 class Written:
     """Which values of a program are in memory.
 
     Args:
-        program: of one device.
+        program: the program of one device.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -65,13 +64,13 @@ class Written:
             self._place(node)
 
     def sources(self, buffer: int) -> frozenset[int]:
-        """The values in memory behind a buffer: itself, or those that it is computed again from."""
+        """Returns the values in memory behind a buffer: itself, or those it is recomputed from."""
         if buffer in self.buffers:
             return frozenset([buffer])
         return self._made_of.get(buffer, frozenset([buffer]))
 
     def runs(self, node: Node) -> bool:
-        """Whether a node runs by itself, and is not fused into those that read it."""
+        """Whether a node runs by itself, rather than fused into its readers."""
         return node.kind not in ("fused", "barrier") or not self.buffers.isdisjoint(node.writes)
 
     def _place(self, node: Node) -> None:
@@ -87,9 +86,9 @@ class Written:
             return True
         readers = self.readers[buffer]
         if not sources:
-            # A constant is computed where it is read, except for one that is overwritten.
+            # A constant is recomputed by each reader, unless a reader overwrites it.
             return any(buffer in overwritten(reader) for reader in readers)
-        # Kernels, loops and the like read their operands from memory.
+        # Products, loops and other unfused operations read their operands from memory.
         outside = any(
             one.kind not in ("fused", "reduction") and one.name not in INSIDE for one in readers
         )
@@ -101,33 +100,33 @@ class Written:
 
 
 def overwritten(node: Node) -> tuple[int, ...]:
-    """The buffers that a node overwrites: the operand of an update, the carry of a loop."""
+    """Returns the buffers that a node overwrites: an update's operand, or a loop's carry."""
     return node.reads[:1] if node.name in IN_PLACE else carried(node)
 
 
 def carried(node: Node) -> tuple[int, ...]:
-    """The buffers that a loop carries, as its first iteration reads them."""
+    """Returns the buffers of a loop's initial carry."""
     return node.reads[node.num_consts : node.num_consts + node.num_carry]
 
 
 Chain: TypeAlias = frozenset[int]
-"""Buffers that use the same memory one after the other."""
+"""Buffers that use the same memory one after another."""
 
 Shared: TypeAlias = Mapping[int, tuple[int, tuple[Chain, ...]]]
-"""The number of a result -> that of an operand, and in each body the buffers between."""
+"""The number of a result -> the number of an operand, and per body the buffers between them."""
 
 
 def overwrites(program: LivenessProgram) -> list[Mapping[int, Chain]]:
-    """Which inputs each output of a program may be written over.
+    """Finds the inputs whose memory each output of a program may reuse.
 
-    XLA gives an update the memory of what it updates where nothing else reads that, and what
-    enters a loop or the branches of a conditional the memory of what comes out of it in its place.
+    XLA updates an operand in place where nothing else reads it. A result of a loop or a conditional
+    shares the memory of the operand that it replaces.
 
     Args:
-        program: of an iteration of a loop, or of a branch.
+        program: the program of a loop's iteration, or of a branch.
 
     Returns:
-        For each output the numbers of such inputs, and the buffers between.
+        For each output, the numbers of such inputs, each with the buffers between.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -160,13 +159,13 @@ def overwrites(program: LivenessProgram) -> list[Mapping[int, Chain]]:
 
 
 def shared(node: Node) -> Shared:
-    """Which results of a loop or a conditional reuse the memory of an operand.
+    """Finds the results of a loop or a conditional that reuse the memory of an operand.
 
     Args:
-        node: with bodies.
+        node: a node with bodies.
 
     Returns:
-        For the number of each such result that of its operand, and in each body the buffers
+        From the number of each such result to that of its operand, and per body the buffers
         between.
     """
     reused: dict[int, tuple[int, tuple[Chain, ...]]] = {}
@@ -189,7 +188,7 @@ def shared(node: Node) -> Shared:
 
 
 def _under(node: Node, buffer: int, sizes: Sequence[int]) -> list[int]:
-    """What the result of a node may be written over."""
+    """Returns the buffers that the result of a node may overwrite."""
     if node.kind == "barrier" or node.name in IN_PLACE:
         return [node.reads[0]]
     if node.name in ADDS:
@@ -199,18 +198,18 @@ def _under(node: Node, buffer: int, sizes: Sequence[int]) -> list[int]:
 
 
 MOVES = frozenset({"transpose", "rev", "concatenate", "pad"})
-"""Elementwise operations whose elements move to other places."""
+"""Fused operations that move elements to other places, so that they cannot run in place."""
 
 
 def peak_of(program: LivenessProgram, in_place: Collection[int] = ()) -> int:
-    """The most bytes that are alive at once while a program runs.
+    """Returns the most bytes that are alive at once while a program runs.
 
     Args:
-        program: of one device.
+        program: the program of one device.
         in_place: positions of outputs that overwrite inputs.
 
     Returns:
-        Without the inputs, and the outputs that overwrite them.
+        The peak, without inputs and the outputs that overwrite them.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -231,12 +230,13 @@ class _Allocation:
         self.written = Written(program)
 
     def peak(self) -> int:
-        """The most bytes over all nodes, in their order."""
+        """Returns the most bytes alive at any node, in program order."""
         last = self._last_uses()
         ends: dict[int, list[int]] = defaultdict(list)
         for buffer, number in last.items():
             ends[number].append(buffer)
-        alive, most = 0, 0
+        alive = 0
+        most = 0
         for number, node in enumerate(self.program.nodes):
             new = sum(self._bytes(b) for b in node.writes if b in self.written.buffers)
             dying = [b for b in ends[number] if b in self.written.buffers]
@@ -251,17 +251,17 @@ class _Allocation:
         return 0 if buffer in self.free else self.program.sizes[buffer]
 
     def _inner(self, node: Node, inside: Shared) -> Iterable[int]:
-        """The bytes of each body beside its inputs, and the outputs that overwrite them."""
+        """Yields the peak of each body, without its inputs and the outputs that overwrite them."""
         for number, body in enumerate(node.bodies):
             free = (b for _, chains in inside.values() for b in chains[number])
             yield _Allocation(body, free).peak() + node.ahead
 
     def _reused(self, node: Node, dying: list[int], inside: Shared) -> int:
-        """Bytes of results that overwrite what is read for the last time."""
+        """Returns the bytes of results that overwrite buffers that are read for the last time."""
         if node.num_carry:
-            handed = zip(carried(node), node.writes[: node.num_carry], strict=True)
+            carries = zip(carried(node), node.writes[: node.num_carry], strict=True)
             return sum(
-                self._bytes(b) for a, b in handed if a in dying and b in self.written.buffers
+                self._bytes(b) for a, b in carries if a in dying and b in self.written.buffers
             )
         if node.bodies:
             pairs = [(node.reads[operand], node.writes[at]) for at, (operand, _) in inside.items()]
@@ -276,7 +276,7 @@ class _Allocation:
         return 0
 
     def _last_uses(self) -> dict[int, int]:
-        """When each buffer that is written out is read for the last time."""
+        """Returns, per buffer in memory, the number of the last node that reads it."""
         last: dict[int, int] = {}
         for number, node in enumerate(self.program.nodes):
             if not self.written.runs(node):
@@ -299,10 +299,10 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
     """Moves the products that no later product or loop needs to the end of a program.
 
     Args:
-        program: of a step, or of an iteration of a loop.
-        num_consts: of an iteration, how many inputs are the same in all.
-        num_carry: how many of the next inputs are carried; what only adds to one does not delay
-            the next iteration.
+        program: a step, or an iteration of a loop.
+        num_consts: how many of an iteration's inputs are the same in every iteration.
+        num_carry: how many of the next inputs are carried; a node that only adds to one does not
+            delay the next iteration.
 
     Returns:
         A program of the same nodes.
@@ -318,7 +318,8 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
         >>> names(liveness), names(postponed(liveness))[-2:]
         (['dot_general', 'dot_general', 'tanh', 'dot_general'], ['dot_general', 'dot_general'])
     """
-    before, after = program.inputs[num_consts:], program.outputs[:num_carry]
+    before = program.inputs[num_consts:]
+    after = program.outputs[:num_carry]
     needed = {
         made
         for start, made in zip(before, after, strict=False)
@@ -327,10 +328,10 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
     ends: set[int] = set()
     for number in reversed(range(len(program.nodes))):
         node = program.nodes[number]
-        leads = not needed.isdisjoint(node.writes)
-        if node.kind == "product" and not leads:
+        is_needed = not needed.isdisjoint(node.writes)
+        if node.kind == "product" and not is_needed:
             ends.add(number)
-        if leads or node.kind in CHAIN:
+        if is_needed or node.kind in CHAIN:
             needed.update(node.reads)
     late: set[int] = set()
     first, last = [], []
@@ -346,9 +347,9 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
 
 
 def _filled(nodes: list[Node]) -> list[Node]:
-    """Moves reductions that do not depend on a loop in front of it, where they hide its transfers.
+    """Moves reductions that do not depend on a loop before it, where they hide its transfers.
 
-    The positions of a max-pool are such: they are needed after the blocks that follow it.
+    An example are the argmax positions of a max-pool, which are only needed after later blocks.
     """
     ordered: list[Node] = []
     since: set[int] = set()
@@ -367,7 +368,7 @@ def _filled(nodes: list[Node]) -> list[Node]:
 
 
 def _ahead(loop: Node, body: LivenessProgram) -> int:
-    """Bytes that an iteration gathers for the next, of what does not depend on its carry."""
+    """Returns the bytes that an iteration prefetches: gathers that do not depend on its carry."""
     if loop.trips == 1:
         return 0
     dependent = set(body.inputs[loop.num_consts : loop.num_consts + loop.num_carry])

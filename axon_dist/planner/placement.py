@@ -4,10 +4,10 @@ A liveness program is a list of operations with their bytes, FLOPs and collectiv
 writes it. The layout of an array is the mesh axes that split each of its dims.
 
 The compiler derives the layouts of intermediate values from those of their operands: products keep
-the split dims that they do not sum over, elementwise operations take those of any operand, reshapes
-keep the major factor. What is summed over a split dim is a *partial* sum on every rank, until a
-collective adds it up. This follows from the `factors` of operations; where an operation has none,
-dims of equal size keep their place.
+the split dims that they do not sum over, elementwise operations take the splits of any operand, and
+reshapes keep the major factor. A sum over a split dim is a *partial* sum on every rank until a
+collective adds it up. All this follows from the `factors` of operations; where an operation has
+none, dims of equal size correspond by position.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ResultLayout: TypeAlias = tuple[Splits, Axes]
 
 
 def unsplit(ndim: int) -> Splits:
-    """The layout of an array that is not split."""
+    """Returns the layout of an array that is not split."""
     return (NONE,) * ndim
 
 
 def of_spec(spec: PartitionSpec | Sequence[object], ndim: int) -> Splits:
-    """The splits of a `PartitionSpec`.
+    """Returns the splits of a `PartitionSpec`.
 
     Example:
         >>> [sorted(axes) for axes in of_spec((None, ("dp", "tp")), 3)]
@@ -57,7 +57,7 @@ def of_spec(spec: PartitionSpec | Sequence[object], ndim: int) -> Splits:
 
 
 def once(splits: Sequence[Axes]) -> Splits:
-    """Removes axes that split an earlier dim already."""
+    """Removes axes that already split an earlier dim."""
     used: set[str] = set()
     remaining = []
     for axes in splits:
@@ -67,26 +67,26 @@ def once(splits: Sequence[Axes]) -> Splits:
 
 
 def either(one: Splits, other: Splits) -> Splits:
-    """The axes that split the dims of one of two arrays, or else of the other."""
+    """Returns, per dim, the axes that split the first array, or else those of the second."""
     return once([a or b for a, b in zip(one, other, strict=True)])
 
 
 def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]:
-    """The layouts of the results of an equation that runs no inner program.
+    """Returns the layouts of the results of an equation without an inner program.
 
     Args:
-        equation: of a jaxpr.
+        equation: an equation of a jaxpr.
         operands: the layouts of its operands.
 
     Returns:
-        One for each result.
+        One layout per result.
     """
     if equation.primitive.name == "sharding_constraint":
         return [(_constrained(equation, operands[0]), NONE)]
     known = factors(equation)
-    rule, name = known or guessed(equation), equation.primitive.name
-    # Of operands that disagree, an elementwise operation follows the first.
-    is_first = known is None or name in ELEMENTWISE
+    rule = known or guessed(equation)
+    # An elementwise operation whose operands disagree follows the first one.
+    is_first = known is None or equation.primitive.name in ELEMENTWISE
     axes_of = _axes(rule, operands, is_first)
     results = [once([_split(rule, numbers, axes_of) for numbers in dims]) for dims in rule.results]
     summed = union(axes_of[n] for n, role in enumerate(rule.roles) if role in ADDED_UP)
@@ -94,20 +94,20 @@ def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]
 
 
 SPLIT_ALIKE = frozenset({Role.PASSES, Role.ALONG, Role.JOINED, Role.INDEXED})
-"""Along these factors a result is split as the operands are."""
+"""Along these factors a result is split like the operands."""
 
 ADDED_UP = frozenset({Role.SUMMED, Role.INDEXED})
-"""Along these factors every rank has a partial sum, where the result has no such dim: of rows that
-are looked up a rank returns those that it has, and zeros for the others."""
+"""Along these factors every rank has a partial sum, where the result has no such dim. In a lookup,
+for example, a rank returns the rows that it has, and zeros for the others."""
 
 
 def union(axes: Iterable[Axes]) -> Axes:
-    """All axes of some dims."""
+    """Returns the union of the axes of some dims."""
     return NONE.union(*axes)
 
 
 def _axes(rule: Factors, operands: Sequence[Splits], is_first: bool) -> list[Axes]:
-    """The axes that split each factor: those of the dims of which it is the major one."""
+    """Returns the axes that split each factor: those of the dims whose major factor it is."""
     axes_of = [NONE] * len(rule.roles)
     for array, splits in zip(rule.operands, operands, strict=True):
         for numbers, axes in zip(array, splits, strict=True):
@@ -123,34 +123,34 @@ def _split(rule: Factors, numbers: Sequence[int], axes_of: Sequence[Axes]) -> Ax
 def _constrained(equation: JaxprEqn, operand: Splits) -> Splits:
     sharding = equation.params["sharding"]
     free = equation.params.get("unconstrained_dims") or ()
-    said = of_spec(getattr(sharding, "spec", ()), len(operand))
-    return once([operand[d] if d in free else axes for d, axes in enumerate(said)])
+    wanted = of_spec(getattr(sharding, "spec", ()), len(operand))
+    return once([operand[d] if d in free else axes for d, axes in enumerate(wanted)])
 
 
 VIEWS = frozenset(
     {"reshape", "squeeze", "expand_dims", "stop_gradient", "pvary", "name", "reshard", "copy_p"}
     | {"bitcast_convert_type", "optimization_barrier", "sharding_constraint"}
 )
-"""Operations that copy no data; the transpose of a matrix is one for the product that reads it."""
+"""Operations that copy no data. A matrix transpose is one too, as products read it directly."""
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot_general"})
-"""Operations whose operands and results are in memory."""
+"""Operations with operands and results in memory."""
 
 ATTENTION = "dot_product_attention"
-"""How the names of the primitives of fused attention begin."""
+"""The prefix of the primitive names of fused attention."""
 
 OTHERS = frozenset(
     {"gather", "scatter-add", "scatter_add", "scatter", "sort", "top_k", "fft", "cholesky"}
     | {"reduce_window", "reduce_window_max", "reduce_window_sum", "select_and_scatter_add"}
     | {"select_and_gather_add", "dynamic_update_slice", "cumsum", "cumlogsumexp", "cumprod"}
 )
-"""Operations whose results are in memory."""
+"""Operations with results in memory."""
 
 LINEAR = frozenset(
     {"convert_element_type", "transpose", "reshape", "squeeze", "neg", "copy", "reduce_sum"}
     | {"slice", "pad", "name", "reduce_precision"}
 )
-"""Linear operations on one operand, which may also be done before its sum over ranks."""
+"""Linear operations on one operand, which may as well run before its sum over ranks."""
 
 COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "psum": ("all-reduce", "axes"),
@@ -161,10 +161,10 @@ COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "ppermute": ("collective-permute", "axis_name"),
     "all_to_all": ("all-to-all", "axis_name"),
 }
-"""The collectives of programs in `shard_map`, and which parameter names the axes."""
+"""The collective primitives of `shard_map`: their kind, and the parameter that names the axes."""
 
 SUMS = frozenset({"psum", "psum_invariant"})
-"""Those of `COLLECTIVES` that give every rank the whole sum."""
+"""The `COLLECTIVES` that give every rank the whole sum."""
 
 SPREAD = frozenset({"broadcast_in_dim", "iota"})
 """Operations whose results are larger than all that they read."""
@@ -178,9 +178,9 @@ class Sent:
     """One collective.
 
     Args:
-        kind: the compiler's name of it.
+        kind: the compiler's name for it.
         axes: the mesh axes.
-        num_bytes: of the full array: the result of an all-gather, the operand of the others.
+        num_bytes: bytes of the full array: the result of an all-gather, or the operand of others.
     """
 
     kind: str
@@ -194,13 +194,13 @@ class ProductDims:
 
     Args:
         kind: `"product"`, `"forward"` or `"backward"`; the latter two are fused attention.
-        rows: of the result; of attention the positions that a query may look at.
-        columns: of the result; of attention the width of a head.
-        summed: the dim that is contracted; of attention 0.
-        batch: independent products.
-        written: bytes of an element of the result.
-        read: bytes of an element of the operands.
-        flops: of all.
+        rows: rows of the result; for attention, the number of key positions.
+        columns: columns of the result; for attention, the width of a head.
+        summed: the contracted size; 0 for attention.
+        batch: the number of independent products.
+        written: bytes per element of the result.
+        read: bytes per element of the operands.
+        flops: FLOPs of all of them.
         is_causal: whether later positions are masked.
     """
 
@@ -220,18 +220,18 @@ class Node:
     """One operation on one device.
 
     Args:
-        name: of the primitive.
+        name: the name of the primitive.
         kind: `"fused"`, `"reduction"`, `"product"`, `"other"`, `"barrier"` or `"loop"`.
-        reads: buffers.
-        writes: buffers.
-        flops: of its products.
-        sent: collectives.
-        bodies: what a loop runs in every iteration; of a conditional all branches.
-        trips: iterations.
-        num_consts: of the buffers that it reads, the first so many are the same in every iteration.
-        num_carry: the next so many are carried from one iteration to the next.
+        reads: the buffers that it reads.
+        writes: the buffers that it writes.
+        flops: FLOPs of its products.
+        sent: its collectives.
+        bodies: the body of a loop; all branches of a conditional.
+        trips: the number of iterations.
+        num_consts: how many of the first buffers read are the same in every iteration.
+        num_carry: how many of the next are carried from one iteration to the next.
         ahead: bytes that every iteration gathers for the next one.
-        dims: the sizes of its product; None of what is none, or where they are not known.
+        dims: the sizes of its product; None where there is none, or they are not known.
     """
 
     name: str
@@ -253,10 +253,10 @@ class LivenessProgram:
     """A program of one device.
 
     Args:
-        nodes: in the order of the program.
+        nodes: its operations, in program order.
         sizes: bytes of each buffer.
-        inputs: buffers that exist before.
-        outputs: buffers that exist after.
+        inputs: buffers that exist before it runs.
+        outputs: buffers that exist after it ran.
         is_rare: whether it is a branch that hardly ever runs.
     """
 
@@ -268,7 +268,7 @@ class LivenessProgram:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all products; of a conditional, of the costliest branch that is not rare."""
+        """FLOPs of all products; a conditional counts its costliest branch that is not rare."""
         return sum(
             node.flops
             + node.trips * max((b.flops for b in node.bodies if not b.is_rare), default=0.0)
@@ -276,7 +276,7 @@ class LivenessProgram:
         )
 
     def sends(self, times: int = 1) -> list[tuple[Sent, int]]:
-        """Every collective, and how often it runs; those of all branches are listed."""
+        """Returns every collective, in all branches, and how often it runs."""
         collectives = [(sent, times) for node in self.nodes for sent in node.sent]
         for node in self.nodes:
             for body in node.bodies:
@@ -285,21 +285,19 @@ class LivenessProgram:
 
 
 def is_rare(branch: ClosedJaxpr) -> bool:
-    """Whether a branch of a conditional was traced in the scope of those that hardly ever run."""
+    """Whether a branch of a conditional was traced in the scope of branches that rarely run."""
     return any(RARE in str(equation.source_info.name_stack) for equation in branch.jaxpr.eqns)
 
 
 def kind_of(name: str) -> str:
-    """The kind of the node of a primitive that runs no inner program."""
+    """Returns the node kind of a primitive without an inner program."""
     if name in PRODUCTS or name.startswith(ATTENTION):
         return "product"
     if name in OTHERS or name in COLLECTIVES:
         return "other"
-    return (
-        "reduction"
-        if name.startswith(("reduce_", "arg")) and name != "reduce_precision"
-        else "fused"
-    )
+    if name.startswith(("reduce_", "arg")) and name != "reduce_precision":
+        return "reduction"
+    return "fused"
 
 
 ADDS = frozenset({"add", "add_any"})
@@ -312,9 +310,9 @@ class Sharded:
     """A variable with its layout.
 
     Args:
-        buffer: that holds it.
-        splits: by its dims.
-        partial: the sums that it is a partial sum of, until a collective adds them up.
+        buffer: the buffer that holds it.
+        splits: the axes that split each of its dims.
+        partial: the sums of which it is a part, until a collective adds them up.
         known: its value, where it selects a branch by platform.
     """
 
@@ -329,15 +327,15 @@ class Sum:
     """A sum of which every rank has a part.
 
     Args:
-        node: what made it.
-        axes: of the ranks.
-        num_bytes: that a rank has of it.
-        trips: iterations of the loop that adds to it. Where it is scattered, every iteration
-            scatters its part, for the compiler gives a loop's carry the layout of its readers.
-        is_replicated: whether every rank has to have all of it before it is scattered.
-        is_done: whether it was added up already, for another reader.
-        is_base: whether a scatter of parts is added to it. XLA scatters onto it then, and of what
-            it has added up and split, it gathers the whole for that.
+        node: the node that made it.
+        axes: the mesh axes of the ranks.
+        num_bytes: the bytes of a rank's part.
+        trips: iterations of the loop that adds to it. If it is scattered, every iteration scatters
+            its part, because the compiler gives a loop's carry the layout of its readers.
+        is_replicated: whether every rank must have all of it before it is scattered.
+        is_done: whether it was already added up for another reader.
+        is_base: whether a scatter-add of parts is added to it. XLA then scatters onto this sum, and
+            must gather it first if it was reduce-scattered.
     """
 
     node: Node
@@ -350,12 +348,12 @@ class Sum:
 
 
 def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
-    """Whether a loop does nothing with a value that it carries but add to it.
+    """Whether a loop only adds to a value that it carries.
 
     Args:
-        before: its buffer when an iteration begins; -1 for what is not carried.
-        after: its buffer when the iteration ends.
-        nodes: of an iteration.
+        before: its buffer at the begin of an iteration; -1 for a value that is not carried.
+        after: its buffer at the end of the iteration.
+        nodes: the nodes of an iteration.
     """
     if before < 0:
         return False
@@ -367,16 +365,16 @@ def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
 
 
 def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
-    """The sums that the result of a linear operation is a part of, because its operands are."""
-    # A sum that was completed for another reader is not partial any more.
+    """Returns the sums of which the result of a linear operation is a part, like its operands."""
+    # A sum that was completed for another reader is no longer partial.
     partial = [tuple(part for part in one.partial if not part.is_done) for one in operands]
     is_part = [bool(sums) for sums in partial]
     if name in SCATTERS and len(partial) > 2 and is_part[2]:
-        # Added to a replicated array; the sum over ranks may as well follow the scatter.
+        # The updates go to a replicated array, so the sum over ranks may follow the scatter.
         return () if is_part[0] or is_part[1] else partial[2]
     if name in ADDS:
-        # What a loop adds to its carry is summed over ranks after the loop; other addends may be
-        # so before or after they are added.
+        # Values that a loop adds to its carry are summed over ranks after the loop. Other addends
+        # may be summed before or after the addition.
         return joined(tuple(sum(partial, ()))) if any(is_part) else ()
     if name == "mul" and sum(is_part) == 1:
         return partial[0] or partial[1]
@@ -386,12 +384,12 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
 
 
 def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
-    """Partial sums that are added: one collective for all of products, one for each other."""
+    """Returns the sums left when partial sums are added: one for all products, or each its own."""
     if any(one.node.name in SCATTERS for one in sums):
         for one in sums:
             one.is_base = one.node.kind == "product"
-    alike = {(one.node.kind, one.axes, one.num_bytes) for one in sums}
-    if len(alike) > 1 or sums[0].node.kind != "product":
+    kinds = {(one.node.kind, one.axes, one.num_bytes) for one in sums}
+    if len(kinds) > 1 or sums[0].node.kind != "product":
         return sums
     for one in sums[1:]:
         one.is_done = True
@@ -401,14 +399,14 @@ def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
 def flops_of(
     equation: Any, splits: Sequence[Splits], result: Splits, axes: Mapping[str, int], platform: str
 ) -> float:
-    """Multiplications and additions of one device; none where nothing is multiplied.
+    """Returns the FLOPs of one device; 0 where nothing is multiplied.
 
     Args:
-        equation: of a traced program over global arrays.
+        equation: an equation of a traced program over global arrays.
         splits: the layout of each operand.
         result: the layout of the result.
         axes: the sizes of the mesh axes.
-        platform: only TPUs multiply a row with the matrix of its group alone.
+        platform: for grouped products, only TPUs multiply each row by its own group's matrix alone.
     """
     name = equation.primitive.name
     shapes: list[tuple[int, ...]] = [getattr(a.aval, "shape", ()) for a in equation.invars]
@@ -448,21 +446,23 @@ def flops_of(
 def product_dims(
     equation: Any, result: Splits, axes: Mapping[str, int], flops: float
 ) -> ProductDims | None:
-    """The sizes of a product or of fused attention on one device; None of anything else.
+    """Returns the sizes of a product or fused attention on one device; None for other operations.
 
     Args:
-        equation: of a traced program over global arrays.
+        equation: an equation of a traced program over global arrays.
         result: the layout of the result.
         axes: the sizes of the mesh axes.
-        flops: of a device, by `flops_of`.
+        flops: FLOPs of a device, by `flops_of`.
     """
-    name, operands = equation.primitive.name, [atom.aval for atom in equation.invars]
+    name = equation.primitive.name
+    operands = [atom.aval for atom in equation.invars]
     if not flops or not (name == "dot_general" or name.startswith(ATTENTION)):
         return None
     out = equation.outvars[0].aval
     if name != "dot_general":
         kind = "forward" if "fwd" in name else "backward"
-        length, width = operands[1].shape[1], operands[0].shape[-1]
+        length = operands[1].shape[1]
+        width = operands[0].shape[-1]
         is_causal = "CAUSAL" in str(equation.params.get("mask_type"))
         size = out.dtype.itemsize
         return ProductDims(kind, length, width, 0, 1, size, size, flops, is_causal)

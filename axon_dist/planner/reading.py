@@ -1,6 +1,6 @@
-"""What a traced step needs of one device and what its time is made of, before any is compiled.
+"""Estimates memory and time of a step on one device from its trace, before compilation.
 
-`recompute_least` finds how little the backward pass has to recompute for a step to fit.
+`recompute_least` finds the least recomputation with which a step fits into memory.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .placement import ProductDims, Sent, Splits, of_spec
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Where the time of a step goes, seconds.
+    """The parts of a step's time, in seconds.
 
     Args:
-        compute: products, attention and memory-bound kernels with the gaps between them,
-            recomputation included.
-        bubble: the time that ranks of a pipeline are idle.
+        compute: products, attention and memory-bound kernels with the gaps between them, including
+            recomputation.
+        bubble: the idle time of pipeline ranks.
         update: reading and writing the training state.
         communication: all transfers, as if nothing else ran.
-        exposed: those of them that compute does not hide.
+        exposed: the transfers that compute does not hide.
     """
 
     compute: float
@@ -52,24 +52,24 @@ class StepCost:
     exposed: float
 
     def utilization(self, flops: float, hardware: Hardware) -> float:
-        """MFU: the share of a chip's bfloat16 peak that so many useful FLOPs of a device are."""
+        """Returns the MFU: a device's useful FLOPs relative to the chip's bfloat16 peak."""
         return flops / (hardware.flops * self.total)
 
     @property
     def total(self) -> float:
-        """The step."""
+        """The time of the whole step."""
         return self.compute + self.bubble + self.update + self.exposed
 
     @property
     def overhead(self) -> float:
-        """The share of transfers and bubble, hidden or not, in all that a device has to do."""
+        """The share of transfers (hidden or not) and bubble in a device's total work."""
         lost = self.bubble + self.communication
         return lost / (self.compute + lost)
 
 
 @functools.cache
 def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed: int = 1) -> float:
-    """The time that a rank of a pipeline is idle, as a share of the time that it computes.
+    """Returns the idle time of a pipeline rank relative to its compute time.
 
     Args:
         schedule: a name of `PipelineSchedule`.
@@ -78,7 +78,7 @@ def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed
         recomputed: forward passes that a backward pass repeats.
 
     Raises:
-        ScheduleError: for sizes that the schedule cannot do.
+        ScheduleError: for sizes that the schedule does not support.
 
     Example:
         >>> idle_share("gpipe", 4, 8) == 3 / 8
@@ -98,27 +98,27 @@ ROUNDS: Mapping[str, float] = {
     "reduce-scatter": 1.0,
     "all-to-all": 1.0,
 }
-"""How often a ring passes the share `(N-1)/N` of an array on, by the kind of the collective."""
+"""How often a ring sends the share `(N-1)/N` of an array, by the kind of the collective."""
 
 COMBINED = 30e6
-"""The bytes up to which compilers join collectives into one, where compute hides them."""
+"""The bytes up to which compilers combine collectives, where compute hides them."""
 
 WAITED = frozenset({"tp", "pp"})
-"""The axes whose collectives the next product needs; compute hides the others."""
+"""The axes whose collectives the next product waits for; compute hides the others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What one device holds, computes and sends in a step, read from the step's own program.
+    """One device's memory, compute and communication in a step, read from the step's program.
 
     Args:
         state: bytes of the train state between steps.
-        batch: bytes of its samples.
-        temporaries: bytes at the peak, beside these.
-        flops: operations of its products; of branches of a conditional the dearest.
-        sends: collectives, and how often each runs; of branches all.
+        batch: bytes of the device's samples.
+        temporaries: bytes at the peak, in addition to these.
+        flops: FLOPs of its products; a conditional counts its costliest branch.
+        sends: collectives of all branches, and how often each runs.
         mesh: the axes and their sizes, outer to inner.
-        work: what its kernels multiply and move.
+        work: the work of its kernels.
     """
 
     state: int
@@ -131,7 +131,7 @@ class Reading:
 
     @property
     def peak(self) -> int:
-        """All that a device has to hold at once."""
+        """The most bytes that a device holds at once."""
         return self.state + self.batch + self.temporaries
 
     @property
@@ -141,7 +141,7 @@ class Reading:
 
     @property
     def by_axes(self) -> dict[str, float]:
-        """The same, by the axes that they are sent over."""
+        """Bytes that a device sends in a step, by the axes over which they are sent."""
         by_axes: dict[str, float] = defaultdict(float)
         for sent, times in self.sends:
             by_axes[",".join(sent.axes)] += self._wire(sent) * times
@@ -153,7 +153,7 @@ class Reading:
         return ROUNDS[sent.kind] * (1 - 1 / self._ranks(sent)) * sent.num_bytes
 
     def _combined(self) -> dict[tuple[str, tuple[str, ...], int], list[int]]:
-        """The sizes of the collectives of a kind over the same axes that run equally often."""
+        """Groups sizes of collectives of the same kind, over the same axes, run equally often."""
         sizes: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
         for sent, times in self.sends:
             sizes.setdefault((sent.kind, sent.axes, times), []).append(sent.num_bytes)
@@ -163,7 +163,7 @@ class Reading:
         return math.prod(self.mesh[axis] for axis in sent.axes)
 
     def _stride(self, sent: Sent) -> int:
-        """How many devices apart two consecutive ranks of the innermost axis are."""
+        """Returns the distance, in devices, of two consecutive ranks of the innermost axis."""
         names = list(self.mesh)
         innermost = max(names.index(axis) for axis in sent.axes)
         return math.prod(self.mesh[name] for name in names[innermost + 1 :])
@@ -176,17 +176,17 @@ class Reading:
         flops: float | None = None,
         idle: float = 0.0,
     ) -> StepCost:
-        """The time of a step: kernels at the rates of `mesh.rates`, transfers, and the update.
+        """Estimates a step's time: kernels at the rates of `mesh.rates`, transfers, and the update.
 
         Args:
             hardware: FLOP/s by dtype, bytes/s of memory and links of one chip.
-            compute: the dtype of the products whose sizes are not known.
-            flops: in place of those read, for a pipeline, whose ranks are idle by turns.
-            idle: of a pipeline, as by `idle_share`.
+            compute: the dtype of products whose sizes are not known.
+            flops: FLOPs to use instead of those read, for a pipeline whose ranks idle in turn.
+            idle: the idle share of a pipeline, from `idle_share`.
 
         Returns:
-            The parts. Collectives over `tp` and `pp` are exposed; compute hides the others,
-            which is the best case.
+            The parts. Collectives over `tp` and `pp` are exposed. Compute is assumed to hide the
+            others, which is the best case.
         """
         update = rates_of(hardware).memory_seconds(2 * self.state)
         busy = self._busy(hardware, compute, flops)
@@ -200,23 +200,26 @@ class Reading:
         )
 
     def _busy(self, hardware: Hardware, compute: DTypeLike, flops: float | None) -> float:
-        """Seconds of all kernels but those that update the state."""
-        rates, work = rates_of(hardware), self.work
+        """Returns the seconds of all kernels except those that update the state."""
+        rates = rates_of(hardware)
+        work = self.work
         seconds = work.unsized / (rates.products * hardware.rate(compute) / hardware.flops)
         for dims, count in work.products.items():
             seconds += count * _product_seconds(dims, hardware)
         if flops is not None and self.flops:
             seconds *= flops / self.flops
-        # The update is a part of the program, and has a row of its own.
+        # The program includes the update, which is accounted for separately.
         moved = max(0.0, work.moved - 2 * self.state)
         return seconds + rates.memory_seconds(moved) + work.kernels * rates.gap
 
     def _transfers(self, hardware: Hardware) -> tuple[float, float, float]:
-        """Seconds of all transfers, of those that are waited for, and of the others."""
-        hidden, exposed = 0.0, 0.0
+        """Returns the seconds of all transfers, of the exposed ones, and of the others."""
+        hidden = 0.0
+        exposed = 0.0
         for (kind, axes, times), sizes in self._combined().items():
             one = Sent(kind, axes, sum(sizes))
-            ranks, stride = self._ranks(one), self._stride(one)
+            ranks = self._ranks(one)
+            stride = self._stride(one)
             if ranks == 1:
                 continue
             is_exposed = not WAITED.isdisjoint(axes)
@@ -224,12 +227,15 @@ class Reading:
             calls *= max(1, round(ROUNDS.get(kind, 1.0)))
             latency = calls * hardware.ring_latency(ranks, stride)
             took = times * (latency + self._wire(one) / hardware.bandwidth(ranks, stride))
-            hidden, exposed = hidden + took * (not is_exposed), exposed + took * is_exposed
+            if is_exposed:
+                exposed += took
+            else:
+                hidden += took
         return hidden + exposed, exposed, hidden
 
 
 def _product_seconds(dims: ProductDims, hardware: Hardware) -> float:
-    """The time of one product, or of one pass of attention."""
+    """Returns the seconds of one product, or of one pass of attention."""
     rates = rates_of(hardware)
     if dims.kind != "product":
         is_backward = dims.kind == "backward"
@@ -253,10 +259,10 @@ def read_program(
     Args:
         program: the closed jaxpr of a step, over global arrays.
         arguments: its arguments in order, shapes with shardings.
-        num_state: how many of the first of them are the train state, which is returned first and
-            overwrites what was given.
+        num_state: how many of the first arguments are the train state. The new state is returned
+            first and overwrites it.
         mesh: the sizes of the axes.
-        platform: `cpu`, `gpu` or `tpu`, which branches are taken for.
+        platform: `cpu`, `gpu` or `tpu`; its platform-dependent branches are read.
 
     Returns:
         The reading.
@@ -285,15 +291,15 @@ class Traceable(Protocol):
         ...
 
     def program(self, batch: Batch) -> tuple[ClosedJaxpr, list[jax.ShapeDtypeStruct]]:
-        """The closed jaxpr, and its arguments, those of the state first."""
+        """Returns the closed jaxpr and its arguments, the state's first."""
         ...
 
 
 def read_step(step: Traceable, batch: Batch) -> Reading:
-    """Reads the program of a step for the devices that it was built for, which need not be there.
+    """Reads the program of a step for the devices it was built for, which need not exist here.
 
     Args:
-        step: built, not compiled.
+        step: a step that was built, not compiled.
         batch: shapes of a global batch.
     """
     program, arguments = step.program(batch)
@@ -308,10 +314,10 @@ def _splits(leaf: jax.ShapeDtypeStruct) -> Splits:
 
 
 AUTO = "auto"
-"""What a config says to have the least recomputed that memory allows."""
+"""The config value for the least recomputation with which a step fits."""
 
 Remat: TypeAlias = ActivationCheckpointing | Literal["auto"] | None
-"""What is recomputed, as a config says it."""
+"""The recomputation setting of a config."""
 
 LADDER: Mapping[str, ActivationCheckpointing | None] = MappingProxyType(
     {
@@ -320,14 +326,14 @@ LADDER: Mapping[str, ActivationCheckpointing | None] = MappingProxyType(
         "every block": ActivationCheckpointing(),
     }
 )
-"""What may be recomputed, by what a sentence calls it; each row saves less than the one before."""
+"""Recomputation settings by their name in messages; each row keeps less than the one before."""
 
 USABLE = 0.9
-"""The share of device memory that a step may fill; the rest is the runtime's and fragmentation."""
+"""The share of device memory that a step may fill; the rest is for runtime and fragmentation."""
 
 SURE = 0.75
-"""The share of the usable memory up to which a traced step fits for certain: compiled ones have
-needed 0.63 to 1.18 of what was traced."""
+"""The share of the usable memory up to which a traced step certainly fits: compiled steps have
+needed 0.63 to 1.18 times the traced estimate."""
 
 Step = TypeVar("Step")
 
@@ -338,13 +344,13 @@ def recompute_least(
     peak: Callable[[Step], int],
     usable: float,
 ) -> Step:
-    """Takes the first row of `LADDER` whose step fits; no row changes a number.
+    """Returns the step of the first row of `LADDER` that fits; no row changes results.
 
     Args:
-        build: makes the step that recomputes what a row says.
+        build: makes the step with a row's setting.
         read: traces it.
-        peak: bytes of a device by the compiled step, asked for where the traced one fits, and
-            fills more than `SURE` of what it may.
+        peak: returns a device's bytes by the compiled step. It is called only where the traced step
+            fits but fills more than `SURE` of the usable memory.
         usable: bytes of a device that it may fill.
 
     Returns:
@@ -364,33 +370,34 @@ def recompute_least(
         peaks[name] = byte_size(needs)
     needs = ", ".join(f"{size} where it recomputes {name}" for name, size in peaks.items())
     raise ConfigError(
-        f"remat: auto found nothing that fits the {byte_size(int(usable))} of a device that may be "
-        f"filled: a step needs {needs}. Take more microbatches (train.accumulate), or split the "
-        "model over more devices, as axon plan says"
+        f"remat: auto found nothing that fits the {byte_size(int(usable))} of usable device "
+        f"memory: a step needs {needs}. Use more microbatches (train.accumulate), or split the "
+        "model over more devices, as axon plan suggests",
+        code="remat-does-not-fit",
     )
 
 
 def recomputing_line(
     remat: ActivationCheckpointing | None, reading: Reading, full: Reading, usable: float
 ) -> str:
-    """What was chosen and what it saves, in a sentence.
+    """Describes the chosen setting and its savings in a sentence.
 
     Args:
-        remat: what the step recomputes, of `LADDER`.
-        reading: what its traced program needs.
-        full: the same of a step that recomputes every block.
+        remat: the step's setting, a value of `LADDER`.
+        reading: the reading of the step.
+        full: the reading of a step that recomputes every block.
         usable: bytes of a device that a step may fill.
     """
     name = next(name for name, row in LADDER.items() if row == remat)
     saved = 1 - reading.flops / full.flops if full.flops else 0.0
     return (
         f"remat: auto recomputes {name}: {byte_size(reading.peak)} of {byte_size(int(usable))} "
-        f"that may be filled, {saved:.1%} fewer FLOPs than recomputing every block"
+        f"usable memory, {saved:.1%} fewer FLOPs than recomputing every block"
     )
 
 
 def knows_memory(world: World) -> bool:
-    """Whether it is known how much memory the devices have: by their chip, or by their runtime."""
+    """Whether the devices' memory size is known, from their chip or from their runtime."""
     if machine_of(world.mesh) is not None:
         return True
     local = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
@@ -398,7 +405,7 @@ def knows_memory(world: World) -> bool:
 
 
 def usable_bytes(world: World) -> int:
-    """Bytes of a device that a step may fill: of its chip, or of this host's memory its share."""
+    """Returns the bytes of a device that a step may fill, of its chip or its share of this host."""
     local = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     row = machine_of(world.mesh)
     if row is not None:

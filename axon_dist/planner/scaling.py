@@ -1,6 +1,6 @@
-"""Rules of thumb: what more devices change, and where to start when nothing is known in numbers.
+"""Rules of thumb for scaling to more devices, and for choosing a first parallelism.
 
-Numbers are read as people write them: `80GB`, `16GiB`, `7e9`, `175B`.
+Also parses numbers as people write them: `80GB`, `16GiB`, `7e9`, `175B`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..mesh.chips import HARDWARE
 LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
     {"linear": lambda ratio: ratio, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
 )
-"""By what the learning rate grows, given by what the batch grows."""
+"""The factor of the learning rate, given the factor of the batch."""
 
 
-# Whether a tracer is above 0 is not known, which shows that it is one.
+# A tracer (it has an `aval`) is tested too: its truth value is unknown, and so JAX's error shows.
 POSITIVE = ArgumentKind(
     "a number above 0", lambda x: (REAL.holds(x) or hasattr(x, "aval")) and x > 0
 )
@@ -28,10 +28,10 @@ POSITIVE = ArgumentKind(
 
 @checked(local=COUNT, dp=COUNT, accum=COUNT)
 def effective_batch(local: int, dp: int, accum: int = 1) -> int:
-    """Samples of a step: those of a microbatch, times ranks, times microbatches.
+    """Returns the samples per step: those of a microbatch, times ranks, times microbatches.
 
     Args:
-        local: samples that a rank computes at a time.
+        local: samples per microbatch on a rank.
         dp: data-parallel ranks.
         accum: microbatches that a step accumulates.
 
@@ -47,12 +47,12 @@ def effective_batch(local: int, dp: int, accum: int = 1) -> int:
 
 @checked(base=POSITIVE, batch=COUNT, base_batch=COUNT)
 def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> float:
-    """The learning rate for another batch.
+    """Returns the learning rate for another batch size.
 
     Args:
-        base: the rate that was good.
-        batch: samples of a step now.
-        base_batch: samples of a step then.
+        base: the rate that was tuned.
+        batch: the new samples per step.
+        base_batch: the samples per step for which it was tuned.
         rule: `linear` for SGD, `sqrt` for Adam, or `none`.
 
     Returns:
@@ -74,7 +74,7 @@ def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> 
 
 @checked(t1=POSITIVE, tn=POSITIVE, n=COUNT)
 def scaling_efficiency(t1: float, tn: float, n: int) -> float:
-    """How much of n-fold speed n devices reach, from measured times of the same work: `t1/(n tn)`.
+    """Returns the share of n-fold speed that n devices reach on the same work, `t1/(n tn)`.
 
     Args:
         t1: seconds on one device.
@@ -95,11 +95,11 @@ def scaling_efficiency(t1: float, tn: float, n: int) -> float:
 
 
 FAST = 100e9
-"""Bytes/s per device from which layers can be gathered while others compute."""
+"""The bytes/s per device from which layers can be gathered while others compute."""
 
 
 class Direction(NamedChoice):
-    """Where to start."""
+    """The parallelism to start from."""
 
     DATA = "data"
     PIPELINE = "pipeline"
@@ -111,17 +111,17 @@ class Direction(NamedChoice):
 def decide(
     fits: bool, sequential: bool = False, interconnect: float = HARDWARE["h100"].link
 ) -> Direction:
-    """Says which parallelism to start from.
+    """Returns the parallelism to start from.
 
-    A model that fits is replicated. One that does not is cut into stages if it is a sequence of
-    layers; otherwise it is sharded where the links are fast, and its layers are split within a
-    node where they are not. `axon plan` counts instead of asking.
+    A model that fits is replicated. One that does not fit is cut into stages if it is a sequence of
+    layers. Otherwise it is sharded if the links are fast, and its layers are split within a node if
+    they are not. `axon plan` estimates the costs instead.
 
     Args:
         fits: whether the training state (16 bytes per parameter with Adam in float32) and the
             activations fit on one device.
         sequential: whether the model is a chain of similar layers.
-        interconnect: bytes/s that a device sends to others; an H100's inside its node by default.
+        interconnect: bytes/s that a device sends to others; by default an H100's inside its node.
 
     Returns:
         The direction.
@@ -150,7 +150,7 @@ BYTE_UNITS: dict[str, int] = {
 """Bytes per unit; GB is 10**9, GiB is 2**30."""
 
 COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-"""How model sizes are written: 350M, 7B."""
+"""The suffixes of model sizes, as in 350M or 7B."""
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -165,7 +165,7 @@ def parse_bytes(text: str | float) -> int:
         Bytes.
 
     Raises:
-        ConfigError: for something else, or a size that is not positive.
+        ConfigError: for any other text, or a size that is not positive.
 
     Example:
         >>> parse_bytes("80GB"), parse_bytes("16GiB"), parse_bytes(1e9)
@@ -175,7 +175,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """Reads the memory of a device, which has to have a unit.
+    """Reads the memory of a device, which must have a unit.
 
     Args:
         text: such as `"80GB"` or `"80GiB"`.
@@ -184,7 +184,7 @@ def parse_memory(text: str) -> int:
         Bytes.
 
     Raises:
-        ConfigError: for a number without a unit, or what `parse_bytes` refuses.
+        ConfigError: for a number without a unit, or text that `parse_bytes` refuses.
 
     Example:
         >>> parse_memory("80GiB")
@@ -209,7 +209,7 @@ def parse_count(text: str | float) -> int:
         The number.
 
     Raises:
-        ConfigError: for something else, or a number that is not positive.
+        ConfigError: for any other text, or a number that is not positive.
 
     Example:
         >>> parse_count("7e9"), parse_count("350M"), parse_count("1.3B")

@@ -1,9 +1,9 @@
-"""Any parallel program against itself on one device, and where two programs part.
+"""Compares any parallel program with itself on one device, and finds where two programs diverge.
 
-A program on a mesh whose axes are all 1 is its own oracle: nothing else says what it should
-compute. Start reading in `check.py`; a program as a list of operations is in `program.py`, the way
-back from a wrong output in `locate.py`. A name is imported when it is first used, because pytest
-loads the plugin of this package in every run.
+A program on a mesh whose axes are all 1 is its own oracle: no separate reference is needed. Start
+reading in `check.py`. `program.py` represents a program as a list of operations, and `locate.py`
+searches back from a wrong output. Names are imported lazily, because pytest loads this package's
+plugin in every run.
 """
 
 from ..core.lazy import names_of_stub

@@ -1,4 +1,4 @@
-"""`prove` and `assert_mesh_invariant`: a function on several meshes against one device."""
+"""`prove` and `assert_mesh_invariant`: compare a function on several meshes with one device."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .trace import Subject, Traced, subject_of
 
 _NOISY_RUNS = 3
 _TIMES = 16.0
-"""What rounding may change is so many times what it changed when results were moved."""
+"""The rounding bound is this many times the change seen in runs with perturbed results."""
 
 _UNITS = 8.0
-"""And so many units in the last place of the largest number, for what no draw has shown."""
+"""The bound adds this many units in the last place of the largest number, as a floor."""
 
 
 class MeshVariant(AxonDistError, AssertionError):
     """A function is not the same on every mesh; `report` says where and why.
 
     Args:
-        report: what the proof found.
+        report: the report of the proof.
     """
 
     def __init__(self, report: Report) -> None:
@@ -51,15 +51,15 @@ def assert_mesh_invariant(
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
     draws: int = 2,
 ) -> Report:
-    """Asserts that a function computes on every mesh what it computes on one device.
+    """Asserts, for pytest, that a function computes the same on every mesh as on one device.
 
-    For pytest. The arguments are those of `prove`.
+    The arguments are those of `prove`.
 
     Returns:
-        The report, where the assertion holds.
+        The report, if the assertion holds.
 
     Raises:
-        MeshVariant: an `AssertionError`, where it does not, or where a mesh cannot be tried.
+        MeshVariant: an `AssertionError`, if it does not hold or a mesh cannot be tried.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -88,24 +88,24 @@ def prove(
     """Compares a function on several meshes with itself on a mesh whose axes are all 1.
 
     Args:
-        function: any program of JAX: a `shard_map`, a `jit` with shardings, a train step of NNX.
-            One with the parameter `mesh` alone is called with a mesh, and returns the function to
-            prove, or a pair of that and its arguments; one with `mesh` among others is given it by
-            name; of any other each mesh that it closes over is replaced.
-        *arguments: of the function: arrays, `jax.ShapeDtypeStruct` to draw at random, modules of
-            NNX; anything else is handed on as it is.
+        function: any JAX program: a `shard_map`, a `jit` with shardings, an NNX train step. If
+            `mesh` is its only parameter, it is called with a mesh and must return the function to
+            prove, or a pair of that function and its arguments. If `mesh` is one of several
+            parameters, it is passed by name. Otherwise each mesh in its closure is replaced.
+        *arguments: the function's arguments: arrays, `jax.ShapeDtypeStruct`s to draw at random, NNX
+            modules; anything else is passed on unchanged.
         meshes: the real sizes, as `"dp=4,tp=2"`, a dict, a `Mesh`, or a list of these. Each is
-            tried whole and with each axis alone. By default the mesh that the function closes over.
-        inputs: instead of the arguments: the number of a draw -> arguments.
+            tried whole and with each axis alone. By default the mesh in the function's closure.
+        inputs: a function from the number of a draw to the arguments, instead of `arguments`.
         draws: how often shapes are drawn, or `inputs` is called.
-        name: of the function in the report.
+        name: the name of the function in the report.
 
     Returns:
-        What was found.
+        The report.
 
     Raises:
-        MeshError: when no mesh is found, or the devices do not suffice.
-        ConfigError: when what is given is no function.
+        MeshError: when no mesh is found, or there are too few devices.
+        ConfigError: when `function` is not a function.
     """
     drawn = [tuple(inputs(number)) for number in range(draws)] if inputs is not None else []
     subject = subject_of(function, drawn[0] if drawn else arguments, name)
@@ -124,10 +124,10 @@ def prove_subject(
 
     Args:
         subject: the function and its arguments.
-        like: a mesh whose types of axes are taken, or None.
-        wanted: the real sizes.
+        like: a mesh whose axis types are used, or None.
+        wanted: the real sizes of each family.
         draws: how often shapes are drawn.
-        drawn: the arguments to try, in place of those of the subject.
+        drawn: the arguments to try instead of the subject's.
     """
     tried: list[dict[str, int]] = []
     for sizes in wanted:
@@ -139,8 +139,8 @@ def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dic
     found = find_mesh(function) or subject.context
     if meshes is None and found is None:
         raise MeshError(
-            f"[PROVE006] {subject.name} closes over no mesh, and none is given; say which sizes "
-            "to try, as in meshes='dp=4,tp=2'"
+            f"[PROVE006] {subject.name} closes over no mesh, and none is given; give the sizes to "
+            "try, as in meshes='dp=4,tp=2'"
         )
     if meshes is None:
         return found, [sizes_of(found)]
@@ -150,8 +150,8 @@ def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dic
     for sizes in wanted:
         if found is not None and set(sizes) != names:
             raise MeshError(
-                f"[PROVE007] {subject.name} has a mesh with the axes {sorted(names)}, and it is "
-                f"to be tried with {sorted(sizes)}; give a size for each of its axes"
+                f"[PROVE007] {subject.name} has a mesh with the axes {sorted(names)}, but the mesh "
+                f"to try has {sorted(sizes)}; give a size for each axis of the former"
             )
         build_mesh(sizes, found)
     return found, wanted
@@ -159,7 +159,7 @@ def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dic
 
 @dataclasses.dataclass(eq=False)
 class _Proof:
-    """One proof: the programs on all meshes, the inputs, and what was found so far."""
+    """One proof: the subject, its inputs, and the meshes to try."""
 
     subject: Subject
     like: Any
@@ -182,7 +182,11 @@ class _Proof:
         return self._compared(oracle, titles, findings)
 
     def _refused(self, error: Exception, titles: tuple[str, ...]) -> Report:
-        """What is wrong with a program that JAX refuses: its check of types says not what."""
+        """Reports on a program that JAX refuses.
+
+        JAX's `check_vma` does not name the mistake. The proof is run again without it, and its
+        report is used if it finds mistakes.
+        """
         refused = _refused(error, titles[0], self.tried[0], self.subject)
         if self.checked and "check_vma" in str(error):
             with contextlib.suppress(Exception):
@@ -213,7 +217,8 @@ class _Proof:
             is_one_program &= same_operations(traced.program, oracle.program)
             proven &= proven_outputs(traced.program, oracle.program, sizes)
         if not findings:
-            # The mesh changes where numbers are, and not one operation: so for every input.
+            # The mesh changes only where numbers are placed, not the operations, so outputs are
+            # equal for every input.
             names = set(oracle.names) if is_one_program else {oracle.names[n] for n in proven}
             outputs = {
                 name: dataclasses.replace(output, status="proven")
@@ -238,7 +243,7 @@ class _Proof:
 
 
 def _refused(error: Exception, title: str, sizes: Mapping[str, int], subject: Subject) -> Finding:
-    """A mesh that a function does not run on, with the user's line."""
+    """Makes the finding for a mesh on which a function raises, with the user's line."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -251,13 +256,13 @@ def _refused(error: Exception, title: str, sizes: Mapping[str, int], subject: Su
     ]  # fmt: skip
     if not places:
         places = [Place(*place) for place in subject.place(build_mesh(sizes))]
-    said = " ".join(str(error).split())
-    message = f"on mesh {title} it raised {type(error).__name__}: {said:.300}"
+    text = " ".join(str(error).split())
+    message = f"on mesh {title} it raised {type(error).__name__}: {text:.300}"
     return Finding(None, tuple(places), tuple(sizes), title, message=message)
 
 
 class _Truths:
-    """What the program on one device gives for each input, and how rounding moves it."""
+    """The results on one device for each input, and the bounds of their rounding errors."""
 
     def __init__(self, oracle: Traced, inputs: list[list[Any]]) -> None:
         self.oracle, self._inputs = oracle, inputs
@@ -269,7 +274,7 @@ class _Truths:
     def outputs(
         self, draw: int, bits: Mapping[int, Injected]
     ) -> tuple[list[np.ndarray], list[float]]:
-        """The outputs for an input, and the bound of each."""
+        """Returns the outputs for an input, and the rounding bound of each."""
         key = draw, tuple(bits)
         if key not in self._known:
             runs = [self._run(self._inputs[draw], n, float(n > 0), bits)[0] for n in _runs()]
@@ -279,7 +284,7 @@ class _Truths:
     def record(
         self, draw: int, bits: Mapping[int, Injected]
     ) -> tuple[dict[Value, np.ndarray], dict[Value, float]]:
-        """All values for an input, and the bound of each."""
+        """Returns all values for an input, and the rounding bound of each."""
         if self._recording is None:
             self._recording = self.oracle.compiled(self.values, with_noise=True)
         runs = [self._recording(self._inputs[draw], n, float(n > 0), bits)[1] for n in _runs()]
@@ -291,11 +296,11 @@ def _runs() -> range:
 
 
 def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0) -> float:
-    """What rounding may change of a value, from runs whose results were moved.
+    """Returns by how much rounding may change a value, from runs with perturbed results.
 
     Args:
-        runs: the value as it is, and as it comes out of the others.
-        scale: by how many units in the last place results were moved.
+        runs: the unperturbed value, then the value of each perturbed run.
+        scale: by how many units in the last place results were perturbed.
     """
     first = runs[0]
     if first.dtype.kind not in "fcV" and not jax.numpy.issubdtype(first.dtype, np.floating):
@@ -308,7 +313,7 @@ def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0) -> float:
 
 
 class _Comparison:
-    """One mesh against one device."""
+    """The comparison of one mesh with one device."""
 
     def __init__(
         self,
@@ -318,13 +323,16 @@ class _Comparison:
         inputs: list[list[Any]],
         outputs: dict[str, Output],
     ) -> None:
-        self._oracle, self._traced, self._truths = oracle, traced, truths
-        self._inputs, self._outputs = inputs, outputs
+        self._oracle = oracle
+        self._traced = traced
+        self._truths = truths
+        self._inputs = inputs
+        self._outputs = outputs
         self._aligned = align(traced.program, oracle.program)
         self._run = traced.compiled(frozenset(), with_noise=False)
 
     def run(self) -> list[Finding]:
-        """The findings on this mesh."""
+        """Returns the findings on this mesh."""
         if len(self._traced.names) != len(self._oracle.names):
             return [self._structure()]
         keys = self._draws()
@@ -359,7 +367,7 @@ class _Comparison:
         for draw, inputs in enumerate(self._inputs):
             truth, bounds = self._truths.outputs(draw, for_one)
             if draw and not all(np.isfinite(x).all() for x in truth if x.dtype.kind == "f"):
-                # An empty mask may leave nothing to divide by: that says nothing of the mesh.
+                # An empty mask may cause a division by zero, which is not the mesh's fault.
                 continue
             got, _ = self._run(inputs, injected=for_all)
             wrong = self._compare(got, truth, bounds)
@@ -370,23 +378,24 @@ class _Comparison:
     def _compare(
         self, got: Sequence[np.ndarray], truth: Sequence[np.ndarray], bounds: Sequence[float]
     ) -> dict[int, tuple[float, float]]:
-        """The outputs that are wrong, with their difference and bound."""
+        """Returns the wrong outputs, with their difference and bound."""
         wrong: dict[int, tuple[float, float]] = {}
-        for number, (mine, its, bound) in enumerate(zip(got, truth, bounds, strict=True)):
+        for number, (value, true, bound) in enumerate(zip(got, truth, bounds, strict=True)):
             name = self._oracle.names[number]
             old = self._outputs[name]
-            if mine.shape != its.shape:
-                flat, size = mine.ravel(), its.size
-                if mine.size > size and not relations.differs(flat[:size], its.ravel(), bound):
+            if value.shape != true.shape:
+                flat = value.ravel()
+                size = true.size
+                if value.size > size and not relations.differs(flat[:size], true.ravel(), bound):
                     continue
-                reason = f"its shape is {mine.shape} on {self._traced.title}, {its.shape} on one"
+                reason = f"its shape is {value.shape} on {self._traced.title}, {true.shape} on one"
                 self._outputs[name] = dataclasses.replace(old, status="unjudged", reason=reason)
                 continue
-            gap = relations.differs(mine, its, bound)
+            gap = relations.differs(value, true, bound)
             if gap:
                 wrong[number] = gap, bound
                 old = dataclasses.replace(old, status="differs")
-            most = max(old.difference, relations.differs(mine, its, 0.0))
+            most = max(old.difference, relations.differs(value, true, 0.0))
             self._outputs[name] = dataclasses.replace(
                 old, difference=most, bound=max(old.bound, bound)
             )
@@ -433,14 +442,14 @@ class _Comparison:
         operation = blamed.operation.name if blamed.operation is not None else ""
         if blamed.hard_coded is not None:
             message = (
-                f"the size {blamed.hard_coded} of the mesh is written as a number, so the result "
-                "on other meshes is another one"
+                f"the mesh size {blamed.hard_coded} is hard-coded, so the result differs on other "
+                "meshes"
             )
             return Finding(None, places, blamed.axes, traced.title, operation, names, 0, 0, message)
         return Finding(blamed.kind, places, blamed.axes, traced.title, operation, names, gap, bound)
 
     def _draws(self) -> list[Finding] | dict[Operation, list[Any]]:
-        """Draws whose bits must be replaced, with the ways they may be split; or what is wrong."""
+        """Returns draws whose bits must be replaced, with their possible splits; or findings."""
         pairs = []
         for operation, other in self._aligned.items():
             if operation.name not in DRAWS or operation.name != other.name:
@@ -450,10 +459,10 @@ class _Comparison:
         if not pairs:
             return {}
         wanted = [self._asked(operation) for operation, _ in pairs]
-        mine = self._traced.compiled(frozenset(v for vs in wanted for v in vs), False)
-        theirs = self._oracle.compiled(frozenset(o.results[0] for _, o in pairs), False)
-        values = mine(self._inputs[0])[1]
-        whole = theirs(self._inputs[0])[1]
+        run = self._traced.compiled(frozenset(v for vs in wanted for v in vs), False)
+        run_oracle = self._oracle.compiled(frozenset(o.results[0] for _, o in pairs), False)
+        values = run(self._inputs[0])[1]
+        whole = run_oracle(self._inputs[0])[1]
         findings: list[Finding] = []
         found: dict[Operation, list[Any]] = {}
         for operation, other in pairs:
@@ -481,7 +490,7 @@ class _Comparison:
         return [operation.results[0]]
 
     def _same_along(self, by_rank: RankValues) -> set[str]:
-        """The axes along which all ranks have the same."""
+        """Returns the axes along which all ranks have the same values."""
         found = set()
         for at, axis in enumerate(by_rank.axes):
             first = np.take(by_rank.values, [0], axis=at)
@@ -502,7 +511,7 @@ class _Comparison:
 
 
 def places_of(frames: Iterable[Frame]) -> tuple[Place, ...]:
-    """The frames as places of a report."""
+    """Converts frames to places of a report."""
     return tuple(
         Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2]) for f in frames
     )

@@ -1,4 +1,4 @@
-"""A function of a file, imported anew for each mesh, as `axon prove file.py:function` proves it."""
+"""Proves a function of a file, imported anew for each mesh, for `axon prove file.py:function`."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ def prove_file(
 ) -> Report:
     """Proves a function of a file on several meshes.
 
-    The file is imported once for each mesh, with `jax.make_mesh` and `jax.sharding.Mesh` making the
-    mesh that is tried; so whatever it builds when it is imported, or when the function is called,
-    is built for that mesh.
+    The file is imported once for each mesh, with `jax.make_mesh` and `jax.sharding.Mesh` patched to
+    make the mesh under test. Everything that the file builds when it is imported, or when the
+    function is called, is therefore built for that mesh.
 
     Args:
         target: `file.py:function`.
         meshes: the real sizes, as `"dp=4,tp=2"`; by default those of the mesh in the file.
-        shapes: of the arguments, as `"f32[16,8]"`, to draw at random.
-        arguments: instead: the name of a function of the file without parameters that returns
-            the arguments as a tuple; `arguments` by default, if the file has one.
+        shapes: the shapes of the arguments, as `"f32[16,8]"`, to draw at random.
+        arguments: the alternative to `shapes`: the name of a function in the file that takes no
+            parameters and returns the arguments as a tuple. By default `arguments`, if there is
+            one.
         draws: how often shapes are drawn.
 
     Returns:
-        What was found.
+        The report.
 
     Raises:
-        ConfigError: when the file, a name in it or a shape is not what it must be.
-        MeshError: when no mesh is found, or the devices do not suffice.
+        ConfigError: when the file, a name in it or a shape is invalid.
+        MeshError: when no mesh is found, or there are too few devices.
     """
     path, _ = _target(target)
     subject, own = _subject(target, shapes, arguments)
@@ -74,33 +75,35 @@ def bisect_files(
     arguments: str | None = None,
     steps: int = 1,
 ) -> Parting:
-    """Finds where functions of two files part, or one function on two meshes.
+    """Finds where functions of two files, or one function on two meshes, diverge.
 
     Args:
         one: `file.py:function`.
-        other: another, or the same.
-        mesh: of the first, as `"dp=4"`; by default that of its file.
-        other_mesh: of the other; by default that of its file, or of the first.
-        shapes: of the arguments, to draw at random.
-        arguments: instead: the name of a function of the first file that returns them.
+        other: another function, or the same one.
+        mesh: the mesh of the first, as `"dp=4"`; by default the mesh of its file.
+        other_mesh: the mesh of the other; by default the mesh of its file, or of the first.
+        shapes: the shapes of the arguments, to draw at random.
+        arguments: the alternative to `shapes`: the name of a function of the first file that
+            returns the arguments.
         steps: how many steps are compared.
 
     Returns:
-        Where they part.
+        Where they diverge.
 
     Raises:
-        ConfigError: when a file, a name or a shape is not what it must be.
+        ConfigError: when a file, a name or a shape is invalid.
     """
-    mine, own = _subject(one, shapes, arguments)
-    theirs, others = _subject(other, shapes, arguments, one)
-    first = mesh or own or other_mesh or others or {"device": 1}
-    return bisect_subjects(mine, theirs, first, other_mesh or others or first, steps)
+    subject, own_mesh = _subject(one, shapes, arguments)
+    other_subject, others_mesh = _subject(other, shapes, arguments, one)
+    first = mesh or own_mesh or other_mesh or others_mesh or {"device": 1}
+    second = other_mesh or others_mesh or first
+    return bisect_subjects(subject, other_subject, first, second, steps)
 
 
 def _subject(
     target: str, shapes: Sequence[str], arguments: str | None, given_by: str | None = None
 ) -> tuple[Subject, Mesh | None]:
-    """A function of a file as it is on each mesh, and the mesh that the file makes."""
+    """Returns a function of a file as a subject for each mesh, and the mesh that the file makes."""
     path, name = _target(target)
     module = load_file(path)
     own = find_mesh(_named(module, name, path)) or _largest(module)
@@ -150,7 +153,7 @@ def struct_of(text: str) -> jax.ShapeDtypeStruct:
     """Reads a shape as JAX prints it.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: for any other text.
 
     Example:
         >>> struct_of("bf16[2,8]")

@@ -1,4 +1,4 @@
-"""Inputs to try a function with: those that were given, drawn ones, and edges of masks."""
+"""Inputs to try a function with: given arrays, random draws, and edge cases of masks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ MOST_INTEGERS = 8
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is traced; numbers of Python and the rest are fixed."""
+    """Whether a leaf of the arguments is traced; Python numbers and all others are static."""
     return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct))
 
 
 def draws_of(leaves: Sequence[Any], count: int, seed: int = 0) -> list[list[Any]]:
-    """The inputs to try, each a list of arrays.
+    """Returns the inputs to try, each a list of arrays.
 
-    Arrays are taken as they are, shapes are drawn `count` times. Where an input holds zeros and
-    ones only, as a mask does, one more draw has it empty on the first part of its rows, and other
-    counts on the rest.
+    Arrays are used as they are; shapes are drawn `count` times. If an input holds only zeros and
+    ones, as a mask does, one more draw makes it empty on its first rows, so that ranks have
+    different counts.
 
     Args:
         leaves: arrays, or shapes to draw.
         count: how often shapes are drawn.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
     is_drawn = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     found = []
@@ -58,7 +58,7 @@ def _drawn(leaf: Any, rng: np.random.Generator) -> Any:
 
 
 def _is_mask(leaf: Any) -> bool:
-    """Whether an array of at least four rows holds zeros and ones, one number a sample or token."""
+    """Whether an array of at least four rows holds only 0 and 1, one per sample or token."""
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return False
     if not 1 <= np.ndim(leaf) <= 2 or np.shape(leaf)[0] < 4:
@@ -71,7 +71,7 @@ def _is_mask(leaf: Any) -> bool:
 
 
 def _uneven(leaf: Any) -> np.ndarray:
-    """A mask that is empty on the first quarter of its rows, full on the last."""
+    """Returns the mask with its first quarter of rows empty and its last quarter full."""
     values = np.array(leaf)
     rows = values.shape[0]
     quarter = max(1, rows // 4)

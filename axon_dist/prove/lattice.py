@@ -1,9 +1,9 @@
-"""Which outputs of a program are those of one device for every input, not only for those tried.
+"""Proves which outputs of a program equal those of one device for every input, not only as tried.
 
-Each value on the mesh is described by how it follows from that of one device: which dims are split
-by which axes, over which axes the ranks have terms of a sum, and by which constant factor it is
-larger. The description follows from those of the operands, by the rules of real numbers. Where no
-rule is known the value has no description, and the output counts as tried.
+Each value on the mesh has a description relative to its value on one device: which axes split which
+dims, over which axes the ranks hold terms of a sum, and by which constant factor it is larger. A
+rule per primitive derives a result's description from those of the operands, in real arithmetic.
+Where no rule is known the value has no description, and the output only counts as tried.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..core.typing import Shape
 from .program import Operation, Program, Read, Region, Value, plain
 
 ANY = ("*",)
-"""Of a dim along which all numbers are equal: any axes may split it."""
+"""The split of a dim along which all numbers are equal: any axes may split it."""
 
 Split: TypeAlias = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """How a value on the ranks follows from the value of one device.
+    """How a value on the ranks relates to the value on one device.
 
     Args:
         splits: for each dim the axes that split it, the slowest first, or `ANY`.
-        over: axes whose ranks have terms of the value.
-        reduction: the value is their "sum", "max" or "min".
-        factor: the value on the mesh is so many times that of one device.
+        over: axes whose ranks hold terms of the value.
+        reduction: how the terms combine to the value: "sum", "max" or "min".
+        factor: the value on the mesh divided by that on one device.
     """
 
     splits: tuple[Split, ...]
@@ -45,17 +45,17 @@ class Description:
 
     @property
     def axes(self) -> list[str]:
-        """The axes that split a dim."""
+        """All axes that split a dim."""
         return [axis for split in self.splits if split != ANY for axis in split]
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is the value, or terms that add up to it."""
+        """Whether it is the value itself, or terms that add up to it."""
         return not self.over or self.reduction == "sum"
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is the value of one device or parts of that."""
+        """Whether it is the value of one device, or a slice of it."""
         return not self.over and math.isclose(self.factor, 1.0, rel_tol=1e-5)
 
     @property
@@ -84,20 +84,17 @@ _REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", 
 
 
 def proven_outputs(real: Program, oracle: Program, sizes: Mapping[str, int]) -> set[int]:
-    """The outputs that are those of one device for every input.
+    """Returns the numbers of the outputs that equal those of one device for every input.
 
     Args:
         real: the program on a mesh.
-        oracle: the same on a mesh whose axes are all 1.
-        sizes: of the axes of the mesh.
-
-    Returns:
-        Their numbers.
+        oracle: the same program on a mesh whose axes are all 1.
+        sizes: the sizes of the mesh axes.
     """
     names = [operation.name for operation in real.operations]
     if names != [operation.name for operation in oracle.operations]:
         return set()
-    # Programs whose regions do not correspond are not proven.
+    # Regions that do not correspond raise a ValueError; such programs are not proven.
     with contextlib.suppress(ValueError):
         return _Proof(sizes).run(real.region, oracle.region)
     return set()
@@ -111,78 +108,78 @@ class _Proof:
         self._known: dict[Value, Description | None] = {}
 
     def run(self, real: Region, oracle: Region) -> set[int]:
-        """The numbers of the outputs that are exact."""
-        for mine in real.inputs:
-            self._known[mine] = Description(((),) * len(mine.shape))
+        """Returns the numbers of the outputs that are exact and replicated."""
+        for on_mesh in real.inputs:
+            self._known[on_mesh] = Description(((),) * len(on_mesh.shape))
         outputs = self._region(real, oracle)
         return {n for n, one in enumerate(outputs) if one is not None and one.is_replicated}
 
     def _region(self, real: Region, oracle: Region) -> list[Description | None]:
-        for mine, its in zip(real.constants, oracle.constants, strict=False):
-            first, second = np.asarray(plain(mine.constant)), np.asarray(plain(its.constant))
+        for on_mesh, on_one in zip(real.constants, oracle.constants, strict=False):
+            first, second = np.asarray(plain(on_mesh.constant)), np.asarray(plain(on_one.constant))
             if np.array_equal(first, second):
-                self._known[mine] = Description(((),) * len(mine.shape))
-        for mine, its in zip(real.operations, oracle.operations, strict=True):
-            results = self._results(mine, its)
-            self._known.update(zip(mine.results, results, strict=True))
+                self._known[on_mesh] = Description(((),) * len(on_mesh.shape))
+        for on_mesh, on_one in zip(real.operations, oracle.operations, strict=True):
+            results = self._results(on_mesh, on_one)
+            self._known.update(zip(on_mesh.results, results, strict=True))
         pairs = zip(real.outputs, oracle.outputs, strict=True)
-        return [self._read(mine, its) for mine, its in pairs]
+        return [self._read(on_mesh, on_one) for on_mesh, on_one in pairs]
 
-    def _read(self, mine: Read, its: Read) -> Description | None:
-        if isinstance(mine, Literal):
-            if not isinstance(its, Literal):
+    def _read(self, on_mesh: Read, on_one: Read) -> Description | None:
+        if isinstance(on_mesh, Literal):
+            if not isinstance(on_one, Literal):
                 return None
-            ratio = _ratio(mine, its)
+            ratio = _ratio(on_mesh, on_one)
             return None if ratio is None else Description((), factor=ratio)
-        return self._known.get(mine)
+        return self._known.get(on_mesh)
 
-    def _results(self, mine: Operation, its: Operation) -> list[Description | None]:
-        none: list[Description | None] = [None] * len(mine.results)
-        pairs = zip(mine.reads, its.reads, strict=True)
+    def _results(self, on_mesh: Operation, on_one: Operation) -> list[Description | None]:
+        none: list[Description | None] = [None] * len(on_mesh.results)
+        pairs = zip(on_mesh.reads, on_one.reads, strict=True)
         reads = [self._read(first, second) for first, second in pairs]
-        if mine.is_map:
-            return self._map(mine, its, reads)
+        if on_mesh.is_map:
+            return self._map(on_mesh, on_one, reads)
         known = [read for read in reads if read is not None]
-        if len(known) != len(reads) or mine.regions:
+        if len(known) != len(reads) or on_mesh.regions:
             return none
-        if mine.name in _SUMS:
-            return [self._psum(mine, read) for read in known]
-        if self._is_same_on_all(mine, its, known):
-            return [Description(((),) * len(value.shape)) for value in mine.results]
-        rule = _RULES.get(mine.name)
-        if rule is None or len(mine.results) != 1 or not _is_same_kind(mine, its):
+        if on_mesh.name in _SUMS:
+            return [self._psum(on_mesh, read) for read in known]
+        if self._is_same_on_all(on_mesh, on_one, known):
+            return [Description(((),) * len(value.shape)) for value in on_mesh.results]
+        rule = _RULES.get(on_mesh.name)
+        if rule is None or len(on_mesh.results) != 1 or not _is_same_kind(on_mesh, on_one):
             return none
-        return [_checked(rule(self, mine, its, known))]
+        return [_checked(rule(self, on_mesh, on_one, known))]
 
     def _is_same_on_all(
-        self, mine: Operation, its: Operation, reads: Sequence[Description]
+        self, on_mesh: Operation, on_one: Operation, reads: Sequence[Description]
     ) -> bool:
-        """Whether each rank computes what one device does, of the same numbers."""
-        if mine.name in _COLLECTIVES or not all(read.is_replicated for read in reads):
+        """Whether each rank does the same computation as one device, on the same numbers."""
+        if on_mesh.name in _COLLECTIVES or not all(read.is_replicated for read in reads):
             return False
-        if "callback" in mine.name or any("jaxpr" in key for key in mine.equation.params):
+        if "callback" in on_mesh.name or any("jaxpr" in key for key in on_mesh.equation.params):
             return False
-        shapes = [[value.shape for value in one.results] for one in (mine, its)]
-        return shapes[0] == shapes[1] and _options(mine) == _options(its)
+        shapes = [[value.shape for value in one.results] for one in (on_mesh, on_one)]
+        return shapes[0] == shapes[1] and _options(on_mesh) == _options(on_one)
 
     def _map(
-        self, mine: Operation, its: Operation, reads: Sequence[Description | None]
+        self, on_mesh: Operation, on_one: Operation, reads: Sequence[Description | None]
     ) -> list[Description | None]:
-        params = mine.equation.params
-        inside, outside = mine.regions[0], its.regions[0]
+        params = on_mesh.equation.params
+        inside, outside = on_mesh.regions[0], on_one.regions[0]
         for value, read, spec in zip(inside.inputs, reads, params["in_specs"], strict=True):
             if read is not None and read.is_replicated:
                 self._known[value] = Description(self._splits(spec, len(value.shape)))
         results: list[Description | None] = []
         outputs = self._region(inside, outside)
-        for value, found, spec in zip(mine.results, outputs, params["out_specs"], strict=True):
+        for value, found, spec in zip(on_mesh.results, outputs, params["out_specs"], strict=True):
             splits = self._splits(spec, len(value.shape))
             is_right = found is not None and found.is_exact
             if found is not None and is_right and _merged(found.splits, splits) is not None:
                 results.append(Description(((),) * len(value.shape)))
             else:
                 results.append(None)
-        shapes = [[value.shape for value in one.results] for one in (mine, its)]
+        shapes = [[value.shape for value in one.results] for one in (on_mesh, on_one)]
         return results if shapes[0] == shapes[1] else [None] * len(results)
 
     def _splits(self, spec: Any, count: int) -> tuple[Split, ...]:
@@ -193,7 +190,7 @@ class _Proof:
         return tuple(splits)
 
     def _named(self, operation: Operation, key: str) -> list[str] | None:
-        """The axes of a collective that have several ranks; None where it works in groups."""
+        """Returns the axes of a collective with several ranks; None where it works in groups."""
         if operation.equation.params.get("axis_index_groups") is not None:
             return None
         names = operation.equation.params[key]
@@ -209,20 +206,23 @@ class _Proof:
         times = math.prod(self._sizes[axis] for axis in axes if axis not in read.over)
         return Description(read.splits, read.over - set(axes), read.factor * times)
 
-    def pmax(self, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-        """The maximum of terms that are maxima, or of what all ranks have the same."""
-        (read,), axes = reads, self._named(mine, "axes")
+    def pmax(self, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
+        """Describes `pmax` or `pmin` of such terms, or of values equal on all ranks."""
+        (read,) = reads
+        axes = self._named(on_mesh, "axes")
         if axes is None or set(axes) & set(read.axes):
             return None
         if read.is_exact:
             return read
-        is_same = read.reduction == mine.name.removeprefix("p") and read.factor == 1.0
+        is_same = read.reduction == on_mesh.name.removeprefix("p") and read.factor == 1.0
         return dataclasses.replace(read, over=read.over - set(axes)) if is_same else None
 
-    def all_gather(self, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-        """Parts of a dim put together again, from the axis that splits it fastest."""
-        (read,), params = reads, mine.equation.params
-        axes, dim = self._named(mine, "axis_name"), params["all_gather_dimension"]
+    def all_gather(self, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
+        """Describes the gather of a dim's parts, along the axes that split it fastest."""
+        (read,) = reads
+        params = on_mesh.equation.params
+        axes = self._named(on_mesh, "axis_name")
+        dim = params["all_gather_dimension"]
         if axes is None or not params["tiled"] or set(axes) & read.over:
             return None
         split = read.splits[dim]
@@ -231,10 +231,14 @@ class _Proof:
         rest = split[: len(split) - len(axes)]
         return dataclasses.replace(read, splits=_with(read.splits, dim, rest))
 
-    def reduce_scatter(self, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-        """A sum over ranks, each of which keeps its part of a dim."""
-        (read,), params = reads, mine.equation.params
-        axes, dim = self._named(mine, "axis_name"), params["scatter_dimension"]
+    def reduce_scatter(
+        self, on_mesh: Operation, on_one: Operation, reads: list[Description]
+    ) -> Any:
+        """Describes a sum over ranks of which each keeps its part of a dim."""
+        (read,) = reads
+        params = on_mesh.equation.params
+        axes = self._named(on_mesh, "axis_name")
+        dim = params["scatter_dimension"]
         if axes is None or not params["tiled"] or set(axes) & set(read.axes):
             return None
         if read.splits[dim] == ANY or not read.is_sum:
@@ -248,10 +252,10 @@ def _shape(read: Read) -> Shape:
     return tuple(getattr(read.aval, "shape", ()))
 
 
-def _is_same_kind(mine: Operation, its: Operation) -> bool:
-    """Whether two operations name the same dims: a rule reads these of one."""
+def _is_same_kind(on_mesh: Operation, on_one: Operation) -> bool:
+    """Whether two operations name the same dims, since a rule reads only one of them."""
     names = ("axes", "axis", "dimension_numbers", "permutation", "broadcast_dimensions")
-    pairs = [(one.equation.params.get(name) for one in (mine, its)) for name in names]
+    pairs = [(one.equation.params.get(name) for one in (on_mesh, on_one)) for name in names]
     return all(first == second for first, second in pairs)
 
 
@@ -260,17 +264,17 @@ def _with(splits: tuple[Split, ...], dim: int, split: Split) -> tuple[Split, ...
 
 
 def _checked(found: Description | None) -> Description | None:
-    """A description in which each axis stands once."""
+    """Returns the description, or None if an axis occurs in it twice."""
     if found is None:
         return None
     axes = [*found.axes, *found.over]
     return found if len(axes) == len(set(axes)) else None
 
 
-def _ratio(mine: Literal, its: Literal) -> float | None:
-    if np.ndim(mine.val) != 0:
+def _ratio(on_mesh: Literal, on_one: Literal) -> float | None:
+    if np.ndim(on_mesh.val) != 0:
         return None
-    first, second = float(mine.val), float(its.val)
+    first, second = float(on_mesh.val), float(on_one.val)
     if first == second or (math.isnan(first) and math.isnan(second)):
         return 1.0
     return first / second if first and second and math.isfinite(first / second) else None
@@ -282,7 +286,7 @@ def _options(operation: Operation) -> dict[str, str]:
 
 
 def _merged(*all_splits: tuple[Split, ...]) -> tuple[Split, ...] | None:
-    """One way to split the dims that all agree on; operands of no dims agree with any."""
+    """Merges splits that agree; scalars agree with any split, and None means a conflict."""
     several = [splits for splits in all_splits if splits]
     if not several:
         return ()
@@ -295,77 +299,85 @@ def _merged(*all_splits: tuple[Split, ...]) -> tuple[Split, ...] | None:
     return tuple(merged)
 
 
-def _of_all(its: Operation, reads: Sequence[Description]) -> tuple[Split, ...] | None:
-    """How all operands are split; a dim of one that is repeated agrees with any."""
-    shape = its.results[0].shape
+def _of_all(on_one: Operation, reads: Sequence[Description]) -> tuple[Split, ...] | None:
+    """Merges the splits of all operands; a broadcast dim of size 1 agrees with any split."""
+    shape = on_one.results[0].shape
     all_splits = []
-    for atom, read in zip(its.reads, reads, strict=True):
+    for atom, read in zip(on_one.reads, reads, strict=True):
         pairs = zip(read.splits, _shape(atom), shape, strict=False)
-        repeated = [ANY if mine == 1 != whole else split for split, mine, whole in pairs]
+        repeated = [ANY if on_mesh == 1 != whole else split for split, on_mesh, whole in pairs]
         all_splits.append(tuple(repeated))
     return _merged(*all_splits)
 
 
-def _linear(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    kinds = [mine.results[0].aval.dtype, *(getattr(r.aval, "dtype", None) for r in mine.reads)]
+def _linear(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
+    kinds = [
+        on_mesh.results[0].aval.dtype,
+        *(getattr(r.aval, "dtype", None) for r in on_mesh.reads),
+    ]
     is_real = all(kind is not None and jnp.issubdtype(kind, jnp.inexact) for kind in kinds)
     if len(reads) != 1 or not (is_real or reads[0].is_exact):
         return None
-    return reads[0] if reads[0].is_sum or mine.name != "neg" else None
+    return reads[0] if reads[0].is_sum or on_mesh.name != "neg" else None
 
 
-def _elementwise(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    splits = _of_all(its, reads)
+def _elementwise(
+    proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
+) -> Any:
+    splits = _of_all(on_one, reads)
     if (
         splits is None
         or not all(read.is_exact for read in reads)
-        or _options(mine) != _options(its)
+        or _options(on_mesh) != _options(on_one)
     ):
         return None
     return Description(splits)
 
 
-def _add(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    splits = _of_all(its, reads)
+def _add(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
+    splits = _of_all(on_one, reads)
     first, second = reads
     is_same = first.over == second.over and first.is_sum and second.is_sum
     is_same = is_same and math.isclose(first.factor, second.factor, rel_tol=1e-5)
     return Description(splits, first.over, first.factor) if splits is not None and is_same else None
 
 
-def _mul(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    splits = _of_all(its, reads)
+def _mul(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
+    splits = _of_all(on_one, reads)
     first, second = reads
     if not (first.is_sum and second.is_sum):
         return None
-    if splits is None or (first.over and second.over) or _is_integer(mine, reads):
+    if splits is None or (first.over and second.over) or _is_integer(on_mesh, reads):
         return None
     return Description(splits, first.over | second.over, first.factor * second.factor)
 
 
-def _div(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    splits = _of_all(its, reads)
+def _div(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
+    splits = _of_all(on_one, reads)
     first, second = reads
-    if splits is None or second.over or not first.is_sum or _is_integer(mine, reads):
+    if splits is None or second.over or not first.is_sum or _is_integer(on_mesh, reads):
         return None
     return Description(splits, first.over, first.factor / second.factor)
 
 
 def _is_integer(operation: Operation, reads: Sequence[Description]) -> bool:
-    """Whether a quotient is rounded down, which keeps neither terms of a sum nor factors."""
+    """Whether integer arithmetic rounds, which preserves neither terms of a sum nor factors."""
     is_real = jnp.issubdtype(operation.results[0].aval.dtype, jnp.inexact)
     return not is_real and not all(read.is_exact for read in reads)
 
 
-def _reduce_sum(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    read, dims = reads[0], mine.equation.params["axes"]
-    over, factor = set(read.over), read.factor
+def _reduce_sum(
+    proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
+) -> Any:
+    read, dims = reads[0], on_mesh.equation.params["axes"]
+    over = set(read.over)
+    factor = read.factor
     if not read.is_sum:
         return None
     for dim in dims:
         split = read.splits[dim]
         if split == ANY:
-            factor *= _shape(mine.reads[0])[dim] / _shape(its.reads[0])[dim]
+            factor *= _shape(on_mesh.reads[0])[dim] / _shape(on_one.reads[0])[dim]
         elif set(split) & over:
             return None
         else:
@@ -374,29 +386,34 @@ def _reduce_sum(proof: _Proof, mine: Operation, its: Operation, reads: list[Desc
     return Description(tuple(rest), frozenset(over), factor)
 
 
-def _reduce(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    read, dims = reads[0], mine.equation.params["axes"]
+def _reduce(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
+    read, dims = reads[0], on_mesh.equation.params["axes"]
     splits = [read.splits[dim] for dim in dims if read.splits[dim]]
     rest = tuple(split for dim, split in enumerate(read.splits) if dim not in dims)
     if not read.is_exact:
         return None
     if not splits:
         return Description(rest)
-    if mine.name not in ("reduce_max", "reduce_min") or ANY in splits:
+    if on_mesh.name not in ("reduce_max", "reduce_min") or ANY in splits:
         return None
     over = frozenset(axis for split in splits for axis in split)
-    return Description(rest, over, 1.0, mine.name.removeprefix("reduce_"))
+    return Description(rest, over, 1.0, on_mesh.name.removeprefix("reduce_"))
 
 
-def _broadcast(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    params, read = mine.equation.params, reads[0]
+def _broadcast(
+    proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
+) -> Any:
+    params = on_mesh.equation.params
+    read = reads[0]
     places = params["broadcast_dimensions"]
     if len(reads) != 1:
         return None
-    shapes = zip(params["shape"], its.equation.params["shape"], strict=True)
-    splits: list[Split] = [() if mine_ == its_ else ANY for mine_, its_ in shapes]
+    shapes = zip(params["shape"], on_one.equation.params["shape"], strict=True)
+    splits: list[Split] = [() if local == whole else ANY for local, whole in shapes]
     for at, dim in enumerate(places):
-        pairs = [(_shape(o.reads[0])[at], o.equation.params["shape"][dim]) for o in (mine, its)]
+        pairs = [
+            (_shape(o.reads[0])[at], o.equation.params["shape"][dim]) for o in (on_mesh, on_one)
+        ]
         if all(before == after for before, after in pairs):
             splits[dim] = read.splits[at]
         elif read.splits[at]:
@@ -404,18 +421,19 @@ def _broadcast(proof: _Proof, mine: Operation, its: Operation, reads: list[Descr
     return dataclasses.replace(read, splits=tuple(splits))
 
 
-def _dot(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
+def _dot(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
     left, right = reads
-    (of_left, of_right), (batch_left, batch_right) = mine.equation.params["dimension_numbers"]
+    (of_left, of_right), (batch_left, batch_right) = on_mesh.equation.params["dimension_numbers"]
     if (left.over and right.over) or not (left.is_sum and right.is_sum):
         return None
-    over, factor = set(left.over | right.over), left.factor * right.factor
+    over = set(left.over | right.over)
+    factor = left.factor * right.factor
     for a, b in zip(of_left, of_right, strict=True):
         merged = _merged((left.splits[a],), (right.splits[b],))
         if merged is None:
             return None
         if merged[0] == ANY:
-            factor *= _shape(mine.reads[0])[a] / _shape(its.reads[0])[a]
+            factor *= _shape(on_mesh.reads[0])[a] / _shape(on_one.reads[0])[a]
         elif set(merged[0]) & over:
             return None
         else:
@@ -430,15 +448,18 @@ def _dot(proof: _Proof, mine: Operation, its: Operation, reads: list[Description
     return Description((*batch, *free), frozenset(over), factor)
 
 
-def _transpose(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    order = mine.equation.params["permutation"]
+def _transpose(
+    proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
+) -> Any:
+    order = on_mesh.equation.params["permutation"]
     return dataclasses.replace(reads[0], splits=tuple(reads[0].splits[dim] for dim in order))
 
 
-def _reshape(proof: _Proof, mine: Operation, its: Operation, reads: list[Description]) -> Any:
-    """Adding and dropping dims of one, or any reshape of what no axis splits."""
-    read, shapes = reads[0], [one.results[0].shape for one in (mine, its)]
-    before = [_shape(one.reads[0]) for one in (mine, its)]
+def _reshape(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
+    """Describes adding or dropping dims of size 1, or any reshape of an unsplit value."""
+    read = reads[0]
+    shapes = [one.results[0].shape for one in (on_mesh, on_one)]
+    before = [_shape(one.reads[0]) for one in (on_mesh, on_one)]
     if not any(read.splits) and shapes[0] == shapes[1] and before[0] == before[1]:
         return dataclasses.replace(read, splits=((),) * len(shapes[0]))
     kept = [dim for dim, size in enumerate(before[1]) if size != 1]

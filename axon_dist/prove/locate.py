@@ -1,8 +1,7 @@
-"""Where two runs part: the first operation whose value is not that of one device, and why.
+"""Locates the first operation whose value is not that of one device, and classifies the mistake.
 
-From a wrong output the search goes back through values that the numbers of one device do not
-explain. What is unexplained and comes to the right number again, as the blocks of a ring do, is
-never visited.
+From a wrong output the search goes back through values that do not match those of one device. A
+mismatch that later turns right again, as the blocks of a ring do, is never visited.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _PLAIN = frozenset(
         "stop_gradient", "transpose", "neg", "reduce_precision", "name", "expand_dims",
     }
 )  # fmt: skip
-"""Operations that hand a value on."""
+"""Operations that pass a value on."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,8 +41,8 @@ class Recorded:
     """A program with the values that one run of it recorded.
 
     Args:
-        program: what ran.
-        values: of each recorded value the numbers, ranks in front.
+        program: the program that ran.
+        values: the numbers of each recorded value, with the ranks as leading dims.
     """
 
     program: Program
@@ -55,12 +54,12 @@ class Found:
     """The operation to blame.
 
     Args:
-        kind: of mistake.
-        operation: whose value is the first that is wrong; None where an output is.
-        axes: the mesh axes at fault, where that is known.
-        frames: the lines it comes from, the most useful first.
-        gap: by how much its value differs, and what rounding explains.
-        hard_coded: a size that is written in the program, where the result follows from that.
+        kind: the kind of mistake.
+        operation: the operation with the first wrong value; None if an output itself is wrong.
+        axes: the mesh axes at fault, if known.
+        frames: the source lines of the operation, the most useful first.
+        gap: by how much its value differs, and by how much rounding explains.
+        hard_coded: a mesh size that the program hard-codes, if that is the cause.
     """
 
     kind: Kind
@@ -72,7 +71,7 @@ class Found:
 
 
 def align(one: Program, other: Program) -> dict[Operation, Operation]:
-    """The operations of the second program that the operations of the first correspond to."""
+    """Maps the operations of the first program to the corresponding ones of the second."""
 
     def key(operation: Operation) -> tuple[str, tuple[int, ...]]:
         return operation.name, tuple(len(value.shape) for value in operation.results)
@@ -81,8 +80,9 @@ def align(one: Program, other: Program) -> dict[Operation, Operation]:
     others = [operation.name for operation in other.operations]
     if names == others:
         return dict(zip(one.operations, other.operations, strict=True))
-    mine, theirs = ([key(o) for o in p.operations] for p in (one, other))
-    matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
+    keys = [key(operation) for operation in one.operations]
+    other_keys = [key(operation) for operation in other.operations]
+    matcher = difflib.SequenceMatcher(None, keys, other_keys, autojunk=False)
     found: dict[Operation, Operation] = {}
     for block in matcher.get_matching_blocks():
         for step in range(block.size):
@@ -96,9 +96,9 @@ class Search:
     Args:
         real: the program on the mesh, and its values.
         oracle: the program on one device, and its values.
-        bounds: by how much rounding may move each value of one device.
-        sizes: of the axes of the mesh.
-        aligned: which operations correspond.
+        bounds: by how much rounding may change each value of one device.
+        sizes: the sizes of the mesh axes.
+        aligned: the corresponding operations of the two programs.
     """
 
     def __init__(
@@ -109,8 +109,11 @@ class Search:
         sizes: Mapping[str, int],
         aligned: Mapping[Operation, Operation],
     ) -> None:
-        self._real, self._oracle, self._bounds = real, oracle, bounds
-        self._sizes, self._aligned = dict(sizes), aligned
+        self._real = real
+        self._oracle = oracle
+        self._bounds = bounds
+        self._sizes = dict(sizes)
+        self._aligned = aligned
         self._outer: dict[Value, Any] = {}
         self._specs: dict[Value, Any] = {}
         self._users: dict[Value, list[Operation]] = {}
@@ -120,9 +123,10 @@ class Search:
             self._enter(operation)
 
     def _enter(self, operation: Operation) -> None:
-        """Notes which value outside is the input of a region."""
+        """Records which outer value is the input of a region."""
         if operation.is_map:
-            region, specs = operation.regions[0], operation.equation.params["in_specs"]
+            region = operation.regions[0]
+            specs = operation.equation.params["in_specs"]
             for value, read, spec in zip(region.inputs, operation.reads, specs, strict=True):
                 self._outer[value] = read
                 self._specs[value] = spec
@@ -133,7 +137,7 @@ class Search:
                 self._outer[value] = read
 
     def _numbers(self, value: Value) -> tuple[RankValues, np.ndarray, float] | None:
-        """The value on the mesh, on one device, and the bound; None where one is not known."""
+        """Returns the value on the mesh, on one device, and the bound; None if one is unknown."""
         maker = value.maker
         other = self._aligned.get(maker) if maker is not None else None
         if maker is None or other is None:
@@ -145,15 +149,16 @@ class Search:
         by_rank = self._real.values.get(value)
         if whole is None or by_rank is None:
             return None
-        bound, mine = self._bounds[other.results[at]], other.results[at].axes
-        if math.prod(whole.shape[: len(mine)]) > 1:
-            # Two meshes of several devices: rank is compared with rank.
+        bound = self._bounds[other.results[at]]
+        axes = other.results[at].axes
+        if math.prod(whole.shape[: len(axes)]) > 1:
+            # Both meshes have several devices, so they are compared rank by rank.
             return (RankValues(by_rank, ()), whole, bound) if whole.shape == by_rank.shape else None
-        return RankValues(by_rank, value.axes), whole.reshape(whole.shape[len(mine) :]), bound
+        return RankValues(by_rank, value.axes), whole.reshape(whole.shape[len(axes) :]), bound
 
     @functools.cache  # noqa: B019
     def relation(self, value: Value) -> Relation | None:
-        """How the ranks' values give that of one device; None where nothing explains them."""
+        """Returns how the ranks' values make up that of one device; None if nothing explains it."""
         if value.maker is None:
             outer = self._outer.get(value)
             known = Relation() if not isinstance(outer, Value) else self.relation(outer)
@@ -164,12 +169,12 @@ class Search:
             return None
         by_rank, whole, bound = numbers
         found = relations.find(by_rank, whole, bound, self._sizes)
-        # Indices of parts may add up to that of the whole by chance.
+        # The ranks' indices may add up to the index in the whole array by chance.
         is_chance = found is not None and not found.is_whole and value.maker.name in _PICKS
         return None if is_chance else found
 
     def _by_spec(self, value: Value) -> Relation:
-        """A part of a right value, as the specification of a `shard_map` splits it."""
+        """Returns the relation of a right value that the `in_specs` of a `shard_map` split."""
         splits = []
         for part in self._specs[value]:
             names = (part,) if isinstance(part, str) else tuple(part or ())
@@ -178,7 +183,7 @@ class Search:
 
     @functools.cache  # noqa: B019
     def is_coordinate(self, value: Value) -> bool:
-        """Whether a value follows from the number of the rank and constants alone."""
+        """Whether a value depends only on the rank's index and constants."""
         if value.maker is None:
             outer = self._outer.get(value)
             return isinstance(outer, Value) and self.is_coordinate(outer)
@@ -199,11 +204,11 @@ class Search:
         return not value.maker.regions and all(map(self._is_fixed, reads_of(value.maker.reads)))
 
     def blame(self, output: Any, is_whole: bool = False) -> Found | None:
-        """The operation that a wrong output is due to.
+        """Returns the operation that causes a wrong output.
 
         Args:
             output: the value of the program's output on the mesh.
-            is_whole: whether the value itself is right; then nothing is to blame.
+            is_whole: whether the value itself is right; then no operation is to blame.
         """
         if not isinstance(output, Value) or is_whole:
             return None
@@ -216,7 +221,7 @@ class Search:
         return next(iter(firsts or known or found), None)
 
     def start(self, output: Any) -> Operation | None:
-        """The first operation whose results differ, on the way to an output; None for none."""
+        """Returns the first operation with differing results on the way to an output, or None."""
         if not isinstance(output, Value):
             return None
         frontier, _, exits = self._back(output)
@@ -224,17 +229,22 @@ class Search:
         return min(found, key=lambda o: o.number, default=None)
 
     def lines_of(self, operation: Operation) -> list[Frame]:
-        """The lines that an operation comes from, the innermost first."""
+        """Returns the source lines of an operation, the innermost first."""
         return source_frames(operation.equation, operation.callers)[0]
 
     def found_at(self, operation: Operation) -> Found:
-        """An operation with its lines, and by how much its value differs."""
+        """Returns an operation with its source lines, and by how much its value differs."""
         return self._found(Kind.DIFFERS, operation, ())
 
     def _back(
         self, output: Value
     ) -> tuple[list[Operation], set[Operation], list[tuple[Operation, Value]]]:
-        """Walks back from a wrong value; returns where it starts, and what it went through."""
+        """Walks back from a wrong value.
+
+        Returns:
+            The operations at which the mistake starts, all operations visited, and the regions
+            whose outputs are right inside but wrong outside.
+        """
         frontier: set[Operation] = set()
         visited: set[Operation] = set()
         exits: list[tuple[Operation, Value]] = []
@@ -267,7 +277,7 @@ class Search:
     def _inside(
         self, operation: Operation, value: Value, exits: list[tuple[Operation, Value]]
     ) -> Value | None:
-        """The value within a region that a wrong result comes from."""
+        """Returns the value inside a region from which a wrong result comes."""
         at = operation.results.index(value)
         if operation.is_map:
             inner = operation.regions[0].outputs[at]
@@ -280,7 +290,7 @@ class Search:
         turn = operation.turn
         if turn is None or at >= len(turn.outputs):
             return None
-        # Rows that are right in this turn may be wrong in the next, for what it carries is.
+        # A row that is right in this turn may be wrong in the next if the carry is wrong.
         for inner in (turn.outputs[at], *turn.outputs):
             if not isinstance(inner, Value) or self.relation(inner) is not None:
                 continue
@@ -289,7 +299,7 @@ class Search:
         return None
 
     def _at_exit(self, operation: Operation, value: Value, visited: set[Operation]) -> Found | None:
-        """A value that is right on the ranks, and is put together wrongly where it leaves them."""
+        """Judges a value that is right on each rank but combined wrongly by the `out_specs`."""
         relation = self.relation(value)
         if relation is None:
             return None
@@ -310,7 +320,7 @@ class Search:
         )
 
     def _origin(self, value: Value, relation: Relation) -> Operation | None:
-        """The operation that made a value a part of a sum over these axes."""
+        """Returns the operation that made a value a term of a reduction over some axes."""
         while True:
             while value.maker is None:
                 outer = self._outer.get(value)
@@ -323,13 +333,13 @@ class Search:
             value = follows[0]
 
     def _is_part(self, value: Value, relation: Relation) -> bool:
-        mine = self.relation(value)
-        return (
-            mine is not None and mine.reduction is not None and set(mine.over) <= set(relation.over)
-        )
+        found = self.relation(value)
+        if found is None or found.reduction is None:
+            return False
+        return set(found.over) <= set(relation.over)
 
     def _judge(self, operation: Operation, visited: set[Operation]) -> Found | None:
-        """What kind of mistake the first wrong operation is."""
+        """Classifies the mistake of the first wrong operation."""
         reads = reads_of(operation.reads)
         known = [(r, relation) for r in reads if (relation := self.relation(r)) is not None]
         parts = [(read, relation) for read, relation in known if not relation.is_whole]
@@ -350,7 +360,7 @@ class Search:
     def _scaled(
         self, operation: Operation, parts: list[tuple], visited: set[Operation]
     ) -> Found | None:
-        """A value that is right but for a factor, which is a size of the mesh."""
+        """Judges a value that is wrong only by a factor, which is a size of the mesh."""
         numbers = self._numbers(operation.results[0])
         if numbers is None or len(operation.results) != 1:
             return None
@@ -385,14 +395,14 @@ class Search:
         return None
 
     def _hard_coded(self, size: int, visited: set[Operation]) -> Operation | None:
-        """The operation on the way that divides by the number that the size of the mesh is."""
+        """Returns a visited operation that divides by a literal equal to the mesh's size."""
         for operation in visited:
             other = self._aligned.get(operation)
             if other is None or operation.name not in ("div", "mul"):
                 continue
-            mine = _numbers_in(operation)
-            if mine == _numbers_in(other) and any(
-                math.isclose(x, size) or math.isclose(x, 1 / size) for x in mine
+            numbers = _numbers_in(operation)
+            if numbers == _numbers_in(other) and any(
+                math.isclose(x, size) or math.isclose(x, 1 / size) for x in numbers
             ):
                 return operation
         return None
@@ -400,9 +410,10 @@ class Search:
     def _of_parts(
         self, operation: Operation, parts: list[tuple], visited: set[Operation]
     ) -> Found | None:
-        """An operation that reads parts of a sum, as if they were the sum."""
+        """Judges an operation that reads terms of a reduction as if they were its result."""
         value, relation = parts[0]
-        start, name = self._origin(value, relation), operation.name
+        start = self._origin(value, relation)
+        name = operation.name
         reductions = {relation.reduction for _, relation in parts}
         others = len(reads_of(operation.reads)) - len(parts)
         is_summed = any(
@@ -428,7 +439,7 @@ class Search:
         return self._found(Kind.NOT_REDUCED, start, relation.over, gradient=True)
 
     def _is_divisor(self, operation: Operation, visited: set[Operation]) -> bool:
-        """Whether a count that may be empty is kept from zero here, and divides later."""
+        """Whether the operation guards a count against zero, and the count divides later."""
         if operation.name not in ("max", "add", "clamp", "select_n", "eq", "gt", "ne"):
             return False
         value = operation.results[0]
@@ -442,7 +453,7 @@ class Search:
         return False
 
     def _comes_from(self, value: Value, name: str, depth: int = 6) -> bool:
-        """Whether a sum is one of results of an operation, looking back a few steps."""
+        """Whether a value comes from an operation of this name, at most a few steps back."""
         for _ in range(depth):
             maker = value.maker
             if maker is None:
@@ -464,10 +475,10 @@ class Search:
         return any(maker is not None and _is_square(maker) for maker in makers)
 
     def _of_whole(self, operation: Operation, reads: Sequence[Value]) -> Found | None:
-        """An operation that reads what is right, and whose result is wrong."""
+        """Judges an operation with right operands and a wrong result."""
         coordinates = [r for r in reads if self.relation(r) is None and self.is_coordinate(r)]
         if operation.name == "slice" and self._aligned.get(operation) is None:
-            # On one device the slice is of the whole length, and JAX leaves it out.
+            # On one device the slice has the whole length, and JAX omits it.
             is_start = not any(operation.equation.params["start_indices"])
             return self._found(Kind.POSITION if is_start else Kind.DIFFERS, operation, ())
         for result in operation.results:
@@ -513,7 +524,7 @@ class Search:
 
 
 def _origin_of(value: Value) -> Value:
-    """The value before operations that hand it on."""
+    """Returns the value before the operations that only pass it on."""
     while value.maker is not None and value.maker.name in _PLAIN:
         before = reads_of(value.maker.reads)
         if not before:

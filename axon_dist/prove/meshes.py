@@ -1,4 +1,4 @@
-"""The same function on another mesh: what it closes over is found, and its mesh replaced."""
+"""Rebinds a function to another mesh: finds the meshes in its closure and replaces them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def sizes_of(mesh: Any) -> dict[str, int]:
         found = {str(name): int(size) for name, size in mesh.items()}
     if not found or not all(name and size >= 1 for name, size in found.items()):
         raise MeshError(
-            f"got {mesh!r:.80} for a mesh; each axis must have a name and a size from 1 on, as in "
-            "'dp=4,tp=2'"
+            f"got {mesh!r:.80} for a mesh; each axis must have a name and a size of at least 1, as "
+            "in 'dp=4,tp=2'"
         )
     return found
 
 
 def family(sizes: Sizes) -> list[dict[str, int]]:
-    """The meshes that a proof compares: all ones, each axis alone, and the sizes as they are.
+    """Returns the meshes that a proof compares: all ones, each axis alone, and the full sizes.
 
     Example:
         >>> family({"dp": 4, "tp": 2})
@@ -65,10 +65,10 @@ def family(sizes: Sizes) -> list[dict[str, int]]:
 
 
 def build_mesh(sizes: Sizes, like: Mesh | None = None) -> Mesh:
-    """A mesh of some sizes over the first devices, its axes of the types that another has.
+    """Builds a mesh of some sizes over the first devices, with the axis types of another mesh.
 
     Raises:
-        MeshError: when there are fewer devices.
+        MeshError: when there are too few devices.
     """
     devices = available_devices()
     count = math.prod(sizes.values())
@@ -85,18 +85,18 @@ def build_mesh(sizes: Sizes, like: Mesh | None = None) -> Mesh:
 
 
 def find_mesh(function: Any) -> Mesh | None:
-    """The mesh of the most devices that a function closes over, or None.
+    """Returns the largest mesh in a function's closure, or None.
 
-    Also that of a `NamedSharding`, and of arrays placed by one.
+    Meshes of `NamedSharding`s, and of arrays placed by one, count too.
     """
     return max(_Closure(function).meshes, key=lambda mesh: mesh.size, default=None)
 
 
 def rebind(function: Any, sizes: Sizes) -> Any:
-    """A function with each mesh that it closes over replaced by one of other sizes.
+    """Returns a copy of a function with each mesh in its closure replaced by one of other sizes.
 
-    Names of its module, cells of closures, defaults, arguments of `functools.partial` and
-    attributes of objects are followed, through decorators. Nothing that exists is changed.
+    The search follows module globals, closure cells, defaults, arguments of `functools.partial`,
+    object attributes and decorators. Existing objects are copied, not changed.
 
     Args:
         function: any callable.
@@ -122,7 +122,7 @@ def _is_users(module: object) -> bool:
 
 
 def _is_compiled(thing: Any) -> bool:
-    """Whether it is a function under `jax.jit`, `nnx.jit` or a cache, which traces without."""
+    """Whether it is wrapped by `jax.jit`, `nnx.jit` or a cache; a trace does not need these."""
     kind = type(thing).__name__.lower()
     return hasattr(thing, "__wrapped__") and ("jit" in kind or "cache" in kind)
 
@@ -142,7 +142,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _fields(thing: Any) -> dict[str, Any]:
-    """The fields of an instance of a user's class, or of a function with its own derivative."""
+    """Returns the fields of a user-defined object, or of a function with a custom derivative."""
     fields = getattr(thing, "__dict__", None)
     if isinstance(thing, (type, types.ModuleType)) or not isinstance(fields, dict):
         return {}
@@ -151,7 +151,7 @@ def _fields(thing: Any) -> dict[str, Any]:
 
 
 def _used_names(function: types.FunctionType) -> dict[str, Any]:
-    """What a user's function reads of its module."""
+    """Returns the module globals that a user's function reads."""
     names = function.__globals__
     if not _is_users(names.get("__name__")):
         return {}
@@ -159,7 +159,7 @@ def _used_names(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _parts(thing: Any) -> list[Any]:
-    """What a thing is made of, as far as a mesh may be in it."""
+    """Returns the parts of an object that may contain a mesh."""
     if isinstance(thing, (NamedSharding, Mesh)):
         return [] if isinstance(thing, Mesh) else [thing.mesh]
     if isinstance(thing, jax.Array):
@@ -181,7 +181,7 @@ def _parts(thing: Any) -> list[Any]:
 
 
 class _Closure:
-    """What a function closes over, and which of it holds a mesh."""
+    """All objects reachable from a function's closure, and those that hold a mesh."""
 
     def __init__(self, root: Any) -> None:
         self._things: dict[int, Any] = {}
@@ -193,7 +193,7 @@ class _Closure:
                 continue
             self._things[id(thing)] = thing
             for part in _parts(thing):
-                # An identity says something as long as its thing lives.
+                # An id is only valid while its object lives; `waiting` keeps it alive.
                 users.setdefault(id(part), []).append(id(thing))
                 waiting.append(part)
         self.meshes = [thing for thing in self._things.values() if isinstance(thing, Mesh)]
@@ -208,7 +208,7 @@ class _Closure:
         self._globals: dict[int, dict[str, Any]] = {}
 
     def copy(self, thing: Any, replace: Callable[[Mesh], Mesh]) -> Any:
-        """The thing with each mesh in it replaced; the rest of it is the same."""
+        """Returns a copy of an object with each mesh in it replaced, and the rest unchanged."""
         if id(thing) not in self._holders:
             return thing
         if id(thing) not in self._copies:
@@ -246,17 +246,19 @@ class _Closure:
         return other
 
     def _function(self, function: types.FunctionType, of: Callable[[Any], Any]) -> Any:
-        used, names = _used_names(function), function.__globals__
+        used = _used_names(function)
+        names = function.__globals__
         is_own = any(id(value) in self._holders for value in used.values())
         if is_own:
             names = self._globals.setdefault(id(names), dict(names))
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        code, defaults = function.__code__, of(function.__defaults__)
+        code = function.__code__
+        defaults = of(function.__defaults__)
         other = types.FunctionType(code, names, function.__name__, defaults, cells or None)
         other.__kwdefaults__ = of(function.__kwdefaults__)
         other.__dict__.update(function.__dict__)
         other.__qualname__ = function.__qualname__
-        # Functions refer to themselves and to each other: the copy is known before it is filled.
+        # Functions may be recursive, so the copy is registered before its cells are filled.
         self._copies[id(function)] = other
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):
@@ -270,14 +272,14 @@ class _Closure:
 
 
 _CHECKS: list[bool] = []
-"""Not empty while no `shard_map` is to check what varies."""
+"""Not empty while the `check_vma` of all `shard_map`s is off."""
 
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Traces each `shard_map` without its check of what varies over which axes.
+    """Traces each `shard_map` with `check_vma=False`.
 
-    Where that check refuses a program, JAX says what it could not infer, and not what is wrong.
+    Where that check refuses a program, JAX says what it could not infer, but not what is wrong.
     """
     make = jax.shard_map
 
@@ -293,7 +295,7 @@ def unchecked() -> Iterator[None]:
 
 
 class _MeshKind(type(Mesh)):
-    """What stands in for the class `Mesh` while a file is imported."""
+    """The metaclass of the substitute for `Mesh`, so that `isinstance` works with real meshes."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, Mesh)
@@ -301,12 +303,13 @@ class _MeshKind(type(Mesh)):
 
 @contextlib.contextmanager
 def substituted(sizes: Sizes) -> Iterator[None]:
-    """Has `jax.make_mesh` and `Mesh` make meshes of the sizes that are wanted.
+    """Patches `jax.make_mesh` and `Mesh` to make meshes of the given sizes.
 
-    For a file that is imported anew, in a process of `axon prove`. A mesh whose axes are not those
-    of the proof stays as it is written.
+    For a file that is imported anew, in a process of `axon prove`. A mesh with other axes than
+    those of the proof is left as written.
     """
-    make, devices = jax.make_mesh, available_devices
+    make = jax.make_mesh
+    devices = available_devices
 
     def make_mesh(shape: Sequence[int], names: Sequence[str], **options: Any) -> Mesh:
         if not set(names) <= set(sizes):
@@ -334,20 +337,20 @@ def substituted(sizes: Sizes) -> Iterator[None]:
 
 
 def load_file(path: Path, sizes: Sizes | None = None) -> types.ModuleType:
-    """Imports a file anew, on a mesh of other sizes than it asks for where these are given.
+    """Imports a file anew; if sizes are given, its meshes are replaced by meshes of these sizes.
 
     Raises:
         ConfigError: when it cannot be imported.
     """
     if not path.is_file():
         raise ConfigError(
-            f"[PROVE002] there is no file {str(path)!r}; name one as file.py:function"
+            f"[PROVE002] there is no file {str(path)!r}; give one as file.py:function"
         )
     name = f"axon_proved_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(
-            f"[PROVE002] {str(path)!r} is no Python file; name one as file.py:function"
+            f"[PROVE002] {str(path)!r} is not a Python file; give one as file.py:function"
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -1,4 +1,4 @@
-"""Where two programs part that should be equal: the first step, and in it the first operation."""
+"""Finds where two programs that should be equal diverge: the first step and its first operation."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _NOISY = 3
 
 @dataclasses.dataclass(frozen=True)
 class Parting:
-    """Where two programs part.
+    """Where two programs diverge.
 
     Args:
-        ok: whether they are equal but for rounding.
+        ok: whether they are equal up to rounding.
         outputs: the outputs that differ.
-        step: the first step after which they do, from 1; 0 where none does.
+        step: the first step after which they differ, from 1; 0 if they never do.
         operation: the first JAX operation whose results differ; empty where an input of the step
             differs or none was found.
-        places: its lines, the innermost first.
-        layer: the named scope that it stands in, or the turn of its loop.
-        time: which call of the outermost repeated line it stands in, from 1: of layers written in
-            a loop of Python the number of the layer.
+        places: its source lines, the innermost first.
+        layer: its named scope, or the turn of its loop.
+        time: which call of the outermost repeated line contains it, from 1. For layers in a Python
+            loop, this is the number of the layer.
         difference: by how much its result differs.
         bound: how much of that rounding explains.
-        runs: how often a step of both programs ran to find it, but for runs that measure rounding.
+        runs: how often a step of both programs ran to find it, without runs that measure rounding.
         operations: how many operations a step has.
     """
 
@@ -57,11 +57,11 @@ class Parting:
 
     @property
     def place(self) -> Place | None:
-        """The line of the operation."""
+        """The source line of the operation."""
         return self.places[0] if self.places else None
 
     def __str__(self) -> str:
-        """A sentence with the line."""
+        """Describes the divergence in a sentence, with its source line."""
         ran = f"({self.runs} runs of {self.operations} operations)"
         if self.ok:
             return f"equal but for rounding {ran}"
@@ -77,7 +77,7 @@ class Parting:
         return f"{text}{layer}in the {_ordinal(self.time)} call of the line that repeats"
 
     def as_json(self) -> dict[str, Any]:
-        """What was found as plain data."""
+        """Returns the result as plain data."""
         return finite(dataclasses.asdict(self))
 
 
@@ -94,20 +94,20 @@ def bisect(
     other_mesh: Any = None,
     steps: int = 1,
 ) -> Parting:
-    """Finds the first step, and the first operation of it, at which two programs part.
+    """Finds the first step, and its first operation, at which two programs diverge.
 
     Args:
-        one: a function, in any of the forms that `prove` takes.
-        other: one that should be equal to it: another strategy, another version, or the same on
-            another mesh. Where it computes in fewer bits, these bound what rounding explains.
-        *arguments: of both: arrays, or shapes to draw at random.
-        mesh: the mesh of the first; by default the one that it closes over.
+        one: a function, in any of the forms that `prove` accepts.
+        other: a function that should equal it: another strategy, another version, or the same one
+            on another mesh. If it computes in lower precision, that sets the rounding bound.
+        *arguments: the arguments of both: arrays, or shapes to draw at random.
+        mesh: the mesh of the first; by default the one in its closure.
         other_mesh: the mesh of the other; by default its own, or that of the first.
-        steps: how many steps are compared. The outputs of a step that have the shapes of the first
-            arguments take their place in the next.
+        steps: how many steps are compared. Leading outputs with the shapes of the leading arguments
+            replace these in the next step.
 
     Returns:
-        Where they part.
+        Where they diverge.
 
     Example:
         >>> def old(x):
@@ -117,39 +117,43 @@ def bisect(
         >>> bisect(old, new, np.ones(3, np.float32)).operation
         'mul'
     """
-    mine, theirs = subject_of(one, arguments), subject_of(other, arguments)
-    return bisect_subjects(mine, theirs, *_meshes(one, other, mesh, other_mesh), steps)
+    subject, other_subject = subject_of(one, arguments), subject_of(other, arguments)
+    return bisect_subjects(subject, other_subject, *_meshes(one, other, mesh, other_mesh), steps)
 
 
 def _meshes(one: Any, other: Any, mesh: Any, other_mesh: Any) -> tuple[Any, Any]:
-    mine, theirs = mesh or find_mesh(one), other_mesh or find_mesh(other)
+    first = mesh or find_mesh(one)
+    second = other_mesh or find_mesh(other)
     none = {"device": 1}
-    return mine or theirs or none, theirs or mine or none
+    return first or second or none, second or first or none
 
 
 def bisect_subjects(
-    mine: Subject, theirs: Subject, mesh: Any, other_mesh: Any, steps: int = 1
+    subject: Subject, other_subject: Subject, mesh: Any, other_mesh: Any, steps: int = 1
 ) -> Parting:
-    """`bisect` of functions with their arguments, each on its mesh."""
+    """Does the work of `bisect` for two functions with their arguments, each on its mesh."""
     like = [m if isinstance(m, jax.sharding.Mesh) else None for m in (mesh, other_mesh)]
-    first = mine.on(sizes_of(mesh), like[0])
-    second = theirs.on(sizes_of(other_mesh), like[1])
-    inputs = draws_of(mine.leaves(first.mesh), 1)[0]
+    first = subject.on(sizes_of(mesh), like[0])
+    second = other_subject.on(sizes_of(other_mesh), like[1])
+    inputs = draws_of(subject.leaves(first.mesh), 1)[0]
     return _Bisection(first, second, inputs, steps).run()
 
 
 class _Bisection:
-    """Two traced programs, their inputs, and the runs that were made."""
+    """Two traced programs, their inputs, and the number of runs made."""
 
     def __init__(self, one: Traced, other: Traced, inputs: list[Any], steps: int) -> None:
-        self._one, self._other, self._inputs, self._steps = one, other, inputs, steps
+        self._one = one
+        self._other = other
+        self._inputs = inputs
+        self._steps = steps
         self._aligned = align(other.program, one.program)
         self._runs = 0
         self._scale = self._coarseness()
         self._compiled: dict[Any, tuple[Any, Any]] = {}
 
     def _coarseness(self) -> float:
-        """How many units in the last place of the first program one of the other is."""
+        """Returns the other program's unit in the last place in units of the first program."""
         most = 1.0
         for operation, known in self._aligned.items():
             for a, b in zip(operation.results, known.results, strict=False):
@@ -172,7 +176,7 @@ class _Bisection:
             if wrong:
                 self._runs += 1
                 return self._within(step, inputs, wrong, count)
-            # Rounding adds up over steps; each is compared from the same state.
+            # Rounding errors accumulate over steps, so each step is compared from the same state.
             inputs = own = _next(inputs, runs[0])
         return Parting(True, runs=1, operations=count)
 
@@ -188,7 +192,7 @@ class _Bisection:
         blamed, search = self._blamed(inputs, wrong, {})
         turns: dict[Operation, int] = {}
         while blamed is not None and blamed.name == "scan" and blamed not in turns:
-            # All of the first turn is right: a later one is not.
+            # All of the recorded first turn is right, so a later turn must be wrong.
             turns[blamed] = self._turn(blamed, inputs)
             inner, deeper = self._blamed(inputs, wrong, turns)
             if inner is None or inner is blamed:
@@ -209,11 +213,11 @@ class _Bisection:
         )
 
     def _ordinal(self, blamed: Operation, search: Search) -> int:
-        """Which call of a repeated line the operation stands in, from 1.
+        """Returns which call of a repeated line contains the operation, from 1.
 
-        The line is the outermost of the call stack that runs more than once: of layers written
-        in a loop of Python the call of the layer. The first operation that the line makes is
-        counted, for the one that differs may stand in one layer only.
+        The line is the outermost one of the call stack that runs more than once: for layers in a
+        Python loop, the call of the layer. The first operation of that line is counted, because the
+        differing one may occur in one layer only.
         """
         forward = [o for o in self._other.program.operations if not _is_transposed(o)]
         stacks = {o: tuple(search.lines_of(o)) for o in forward}
@@ -230,8 +234,9 @@ class _Bisection:
         return 1
 
     def _turn(self, loop: Operation, inputs: list[Any]) -> int:
-        """The first turn of a loop after which the values differ, by halving."""
-        low, high = 0, int(loop.equation.params["length"]) - 1
+        """Returns the first turn of a loop after which the values differ, by bisection."""
+        low = 0
+        high = int(loop.equation.params["length"]) - 1
         while low < high:
             middle = (low + high) // 2
             _, search = self._record(inputs, {loop: middle})
@@ -252,23 +257,26 @@ class _Bisection:
         return min(starts, key=lambda o: o.number, default=None), search
 
     def _recording(self, turns: Mapping[Operation, int]) -> tuple[Any, Any]:
-        """Both programs compiled to record all values, the loops at some turns.
+        """Compiles both programs to record all values, loops at the given turns.
 
-        Compiling takes most of the time, so what compares the steps is used again within one.
+        Compilation takes most of the time, so the programs that compare steps are reused inside the
+        first differing step.
         """
         key = frozenset(turns.items())
         if key not in self._compiled:
-            aligned, one, other = self._aligned, self._one.program, self._other.program
-            mine = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
-            theirs = {operation.number: turn for operation, turn in turns.items()}
+            aligned = self._aligned
+            one = self._one.program
+            other = self._other.program
+            turns_of_one = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
+            turns_of_other = {operation.number: turn for operation, turn in turns.items()}
             self._compiled[key] = (
-                self._one.compiled(frozenset(one.values()), True, mine),
-                self._other.compiled(frozenset(other.values()), False, theirs),
+                self._one.compiled(frozenset(one.values()), True, turns_of_one),
+                self._other.compiled(frozenset(other.values()), False, turns_of_other),
             )
         return self._compiled[key]
 
     def _record(self, inputs: list[Any], turns: Mapping[Operation, int]) -> tuple[None, Search]:
-        """Both programs with all values, the loops at the turns that are asked for."""
+        """Runs both programs and records all values, loops at the given turns."""
         self._runs += 1
         one, other = self._one, self._other
         run_one, run_other = self._recording(turns)
@@ -302,7 +310,7 @@ def _is_in(operation: Operation, loop: Operation) -> bool:
 
 
 def _next(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The inputs of the next step: leading outputs take the place of inputs of their shape."""
+    """Returns the inputs of the next step: leading outputs replace inputs of the same shape."""
     following = list(inputs)
     for number, (old, new) in enumerate(zip(inputs, outputs, strict=False)):
         if np.shape(old) != np.shape(new) or old.dtype != new.dtype:

@@ -1,9 +1,9 @@
-"""A plugin of pytest: `pytest --mesh dp=2,tp=2` runs marked tests on that mesh and on one device.
+"""A pytest plugin: `pytest --mesh dp=2,tp=2` runs marked tests on that mesh and on one device.
 
-A test marked `mesh_invariant` takes `mesh`, and returns a function, or a pair of it and its
-arguments. It is called once for each mesh of the proof, and fails where the function is not the
-same on all of them. Installing `axon_dist` makes the plugin known; `-p axon_dist.prove.plugin`
-loads it elsewhere.
+A test marked `mesh_invariant` takes `mesh`, and returns a function, or a pair of a function and its
+arguments. It is called once for each mesh of the proof, and fails if the function is not the same
+on all of them. Installing `axon_dist` registers the plugin; otherwise load it by
+`-p axon_dist.prove.plugin`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MARK = "mesh_invariant"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--mesh SIZES`, which may be repeated."""
+    """Adds the option `--mesh SIZES`, which may be repeated."""
     group = parser.getgroup("axon_dist")
     group.addoption(
         "--mesh",
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Proves what a marked test returns."""
+    """Proves the function that a marked test returns."""
     mark = pyfuncitem.get_closest_marker(_MARK)
     if mark is None:
         return None
@@ -69,7 +69,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> Any:
-    """The mesh of a marked test: that of each proof in turn; elsewhere the one of `--mesh`."""
+    """Provides the mesh of `--mesh`; a marked test gets each mesh of the proof in turn instead."""
     if request.node.get_closest_marker(_MARK) is not None:
         return None
     from .meshes import build_mesh, sizes_of  # noqa: PLC0415

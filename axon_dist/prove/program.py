@@ -1,8 +1,8 @@
-"""A traced program as a flat list of operations whose values can be recorded, moved and replaced.
+"""A traced program as a flat list of operations, whose values can be recorded and changed.
 
-Calls are opened, so that each operation stands where it runs. A `shard_map`, a loop and a branch
-keep their programs as regions: the values within are recorded rank by rank, of a loop those of its
-first turn.
+Calls are inlined, so that each operation is where it runs. A `shard_map`, a loop and a branch keep
+their programs as regions. Values inside are recorded rank by rank, and those of a loop in its first
+turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EXACT = frozenset(
         "bitcast_convert_type", "copy_to_host_async", "name",
     }
 )  # fmt: skip
-"""Primitives whose results rounding does not change."""
+"""Primitives whose results are not rounded."""
 
 _SUMS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated", "cumsum", "cumlogsumexp"})
 
@@ -47,10 +47,10 @@ class Value:
     """A value of a program.
 
     Args:
-        aval: its abstract value; within a `shard_map` that of one rank.
-        axes: the mesh axes around it that a rank has a number on, the outermost first.
+        aval: its abstract value; inside a `shard_map` that of one rank.
+        axes: the manual mesh axes around it, the outermost first.
         maker: the operation that computes it; None for an input or a constant.
-        constant: what it holds, for a constant.
+        constant: the value of a constant.
     """
 
     aval: Any
@@ -65,7 +65,7 @@ class Value:
 
 
 Read: TypeAlias = Value | Literal
-"""What an operation reads."""
+"""An operand of an operation."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,16 +80,16 @@ class Region:
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """An equation in its place.
+    """An equation of the inlined program.
 
     Args:
-        number: in the order of the program.
-        equation: of the jaxpr.
+        number: its number in program order.
+        equation: the equation of the jaxpr.
         reads: its operands.
-        results: what it computes.
-        regions: the programs that it runs: of a `shard_map` or `scan` one, of a `while` its test
-            and its body, of a `cond` its branches.
-        callers: the calls that it stands in, the outermost first.
+        results: its results.
+        regions: the programs that it runs: one for a `shard_map` or `scan`, test and body for a
+            `while`, and the branches of a `cond`.
+        callers: the calls around it, the outermost first.
     """
 
     number: int
@@ -110,11 +110,11 @@ class Operation:
         return self.name == "shard_map"
 
     def first_turn(self, operands: Sequence[Any], row: Callable[[Any], Any]) -> list[Any] | None:
-        """What the region of a loop reads in its first turn; None where it is no loop.
+        """Returns the inputs of a loop's region in its first turn; None if it is not a loop.
 
         Args:
-            operands: of the loop.
-            row: takes from a stacked operand what the first turn reads.
+            operands: the operands of the loop.
+            row: takes the row of the first turn from a stacked operand.
         """
         params = self.equation.params
         if self.name == "scan":
@@ -127,7 +127,7 @@ class Operation:
 
     @property
     def turn(self) -> Region | None:
-        """What a loop repeats."""
+        """The body of a loop; None for other operations."""
         return self.regions[-1] if self.name in ("scan", "while") else None
 
 
@@ -136,7 +136,7 @@ class Program:
     """A traced function, flat.
 
     Args:
-        region: all of it.
+        region: the whole program.
         operations: all operations at any depth, in order.
     """
 
@@ -150,7 +150,7 @@ class Program:
 
 
 def flatten(closed: ClosedJaxpr) -> Program:
-    """Opens the calls of a program and numbers its operations."""
+    """Inlines the calls of a program and numbers its operations."""
     operations: list[Operation] = []
     region = _region(closed, (), operations, ())
     return Program(region, operations)
@@ -182,7 +182,7 @@ def _open(
     found: list[Operation],
     callers: tuple[JaxprEqn, ...],
 ) -> list[Read]:
-    """Adds the operations of a jaxpr to a region; returns what it hands out."""
+    """Adds the operations of a jaxpr to a region; returns the jaxpr's outputs."""
 
     def read(atom: Any) -> Read:
         return atom if isinstance(atom, Literal) else known[atom]
@@ -211,7 +211,8 @@ def _open(
 
 
 def _programs(equation: JaxprEqn) -> list[ClosedJaxpr]:
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name in ("scan", "shard_map"):
         found = [params["jaxpr"]]
     elif name == "while":
@@ -223,10 +224,10 @@ def _programs(equation: JaxprEqn) -> list[ClosedJaxpr]:
 
 @dataclasses.dataclass(frozen=True)
 class Injected:
-    """Random bits that take the place of a draw.
+    """Random bits that replace a draw.
 
     Args:
-        bits: of the whole array.
+        bits: the bits of the whole array.
         splits: for each dim the mesh axes that split it, the slowest first.
     """
 
@@ -236,14 +237,14 @@ class Injected:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How a program is computed; everything traced that a run needs.
+    """How a program is evaluated, with all traced inputs of the evaluation itself.
 
     Args:
         wanted: the values to record.
-        noise: a seed and a size: results of arithmetic are moved by so many units in the last
-            place, up or down. None leaves them.
+        noise: a seed and a scale: results of arithmetic are perturbed by this many units in the
+            last place, up or down. None for no noise.
         injected: bits for draws, by the number of the operation.
-        turns: of a loop by its number the turn whose values are recorded; of others the first.
+        turns: the turn of a loop whose values are recorded, by the loop's number; 0 for others.
     """
 
     wanted: frozenset[Value] = frozenset()
@@ -252,7 +253,7 @@ class Evaluation:
     turns: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def run(self, program: Program, values: Sequence[Array]) -> tuple[list[Array], dict]:
-        """Computes the outputs, and the recorded values by `Value`, ranks stacked in front."""
+        """Computes the outputs and the recorded values by `Value`, with ranks as leading dims."""
         record: dict[Value, Array] = {}
         with_noise = [self._moved(value, 977 + number, 1.0) for number, value in enumerate(values)]
         return self._region(program.region, with_noise, record), record
@@ -297,16 +298,18 @@ class Evaluation:
         return [self._moved(x, operation.number, size) for x in results]
 
     def _moved(self, x: Any, number: int, size: float) -> Any:
-        """A value moved up or down in its last place, as a hash of its own bits says."""
+        """Perturbs a value up or down in its last place, by a hash of its own bits."""
         if self.noise is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         seed, scale = self.noise
         return _moved(jnp.asarray(x), seed + jnp.uint32(number * 7919), scale * np.float32(size))
 
     def _map(self, operation: Operation, operands: list, record: dict | None) -> list[Array]:
-        """Runs a `shard_map`, and hands out what is recorded on all of its ranks."""
-        equation, region = operation.equation, operation.regions[0]
-        params, axes = equation.params, map_axes(equation)
+        """Runs a `shard_map`, and also returns the values recorded on all of its ranks."""
+        equation = operation.equation
+        region = operation.regions[0]
+        params = equation.params
+        axes = map_axes(equation)
         names: list[Value] = []
 
         def body(operands: list, noise: Any, bits: dict) -> tuple[list, list]:
@@ -394,7 +397,7 @@ _LOOPED: Mapping[str, Callable[..., list[Array]]] = {
 
 @jax.jit
 def _moved(x: Array, seed: Array, scale: Array) -> Array:
-    """Each number moved by `scale` units in its last place, up or down by a hash of its bits."""
+    """Perturbs each number by `scale` units in its last place, up or down by a hash of its bits."""
     mixed = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ seed
     for factor, shift in ((2654435761, 15), (2246822519, 13)):
         mixed = mixed * jnp.uint32(factor)
@@ -417,15 +420,16 @@ def _holds(region: Region, wanted: frozenset[Value]) -> bool:
 
 
 def plain(x: Any) -> Any:
-    """An array of numbers: keys of random numbers as their data."""
+    """Returns an array as numbers; random keys as their key data."""
     dtype = getattr(x, "dtype", None)
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x
 
 
 def _block(injected: Injected, result: Value) -> Array:
-    """The part of injected bits that this rank would draw."""
-    block, varies = injected.bits, set()
+    """Returns the part of injected bits that this rank would draw."""
+    block = injected.bits
+    varies = set()
     for dim, axes in enumerate(injected.splits):
         size = result.shape[dim]
         index = 0
@@ -438,39 +442,45 @@ def _block(injected: Injected, result: Value) -> Array:
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """The mesh axes over which a value is typed as varying; none where types are not checked."""
+    """Returns the mesh axes over which a value's type varies; none if `check_vma` is off."""
     kinds = getattr(aval, "mat", None)
     return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()))
 
 
 def reads_of(values: Iterable[Read]) -> list[Value]:
-    """The reads that are values, not literals."""
+    """Returns the reads that are values rather than literals."""
     return [value for value in values if not isinstance(value, Literal)]
 
 
 def same_operations(one: Program, other: Program) -> bool:
-    """Whether two programs are one but for where their arrays are placed.
+    """Whether two programs are the same except for where their arrays are placed.
 
-    A `shard_map` is none of these: its ranks compute on parts.
+    A program with a `shard_map` never is, because its ranks compute on parts.
     """
     if len(one.operations) != len(other.operations):
         return False
     names: dict[Value, Value] = {}
-    for mine, theirs in zip(one.operations, other.operations, strict=True):
-        if mine.is_map or mine.name != theirs.name or _plan(mine) != _plan(theirs):
+    for operation, counterpart in zip(one.operations, other.operations, strict=True):
+        if (
+            operation.is_map
+            or operation.name != counterpart.name
+            or _plan(operation) != _plan(counterpart)
+        ):
             return False
-        if len(mine.reads) != len(theirs.reads):
+        if len(operation.reads) != len(counterpart.reads):
             return False
-        if not all(_same_read(a, b, names) for a, b in zip(mine.reads, theirs.reads, strict=True)):
+        if not all(
+            _same_read(a, b, names) for a, b in zip(operation.reads, counterpart.reads, strict=True)
+        ):
             return False
-        if [v.shape for v in mine.results] != [v.shape for v in theirs.results]:
+        if [v.shape for v in operation.results] != [v.shape for v in counterpart.results]:
             return False
-        names.update(zip(mine.results, theirs.results, strict=True))
+        names.update(zip(operation.results, counterpart.results, strict=True))
     return True
 
 
 def _plan(operation: Operation) -> dict[str, str]:
-    """The parameters of an operation that say what it computes."""
+    """Returns the parameters of an operation that determine its results."""
     if operation.name in ("sharding_constraint", "reshard", "device_put"):
         return {}
     return {
@@ -486,7 +496,7 @@ def _same_read(one: Read, other: Read, names: dict[Value, Value]) -> bool:
             return False
         return bool(np.array_equal(one.val, other.val))
     if one.maker is None or other.maker is None:
-        # Inputs and constants: a constant must hold the same numbers.
+        # Inputs or constants; constants must hold the same numbers.
         constants = one.constant, other.constant
         if one.maker is not other.maker or (constants[0] is None) != (constants[1] is None):
             return False

@@ -1,7 +1,7 @@
-"""How the numbers of all ranks make up the number of one device: equal, split, or parts of a sum.
+"""Finds how the ranks' values make up that of one device: equal, split, or terms of a reduction.
 
-The value of one device is known, so a relation is found by trying: for each way in which the axes
-of the mesh can split the dims of an array, what the remaining axes hold is compared, or added up.
+The value of one device is known, so a relation is found by trial. For each way in which the mesh
+axes can split the dims of an array, the values along the remaining axes are compared, or reduced.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _REDUCTIONS = {SUM: np.sum, MEAN: np.mean, MAX: np.max, MIN: np.min}
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """How the values of the ranks give that of one device.
+    """How the values of the ranks make up that of one device.
 
     Args:
         splits: for each dim the mesh axes that split it, the slowest first.
-        reduction: what of the values along the axes `over` is the value: their sum, mean, maximum
-            or minimum. None where all of them are the value.
-        over: these axes.
+        reduction: the reduction over the axes `over` that gives the value: sum, mean, maximum or
+            minimum. None where each rank has the value itself.
+        over: the axes of the reduction.
     """
 
     splits: tuple[tuple[str, ...], ...] = ()
@@ -35,7 +35,7 @@ class Relation:
 
     @property
     def split_axes(self) -> set[str]:
-        """The axes that split a dim."""
+        """All axes that split a dim."""
         return {axis for axes in self.splits for axis in axes}
 
     @property
@@ -49,8 +49,8 @@ class RankValues:
     """A value on all ranks of a mesh.
 
     Args:
-        values: the ranks' values, stacked in front along each of the axes.
-        axes: the mesh axes, in the order of the first dims.
+        values: the ranks' values, with one leading dim per axis.
+        axes: the mesh axes, in the order of the leading dims.
     """
 
     values: np.ndarray
@@ -67,12 +67,12 @@ class RankValues:
         return self.values.shape[len(self.axes) :]
 
     def ranks(self) -> np.ndarray:
-        """The values, with all axes as one first dim."""
+        """Returns the values with all axes merged into one leading dim."""
         return self.values.reshape(-1, *self.shape)
 
 
 def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
-    """By how much two arrays differ beyond a bound; 0.0 where they do not."""
+    """Returns the largest difference of two arrays if it exceeds a bound, else 0.0."""
     if one.shape != other.shape:
         return math.inf
     if one.dtype == bool or other.dtype == bool:
@@ -87,22 +87,23 @@ def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
 
 
 def with_axes_of_dims(by_rank: RankValues, whole: np.ndarray, sizes: Mapping[str, int]) -> tuple:
-    """Takes dims that hold one entry for each rank as axes of the mesh, and drops those of one.
+    """Treats array dims with one entry per rank as mesh axes, and drops them from `whole`.
 
-    Programs outside a `shard_map` write `x.reshape(mesh.shape["dp"], -1)` and map over the rows;
-    on one device that dim has one entry.
+    Programs outside a `shard_map` may write `x.reshape(mesh.shape["dp"], -1)` and map over the
+    rows; on one device that dim has size 1.
     """
     if len(by_rank.shape) != whole.ndim or by_rank.shape == whole.shape:
         return by_rank, whole
-    values, axes = by_rank.values, list(by_rank.axes)
+    values = by_rank.values
+    axes = list(by_rank.axes)
     for name, size in sizes.items():
         offset = len(axes)
         dims = zip(values.shape[offset:], whole.shape, strict=True)
-        at = [d for d, (mine, its) in enumerate(dims) if mine == size and its == 1]
+        at = [d for d, (local, full) in enumerate(dims) if local == size and full == 1]
         if size == 1 or not at:
             continue
         if name in axes:
-            # A stack of all ranks' parts, which all of them have.
+            # Every rank may hold the same stack of all ranks' parts.
             rank = axes.index(name)
             if not (values == np.take(values, [0], rank)).all():
                 continue
@@ -118,7 +119,7 @@ def with_axes_of_dims(by_rank: RankValues, whole: np.ndarray, sizes: Mapping[str
 def ways_to_split(
     shape: Sequence[int], whole: Sequence[int], sizes: Mapping[str, int]
 ) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Each way in which axes can split the dims of `whole` so that a rank has `shape`.
+    """Yields each way in which axes can split the dims of `whole` so that a rank has `shape`.
 
     Example:
         >>> list(ways_to_split((2, 3), (8, 3), {"dp": 4, "tp": 2}))
@@ -127,16 +128,16 @@ def ways_to_split(
     if len(shape) != len(whole):
         return
     ratios = []
-    for mine, its in zip(shape, whole, strict=True):
-        if mine == its:
+    for local, full in zip(shape, whole, strict=True):
+        if local == full:
             ratios.append(1)
-        elif mine == 0 or its % mine:
+        elif local == 0 or full % local:
             return
         else:
-            ratios.append(its // mine)
+            ratios.append(full // local)
     axes = [name for name, size in sizes.items() if size > 1]
 
-    def from_dim(dim: int, left: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    def from_dim(dim: int, unused: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
         if dim == len(ratios):
             yield ()
             return
@@ -145,12 +146,12 @@ def ways_to_split(
         else:
             choices = (
                 order
-                for count in range(1, len(left) + 1)
-                for order in itertools.permutations(left, count)
+                for count in range(1, len(unused) + 1)
+                for order in itertools.permutations(unused, count)
                 if math.prod(sizes[name] for name in order) == ratios[dim]
             )
         for order in choices:
-            rest = tuple(name for name in left if name not in order)
+            rest = tuple(name for name in unused if name not in order)
             for others in from_dim(dim + 1, rest):
                 yield (order, *others)
 
@@ -158,7 +159,7 @@ def ways_to_split(
 
 
 def assembled(by_rank: RankValues, splits: tuple[tuple[str, ...], ...]) -> RankValues:
-    """The values with the parts of their dims put together; the other axes stay in front."""
+    """Concatenates the ranks' parts along their split dims; the other axes stay leading dims."""
     names = [*by_rank.axes, *range(len(by_rank.shape))]
     values = by_rank.values
     for dim, axes in enumerate(splits):
@@ -179,15 +180,16 @@ def assembled(by_rank: RankValues, splits: tuple[tuple[str, ...], ...]) -> RankV
 def find(
     by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
 ) -> Relation | None:
-    """How the values of the ranks give that of one device, or None.
+    """Returns how the values of the ranks make up that of one device, or None.
 
     Args:
         by_rank: the values of all ranks.
-        whole: that of one device.
-        bound: what rounding alone may change.
-        sizes: of the axes of the mesh.
+        whole: the value of one device.
+        bound: by how much rounding alone may change it.
+        sizes: the sizes of the mesh axes.
     """
-    given, true = by_rank, whole
+    given = by_rank
+    true = whole
     by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
     for splits in ways_to_split(by_rank.shape, whole.shape, by_rank.sizes):
         relation = _reduced(assembled(by_rank, splits), whole, bound, splits)
@@ -222,10 +224,10 @@ def _reduced(
 def scaled_by(
     by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
 ) -> float:
-    """The number by which all ranks have more than one device: a product of sizes, or its inverse.
+    """Returns the factor of all ranks' values to one device's: a product of sizes or its inverse.
 
     Returns:
-        The factor; 0.0 where it is none of these.
+        The factor; 0.0 if no such factor explains the values.
     """
     axes = [name for name, size in sizes.items() if size > 1]
     for count in range(1, len(axes) + 1):
@@ -242,7 +244,7 @@ def scaled_by(
 def is_permuted(
     by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
 ) -> bool:
-    """Whether each rank has parts of the value of one device, but not those that are its own."""
+    """Whether each rank has parts of the value of one device, though not the rank's own parts."""
     counts = [size for size in sizes.values() if size > 1]
     several = range(1, len(counts) + 1)
     blocks = {math.prod(c) for n in several for c in itertools.combinations(counts, n)}
@@ -276,7 +278,7 @@ def is_first_part(
     by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
     if by_rank.shape == whole.shape or len(by_rank.shape) != whole.ndim:
         return False
-    if any(mine > its for mine, its in zip(by_rank.shape, whole.shape, strict=True)):
+    if any(local > full for local, full in zip(by_rank.shape, whole.shape, strict=True)):
         return False
     first = whole[tuple(slice(0, size) for size in by_rank.shape)]
     return not any(differs(one, first, bound) for one in by_rank.ranks())

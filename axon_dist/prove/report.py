@@ -1,4 +1,4 @@
-"""What a proof says: findings with their lines, as text, JSON and SARIF."""
+"""The report of a proof: findings with their source lines, as text, JSON and SARIF."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Kind(enum.StrEnum):
-    """What kind of mistake a finding is."""
+    """The kind of mistake of a finding."""
 
     MEAN_OF_MEANS = "mean of means"
     NOT_REDUCED = "not reduced"
@@ -33,7 +33,7 @@ class Kind(enum.StrEnum):
 
     @property
     def code(self) -> str:
-        """A short name that stays."""
+        """A stable short name."""
         return f"PROVE1{list(Kind).index(self):02d}"
 
     @property
@@ -53,7 +53,7 @@ _WORDS = {
         "sum numerator and denominator over {axes} by jax.lax.psum, then divide once",
     ),
     Kind.NOT_REDUCED: (
-        "each rank of {axes} has its part of a sum or a mean, and it is used as the whole",
+        "each rank of {axes} has only its part of a sum or mean, but it is used as the whole",
         "reduce it over {axes}: jax.lax.psum for a sum, jax.lax.pmean for a mean",
     ),
     Kind.TWICE: (
@@ -62,49 +62,49 @@ _WORDS = {
         "jax.grad sums over {axes} by itself where the parameters do not vary over it",
     ),
     Kind.SUM_FOR_MEAN: (
-        "the ranks of {axes} have means, and their sum is taken",
-        "take jax.lax.pmean over {axes}, or divide by jax.lax.axis_size",
+        "the ranks of {axes} have means, but these are summed",
+        "use jax.lax.pmean over {axes}, or divide by jax.lax.axis_size",
     ),
     Kind.MEAN_FOR_SUM: (
-        "the ranks of {axes} have parts of a sum, and it is divided by their number",
-        "take jax.lax.psum over {axes} without dividing",
+        "the ranks of {axes} have parts of a sum, but it is divided by the number of ranks",
+        "use jax.lax.psum over {axes} without dividing",
     ),
     Kind.BIAS: (
         "this is added on every rank of {axes} to a part of a sum, so it counts once for each rank",
-        "add it behind the jax.lax.psum over {axes}",
+        "add it after the jax.lax.psum over {axes}",
     ),
     Kind.ONE_KEY: (
         "all ranks of {axes} draw the same random bits for different samples",
         "fold the rank into the key: jax.random.fold_in(key, jax.lax.axis_index({axes}))",
     ),
     Kind.POSITION: (
-        "each rank of {axes} counts from the same start, whatever part of the whole it has",
+        "all ranks of {axes} count from the same start, although they hold different parts",
         "add the offset of the rank's part: jax.lax.axis_index({axes}) times its length",
     ),
     Kind.LOCAL_STATISTICS: (
-        "the statistics are those of the samples of one rank of {axes}",
-        "take jax.lax.pmean of the statistics over {axes} before they are used",
+        "the statistics are only over the samples of one rank of {axes}",
+        "take jax.lax.pmean of the statistics over {axes} before using them",
     ),
     Kind.LOCAL_NORM: (
-        "the norm is that of one rank's part along {axes}",
+        "the norm is only over one rank's part along {axes}",
         "take jax.lax.psum of the squares over {axes} before the root",
     ),
     Kind.GATHER_ORDER: (
-        "the parts come in another order, or from another rank of {axes}",
+        "the parts are in the wrong order, or come from the wrong rank of {axes}",
         "gather over the axes in the order of the PartitionSpec that split them, and check the "
         "pairs of jax.lax.ppermute",
     ),
     Kind.LOCAL_ARGMAX: (
-        "the index is that within one rank's part along {axes}",
+        "the index is relative to one rank's part along {axes}",
         "add the offset of the part, and compare the values of all ranks of {axes}",
     ),
     Kind.LOCAL_SOFTMAX: (
-        "the maximum or the sum of a softmax is that of one rank's part along {axes}",
+        "the maximum or the sum of a softmax is only over one rank's part along {axes}",
         "take jax.lax.pmax of the maximum and jax.lax.psum of the sum over {axes}",
     ),
     Kind.DIFFERS: (
-        "its value is not that of one device, nor a part of it",
-        "compare what it reads with the program on one device",
+        "its value is neither that of one device nor a part of it",
+        "compare its operands with those on one device",
     ),
 }
 
@@ -116,9 +116,9 @@ class Place:
     Args:
         file: its path.
         line: from 1.
-        column: of the first letter, from 0, or None.
-        end_column: behind the last letter, or None.
-        function: the qualified name of the function it is in.
+        column: the column of the first character, from 0, or None.
+        end_column: the column after the last character, or None.
+        function: the qualified name of the enclosing function.
     """
 
     file: str
@@ -128,12 +128,12 @@ class Place:
     function: str = ""
 
     def __str__(self) -> str:
-        """As `file.py:12`, relative to the working folder where it is in that."""
+        """Formats it as `file.py:12`, relative to the working directory if it is inside."""
         path = os.path.relpath(self.file)
         return f"{self.file if path.startswith('..') else path}:{self.line}"
 
     def text(self) -> str:
-        """The line and a caret below what is meant, indented."""
+        """Returns the indented source line, with carets below the columns."""
         line = linecache.getline(self.file, self.line).rstrip()
         if not line:
             return ""
@@ -150,12 +150,12 @@ class Finding:
     """One mistake, or one thing that could not be tried.
 
     Args:
-        kind: what kind of mistake; None where the function cannot be tried on a mesh.
-        places: the lines it comes from, the one to look at first.
+        kind: the kind of mistake; None where the function cannot be tried on a mesh.
+        places: its source lines, the most useful first.
         axes: the mesh axes at fault.
-        mesh: the mesh it shows on.
-        operation: the JAX operation whose value is the first that differs.
-        outputs: the outputs that are wrong for it.
+        mesh: the mesh on which it occurs.
+        operation: the JAX operation with the first differing value.
+        outputs: the outputs that are wrong because of it.
         difference: by how much the worst of them differs.
         bound: how much of that rounding explains.
         message: what could not be tried, and why; empty for a mistake.
@@ -173,7 +173,7 @@ class Finding:
 
     @property
     def code(self) -> str:
-        """A short name that stays."""
+        """A stable short name."""
         return "PROVE010" if self.kind is None else self.kind.code
 
     @property
@@ -196,7 +196,7 @@ class Finding:
         return self.kind.repair.format(axes=_axes(self.axes))
 
     def __str__(self) -> str:
-        """The finding as a compiler would print it."""
+        """Formats the finding as a compiler would print it."""
         where = f"{self.place}: " if self.place else ""
         head = "cannot be tried" if self.kind is None else f"{self.kind}"
         text = f"{where}{head} [{self.code}]: {self.sentence}\n"
@@ -221,14 +221,14 @@ def _axes(axes: tuple[str, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What is known about one output of the function.
+    """The result for one output of the function.
 
     Args:
-        name: its path in what the function returns.
-        status: "proven" where it is equal for every input, "tried" where it was equal for all
-            inputs that were drawn, "differs", or "unjudged" where the two cannot be compared.
+        name: its path in the function's return value.
+        status: "proven" if it is equal for every input, "tried" if it was equal for all inputs that
+            were drawn, "differs", or "unjudged" if the two cannot be compared.
         difference: the largest difference from one device.
-        bound: what rounding explains of it.
+        bound: how much of that rounding explains.
         reason: why it is unjudged.
     """
 
@@ -241,14 +241,14 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a proof found.
+    """The results of a proof.
 
     Args:
-        function: the name of what was proven.
-        meshes: those that were compared; the first is that of one device.
+        function: the name of the function.
+        meshes: the meshes that were compared; the first is that of one device.
         draws: how many inputs were tried.
-        outputs: what is known about each output.
-        findings: the mistakes, and what could not be tried.
+        outputs: the result for each output.
+        findings: the mistakes, and the meshes that could not be tried.
     """
 
     function: str
@@ -269,15 +269,15 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0, 1 where a mistake was found, 2 where a mesh could not be tried."""
+        """0 if all is well, 1 if a mistake was found, 2 if a mesh could not be tried."""
         return 1 if self.mistakes else 2 if self.findings else 0
 
     def __str__(self) -> str:
-        """The findings, and a line that sums up."""
+        """Formats the findings, followed by a summary line."""
         return "\n".join([*map(str, self.findings), self.summary()])
 
     def summary(self) -> str:
-        """One line: what was tried and what came out."""
+        """Returns one line: what was tried, and the result."""
         meshes = ", ".join(self.meshes[1:])
         draws = f"{self.draws} input{'s' * (self.draws != 1)}"
         if self.mistakes:
@@ -286,15 +286,15 @@ class Report:
         if self.findings:
             return f"{self.function}: not all could be tried on {meshes} ({draws})"
         proven = sum(output.status == "proven" for output in self.outputs)
-        left = [output.name for output in self.outputs if output.status == "unjudged"]
+        unjudged = [output.name for output in self.outputs if output.status == "unjudged"]
         text = (
             f"{self.function}: the same on {meshes} as on one device: of {len(self.outputs)} "
             f"outputs {proven} for every input, the others for {draws}"
         )
-        return f"{text}; not compared: {', '.join(left)}" if left else text
+        return f"{text}; not compared: {', '.join(unjudged)}" if unjudged else text
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Returns the report as plain data."""
         return {
             "function": self.function,
             "ok": self.ok,
@@ -314,7 +314,7 @@ class Report:
         }
 
     def as_sarif(self) -> dict[str, Any]:
-        """The report in SARIF 2.1.0, as code review tools read it."""
+        """Returns the report in SARIF 2.1.0, which code review tools read."""
         rules = {finding.code: finding for finding in self.findings}
         return {
             "version": "2.1.0",
@@ -341,12 +341,12 @@ class Report:
         }
 
     def dumps(self, form: str) -> str:
-        """The report as text in one of the forms `json` and `sarif`."""
+        """Serializes the report as `json` or `sarif`."""
         return json.dumps(self.as_json() if form == "json" else self.as_sarif(), indent=1)
 
 
 def finite(data: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: that is null."""
+    """Replaces infinities and NaN by None, which JSON writes as null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in data.items()

@@ -1,4 +1,4 @@
-"""A strategy of this library, or of a user, proven like any other program."""
+"""Proves the train step of a strategy, of this library or a user's, like any other program."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ def prove_strategy(
 
     Args:
         make_model: makes the model, the same each time.
-        optimizer: of optax.
-        loss_fn: as `build_train_step` takes it.
-        strategy: what is proven, also one with parts of its own; or a function that makes it.
+        optimizer: an optax optimizer.
+        loss_fn: the loss, as for `build_train_step`.
+        strategy: the strategy to prove, which may have user-defined parts, or a function that makes
+            it.
         batch: arrays of the global batch.
-        meshes: the real sizes, as `prove` takes them.
-        **options: of `build_train_step`.
+        meshes: the real sizes, as for `prove`.
+        **options: options of `build_train_step`.
 
     Returns:
-        What was found.
+        The report.
     """
 
     def make(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""A function on one mesh: traced, compiled, and its outputs by name."""
+"""Traces and compiles a function on one mesh, and names its outputs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .program import Evaluation, Injected, Program, Value, flatten, plain
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """A function as it is on one mesh.
+    """A function traced on one mesh.
 
     Args:
         program: its operations.
-        names: of its outputs.
-        mesh: which it was traced on.
-        context: the mesh in context, if the function takes its mesh from that.
-        specs: how the arrays among the arguments were placed.
+        names: the names of its outputs.
+        mesh: the mesh on which it was traced.
+        context: the mesh in context, if the function takes its mesh from there.
+        specs: the `PartitionSpec`s of the array arguments; None where unknown.
     """
 
     program: Program
@@ -45,7 +45,7 @@ class Traced:
 
     @property
     def title(self) -> str:
-        """The mesh as it is written."""
+        """The mesh as text, such as `dp=4,tp=2`."""
         return ",".join(f"{name}={size}" for name, size in self.sizes.items())
 
     def compiled(
@@ -54,12 +54,14 @@ class Traced:
         with_noise: bool,
         turns: Mapping[int, int] | None = None,
     ) -> Callable[..., Any]:
-        """(inputs, seed, scale, bits) -> outputs and the recorded values, as NumPy arrays.
+        """Returns a function from (inputs, seed, scale, bits) to outputs and recorded values.
+
+        Both are NumPy arrays.
 
         Args:
             wanted: the values to record.
-            with_noise: whether results are moved by `scale` units in the last place.
-            turns: which turn of a loop is recorded, by its number; the first by default.
+            with_noise: whether results are perturbed by `scale` units in the last place.
+            turns: which turn of a loop is recorded, by the loop's number; the first by default.
         """
         return functools.partial(self._call, _jitted(self, wanted, with_noise, turns or {}))
 
@@ -85,7 +87,7 @@ class Traced:
         return jax.device_put(np.asarray(x), NamedSharding(self.mesh, spec))
 
     def within(self) -> Any:
-        """The mesh in context, for a function that takes its mesh from there."""
+        """Sets the mesh in context, for a function that takes its mesh from there."""
         return contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context)
 
 
@@ -111,12 +113,12 @@ def _jitted(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """A function and its arguments, to be traced on one mesh after the other.
+    """A function and its arguments, to be traced on several meshes.
 
     Args:
-        make: gives the function and the arguments on a mesh.
-        name: of the function.
-        context: a mesh in context that the function takes its own from, if it does.
+        make: returns the function and the arguments for a mesh.
+        name: the name of the function.
+        context: the mesh in context, if the function takes its mesh from there.
     """
 
     make: Callable[[Mesh], tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -124,12 +126,12 @@ class Subject:
     context: Mesh | None = None
 
     def leaves(self, mesh: Mesh) -> list[Any]:
-        """The arrays and shapes among the arguments."""
+        """Returns the arrays and shapes among the arguments."""
         _, arguments = self.make(mesh)
         return [leaf for leaf in _flat(arguments)[0] if is_array(leaf)]
 
     def place(self, mesh: Mesh) -> list[tuple[str, int]]:
-        """The file and the line at which the function begins, where that is known."""
+        """Returns the file and line at which the function begins, if known."""
         with contextlib.suppress(Exception):
             code = inspect.unwrap(self.make(mesh)[0]).__code__
             return [(code.co_filename, code.co_firstlineno)]
@@ -139,9 +141,9 @@ class Subject:
         """Traces the function on a mesh of these sizes.
 
         Args:
-            sizes: of each axis.
-            like: a mesh whose types of axes it takes.
-            checked: False has no `shard_map` check what varies, whatever it says itself.
+            sizes: the size of each axis.
+            like: a mesh whose axis types are used.
+            checked: False forces `check_vma=False` in every `shard_map`.
         """
         with contextlib.nullcontext() if checked else unchecked():
             return self._on(build_mesh(sizes, like))
@@ -149,7 +151,7 @@ class Subject:
     def _on(self, mesh: Mesh) -> Traced:
         function, arguments = self.make(mesh)
         leaves, rebuild = _flat(arguments)
-        # Drawn numbers take the place of shapes later; a program is traced once.
+        # Traced once with shapes; drawn numbers are passed when the program runs.
         dynamic = [leaf for leaf in leaves if is_array(leaf)]
         names: list[str] = []
 
@@ -179,7 +181,7 @@ def _path(path: Any) -> str:
 
 
 def _spec(leaf: Any, mesh: Mesh) -> Any:
-    """How an argument was placed, where the mesh has these axes."""
+    """Returns the spec by which an argument was placed, if the mesh has its axes."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(leaf, jax.Array):
         return None
@@ -196,7 +198,7 @@ def _is_module(leaf: Any) -> bool:
 
 
 def _flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of arguments, and what puts them together again, modules of NNX included."""
+    """Returns the leaves of arguments, and a function that rebuilds them, NNX modules included."""
     if any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_module))):
         graph, state = nnx.split(list(arguments))
         leaves, structure = jax.tree.flatten(state)
@@ -206,7 +208,7 @@ def _flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Callable[[list[Any]], 
 
 
 def _outputs(result: Any, inputs: Any, arguments: Any) -> Any:
-    """What a function returns, and the modules that it was given and may have changed."""
+    """Returns a function's result, and its module arguments, which it may have changed."""
     if any(map(_is_module, jax.tree.leaves(result, is_leaf=_is_module))):
         result = nnx.state(result)
     modules = [x for x in inputs if _is_module(x)]
@@ -216,7 +218,7 @@ def _outputs(result: Any, inputs: Any, arguments: Any) -> Any:
 
 
 def _release(program: Program) -> None:
-    """Makes constants that were placed on the devices of another mesh plain arrays."""
+    """Converts constants that are placed on the devices of a mesh to NumPy arrays."""
     regions = [program.region, *(r for o in program.operations for r in o.regions)]
     for region in regions:
         for value in region.constants:
@@ -231,14 +233,14 @@ def _release(program: Program) -> None:
 
 
 def subject_of(function: Any, arguments: tuple[Any, ...], name: str | None = None) -> Subject:
-    """How a function is tried on other meshes.
+    """Returns the subject with which a function is tried on other meshes.
 
-    A function that takes `mesh` alone is called with it, and returns the function to prove, or
-    that and its arguments. One that takes `mesh` among others is given it by name. Any other is
-    copied with each mesh in what it closes over replaced.
+    If `mesh` is the function's only parameter, it is called with a mesh and returns the function to
+    prove, or a pair of that and its arguments. If `mesh` is one of several parameters, it is passed
+    by name. Any other function is copied with each mesh in its closure replaced.
     """
     if not callable(function):
-        raise ConfigError(f"[PROVE004] got {function!r:.60} to prove; it must be a function")
+        raise ConfigError(f"[PROVE004] got {function!r:.60} to prove; give a function")
     name = name or str(getattr(function, "__qualname__", type(function).__name__))
     parameters = _parameters(function)
     if parameters[:1] == ["mesh"] and len(parameters) == 1:

@@ -140,7 +140,7 @@ def test_a_size_that_is_written_as_a_number_is_said_with_its_line():
     report = prove(make, meshes="dp=4")
     (found,) = report.findings
     assert report.exit_code == 2
-    assert "the size 4" in found.sentence
+    assert "mesh size 4" in found.sentence
     assert found.place.line in lines_of(make)[1]
 
 
