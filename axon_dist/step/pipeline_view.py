@@ -228,7 +228,7 @@ class StagedPlan:
         unparted = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
         trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unparted))
         programs, count = self.programs(trace), spec.num_microbatches
-        learned = {i: stage for one in programs for i, stage in one.learns.items()}
+        learned = {i: stage for one in programs for i, stage in one.buffer_stages.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
         paths = [path for path, _ in leaves_with_paths(drawing)]
         means = {i for i in learned if draws is not None and paths[i] in draws.means}
@@ -257,17 +257,17 @@ class StagedPlan:
             rest=params[1],
             data=data,
             scale=scale if weight is None else (1.0 if scale is None else scale) / weight,
-            keeps=self.pipeline.keeps_residuals,
+            saves_residuals=self.pipeline.keeps_residuals,
             frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
-            learned={i: first[i] for i in learned},
-            once=once,
-            means=means,
-            parted=parted,
+            mutable_buffers={i: first[i] for i in learned},
+            shared_buffers=once,
+            averaged_buffers=means,
+            partitioned=parted,
             lookups=lookups,
         ).run()
         leaves, structure = jax.tree.flatten(changed)
-        after = structure.unflatten(sums.learned.get(i, x) for i, x in enumerate(leaves))
+        after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.depths else after
         unit = jnp.ones(()) if weight is None else weight
         reduced, names = self._reduce(sums, parted), cast(Any, trace.metrics)
