@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -299,12 +300,8 @@ class DividedBackward:
         # could not be divided between parts.
         flat = opened(closed, jax.tree.leaves((at, cotangents)))
         jaxpr = flat.jaxpr
-        num_results, num_inputs, _ = (len(jax.tree.leaves(shape)) for shape in shapes)
-        outputs = [
-            jaxpr.outvars[:num_results],
-            jaxpr.outvars[num_results : num_results + num_inputs],
-            jaxpr.outvars[num_results + num_inputs :],
-        ]
+        ends = [0, *accumulate(len(jax.tree.leaves(shape)) for shape in shapes)]
+        outputs = [jaxpr.outvars[start:end] for start, end in pairwise(ends)]
         inputs = jaxpr.invars[: len(jax.tree.leaves(at))]
         seeds = jaxpr.invars[len(inputs) :]
         # Drop the last operands, the frozen weights: they do not depend on the microbatch.
@@ -318,9 +315,8 @@ class DividedBackward:
         for number, part in enumerate(outputs):
             piece = cut(jaxpr, part, known=made)
             if number == 1:
-                # Gradients of scales and biases are sums over values that are live in I. Computing
-                # them in W would need these values, which are larger than the gradients, to be
-                # saved until then.
+                # Gradients of scales and biases are sums over values that are live in I. Computed
+                # in W, they would need these values, which are larger, to be saved until then.
                 sums = _small_sums(jaxpr, outputs[2], made | varying & piece.made, varying)
                 also = cut(jaxpr, [*part, *sums], known=made)
                 piece = dataclasses.replace(also, outputs=piece.outputs)

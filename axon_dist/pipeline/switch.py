@@ -236,7 +236,7 @@ class SwitchStages:
         block_of = {variable: number for variable, number in blocks if number is not None}
         levels, crossing = _cuts(trace, _homes(trace, stages, block_of), count)
         self.crossing: list[list[Var]] = crossing
-        self.learned: dict[int, int] = _learned(trace, levels, crossing) if trace.unpredictable_buffers else {}
+        self.learned: dict[int, int] = _learned(trace, levels, crossing) if trace.dependent_buffers else {}
         new, homes = trace.new_buffers, self.learned.items()
         left = [[new[i] for i, home in homes if home == stage] for stage in range(count)]
         passed = zip(self.crossing[1:], left, strict=False)
@@ -353,7 +353,7 @@ def _learned(
     last = len(crossing) - 2
     made = {
         i: min(max(levels.get(v, -1), 0), last)  # type: ignore[arg-type]
-        for i, v in trace.unpredictable_buffers.items()
+        for i, v in trace.dependent_buffers.items()
     }
     ends = enumerate([*crossing[1:], trace.loss])
     readers = [(at, trace.cut(end, known=crossing[at]).needs) for at, end in ends]

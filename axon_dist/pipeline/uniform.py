@@ -244,7 +244,7 @@ def _learned(trace: LossTrace, calls: Sequence[Any]) -> dict[int, tuple[int, int
     """Of buffers that blocks change, block and result; None where one is no block's own."""
     made = {v: (n, r) for n, call in enumerate(calls) for r, v in enumerate(call.outvars)}
     learned = {}
-    for i, new in trace.unpredictable_buffers.items():
+    for i, new in trace.dependent_buffers.items():
         old = trace.buffers[i]
         readers = [e for e in trace.jaxpr.eqns if old in variables(e.invars)]
         if new not in made or readers not in ([], [calls[made[new][0]]]):

@@ -240,7 +240,7 @@ def readings_of(trace: LossTrace, table: Any) -> Readers:
     """What reads a parameter, by ids only where these are known ahead of parameters and blocks."""
     readers = readers_of(trace.jaxpr, table)
     made = made_by(trace.jaxpr.eqns[call] for call in trace.calls)
-    learned = [trace.buffers[i] for i in trace.unpredictable_buffers]
+    learned = [trace.buffers[i] for i in trace.dependent_buffers]
     late = depends_on(trace.jaxpr, [*trace.params.values(), *made, *learned])
 
     def is_early(rows):
