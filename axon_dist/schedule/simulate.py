@@ -95,8 +95,8 @@ class Costs:
             gradients. Apart from the transfers, it is negligible compared to matrix products.
 
     Raises:
-        ScheduleError: a negative or infinite time or weight, a forward that takes no time, or
-            weights that are all zero.
+        ScheduleError: a time or weight that is negative or not finite, a forward that takes no
+            time, or weights that are all zero.
 
     Example:
         >>> Costs(f=1, i=1.2, w=0.8).of(Phase.B)
