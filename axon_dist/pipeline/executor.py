@@ -317,11 +317,13 @@ class Executor:
         return jax.lax.switch(index, branches, operand)
 
     def _forward(self, tick: Tick, state: State) -> tuple[State, Wire]:
-        stage, last = tick["stage"], self.schedule.num_stages - 1
+        stage = tick["stage"]
+        last = self.schedule.num_stages - 1
 
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Wire, Wire, list, dict]:
             inputs, stash, mutable_buffers = operand
-            program, data = bound.program, self._data(tick, mutable_buffers)
+            program = bound.program
+            data = self._data(tick, mutable_buffers)
             looked_up = data._replace(rows=get(state.lookups, tick["lookups"]))
             first = partial(program.first, self.all_rest, looked_up)
             x = program.at(0, stage, first, lambda: get(inputs, tick["inputs"]))
@@ -489,9 +491,13 @@ class Executor:
         """Returns the gradient of a stage's output: received, or computed from the loss."""
         if self.schedule.splits_vocabulary:
             return get(state.gradients, tick["gradients"]), sums
-        of_loss = partial(self._loss, bound, tick, output, sums)
-        last, slot, at = self.schedule.num_stages - 1, tick["gradients"], bound.program.at
-        return at(last, tick["stage"], of_loss, lambda: (get(state.gradients, slot), sums))
+        last = self.schedule.num_stages - 1
+        from_loss = partial(self._loss, bound, tick, output, sums)
+
+        def received() -> tuple[list[Array], Totals]:
+            return get(state.gradients, tick["gradients"]), sums
+
+        return bound.program.at(last, tick["stage"], from_loss, received)
 
     def _loss(
         self, bound: BoundProgram, tick: Tick, y: Wire, sums: Totals, counts: Array | None = None

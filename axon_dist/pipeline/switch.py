@@ -64,7 +64,8 @@ class Calls:
             block_of: for each variable of a parameter, the number of its block.
         """
         numbers = {index: number for number, index in enumerate(calls)}
-        owners, behind = [], []
+        owners = []
+        behind = []
         sources: dict[Var, frozenset[int]] = {}
         for index, equation in enumerate(jaxpr.eqns):
             read = variables(equation.invars)

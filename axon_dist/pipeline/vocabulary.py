@@ -302,7 +302,8 @@ class _OperandPath:
     def to(cls, jaxpr: Any, loss: Any, atom: Any, dim: int) -> _OperandPath | None:
         """Returns the path to an operand, or None if it is not a cast or transposed parameter."""
         made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-        reader, steps = loss, []
+        reader = loss
+        steps = []
         while not isinstance(atom, Literal):
             steps.append((atom, reader))
             reader = made.get(atom)
