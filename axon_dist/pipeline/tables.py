@@ -264,8 +264,8 @@ class State(NamedTuple):
         gradients: gradients of the outputs of stages.
         stash: outputs and residuals that forwards save.
         held: intermediates from input gradients to weight gradients.
-        outputs: outputs of the last stage, where the schedule has the action `V`.
-        lookups: rows looked up for the first stage, where the schedule has the action `E`.
+        outputs: outputs of the last stage, if the schedule has the action `V`.
+        lookups: rows looked up for the first stage, if the schedule has the action `E`.
         scatters: the gradients of these rows.
         sums: the `Totals` so far; None if an action only reads the buffers.
         mutable_buffers: the history of each buffer that stages update, by number: its values before

@@ -251,8 +251,8 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     one tick longer at its start, where everything else waits, and one at its end.
 
     Args:
-        schedule: a valid table. If it has `E`, `V` and `G`, it is returned unchanged; if it has
-            only `V`, it keeps this.
+        schedule: a valid table. If it has `E`, `V` and `G`, it is returned unchanged. If it has
+            only `V`, only `E` and `G` are added.
         costs: times per microbatch and device, by which the fastest of several delays is chosen.
 
     Returns:
