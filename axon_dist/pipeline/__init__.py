@@ -1,11 +1,12 @@
-"""Pipelines: the model cut into stages, and the one executor of every schedule.
+"""Pipeline parallelism: cuts a model into stages, and runs any schedule with one executor.
 
-In the order of a step: `layout.py` assigns blocks to stages and stages to ranks, `storage.py` has
-the stored form of their parameters, `loss_trace.py` traces the loss, `uniform.py` or `switch.py`
-cuts the trace into stages, `stage.py` runs and differentiates one stage, `tables.py` turns a
-schedule into arrays, `executor.py` runs the stages by these arrays, and `optimizer.py` updates the
-stored parameters, with `stored_form.py` and `rows.py`. `vocabulary.py` splits embeddings and heads
-over the ranks. Strategies are not known here, but in `step/pipeline_view.py`.
+In the order of a step: `layout.py` assigns blocks to stages and stages to ranks. `storage.py`
+defines the stored form of their parameters. `loss_trace.py` traces the loss, and `uniform.py` or
+`switch.py` cuts the trace into stages. `stage.py` runs and differentiates one stage. `tables.py`
+turns a schedule into arrays, by which `executor.py` runs the stages. `optimizer.py` updates the
+stored parameters, with `owners.py`, `rows.py` and `stored_form.py`. `vocabulary.py` splits
+embeddings and heads over the ranks. This package does not depend on strategies;
+`step/pipeline_view.py` connects them.
 """
 
 from .executor import Executor as Executor

@@ -1,8 +1,8 @@
-"""Which blocks of a model make a stage, on which rank it is, and how its parameters are laid out.
+"""Assigns the blocks of a model to stages and ranks, and lays out their parameters.
 
-A model may keep equal blocks in one module: the leaf `blocks/kernel` of shape [L, ...] is then L
-leaves `blocks/0/kernel`, ... to a pipeline. Its storage, its stages and its optimizer work on the
-model taken apart (`Stacks`); the model and the user's optimizer see the stacked leaves.
+A model may keep equal blocks in one module. A pipeline then treats the leaf `blocks/kernel` of
+shape [L, ...] as L leaves `blocks/0/kernel`, ... The pipeline's storage, stages and optimizer work
+on these unstacked leaves (`Stacks`); the model and the user's optimizer see the stacked leaves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +24,23 @@ from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate,
 
 
 def flatten(tree: PyTree) -> dict[Keys, PyTree]:
-    """The leaves of a tree by keys, names and positions, in the order of `jax.tree.leaves`."""
-    kinds, leaves = ("key", "idx", "name"), {}
+    """Returns the leaves by their keys, in the order of `jax.tree.leaves`.
+
+    Keys are dict keys, attribute names and positions in sequences.
+    """
+
+    def key_of(entry: Any) -> Any:
+        kinds = ("key", "idx", "name")
+        return next(getattr(entry, kind) for kind in kinds if hasattr(entry, kind))
+
+    leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        keys = (next(getattr(e, kind) for kind in kinds if hasattr(e, kind)) for e in path)
-        leaves[tuple(keys)] = leaf
+        leaves[tuple(map(key_of, path))] = leaf
     return leaves
 
 
 def nest(flat: dict[Keys, PyTree]) -> PyTree:
-    """The inverse of `flatten` for nested dicts."""
+    """Inverts `flatten` for nested dicts."""
     tree: PyTree = {}
     for keys, leaf in flat.items():
         node = tree
@@ -43,9 +51,10 @@ def nest(flat: dict[Keys, PyTree]) -> PyTree:
 
 
 class ParamLike:
-    """A tree of which some parts are like a model's parameters: all of it, or moments in a state.
+    """A tree with parts that are like a model's parameters, such as the moments of an optimizer.
 
-    A part is a dict with the outermost keys of the parameters, and all leaves at or below these.
+    A part is like the parameters if it is a dict with their outermost keys, and all its leaves are
+    at or below the keys of parameters.
 
     Args:
         params: nested dict of the parameters, of any leaves.
@@ -60,7 +69,7 @@ class ParamLike:
         self._like = [self._is_like(part) for part in parts]
 
     def split(self, tree: PyTree) -> list[tuple[PyTree, bool]]:
-        """The parts, those like parameters as nested dicts; and whether each is."""
+        """Returns each part and whether it is like the parameters; those parts are nested dicts."""
         parts = zip(self.outer.flatten_up_to(tree), self._like, self.keys, strict=True)
         return [
             (nest(dict(zip(keys, jax.tree.leaves(part), strict=True))) if like else part, like)
@@ -68,14 +77,14 @@ class ParamLike:
         ]
 
     def join(self, parts: Sequence[PyTree]) -> PyTree:
-        """The inverse of `split`, of the parts alone."""
-        joined = list(parts)
+        """Inverts `split`; takes the parts alone."""
+        subtrees = list(parts)
         for number, part in enumerate(parts):
             if self._like[number]:
                 flat = flatten(part)
                 leaves = (flat[keys] for keys in self.keys[number])
-                joined[number] = self._inner[number].unflatten(leaves)
-        return self.outer.unflatten(joined)
+                subtrees[number] = self._inner[number].unflatten(leaves)
+        return self.outer.unflatten(subtrees)
 
     def _is_like(self, tree: PyTree) -> bool:
         if not isinstance(tree, dict) or set(tree) != set(self._top):
@@ -88,19 +97,19 @@ class ParamLike:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Which blocks make a stage, and which rank has it.
+    """Assigns blocks to stages, and stages to ranks.
 
-    A block is stored on the rank that calls it, in the first stage that does. A block that several
-    ranks call is replicated on all ranks, like the parameters outside the blocks.
+    A block is stored on the rank that calls it, in the first stage that calls it. A block that
+    several ranks call is replicated on all ranks, like the parameters outside the blocks.
 
     Args:
-        blocks: the keys of every block that one rank has, in the order of the stages.
-        boundaries: stage `s` has blocks `boundaries[s]` to `boundaries[s + 1]`, maybe none.
+        blocks: the keys of every block that is stored on one rank, in the order of the stages.
+        boundaries: stage `s` has blocks `boundaries[s]` to `boundaries[s + 1]`, possibly none.
         placement: the rank of each stage.
-        num_devices: ranks along the pipeline; some may have no stage.
-        shared: the keys of blocks, and of what is within blocks, that all ranks have.
-        depths: stage `s` runs the calls of depths `depths[s]` to `depths[s + 1]`; None where each
-            block is called in its own stage alone.
+        num_devices: the number of ranks along the pipeline; some may have no stage.
+        shared: the keys of blocks, and of modules within blocks, that are replicated on all ranks.
+        depths: stage `s` runs the calls of depths `depths[s]` to `depths[s + 1]`; None if each
+            block is called only in its own stage.
 
     Example:
         >>> stages = Stages((("layers", 0), ("layers", 1), ("layers", 2)), (0, 2, 3), (0, 1), 2)
@@ -117,45 +126,45 @@ class Stages:
 
     @property
     def called(self) -> tuple[Keys, ...]:
-        """The keys of all blocks, and of what they share."""
+        """The keys of all blocks and of the modules that they share."""
         return (*self.blocks, *self.shared)
 
     def stage_at(self, depth: int) -> int:
-        """The stage that runs the calls of a depth."""
+        """Returns the stage that runs the calls of a depth."""
         assert self.depths is not None
         return min(bisect.bisect_right(self.depths, depth), self.num_stages) - 1
 
     @property
     def num_stages(self) -> int:
-        """Stages through the whole model."""
+        """The number of stages of the whole model."""
         return len(self.placement)
 
     @property
     def num_chunks(self) -> int:
-        """Stages that one rank holds, at most."""
+        """The largest number of stages on one rank."""
         return max(self.placement.count(device) for device in range(self.num_devices))
 
     def blocks_of(self, stage: int) -> range:
-        """The blocks of a stage."""
+        """Returns the numbers of the blocks of a stage."""
         return range(*self.boundaries[stage : stage + 2])
 
     def chunk_of(self, stage: int) -> int:
-        """The position of a stage among those of its rank."""
+        """Returns the position of a stage among the stages of its rank."""
         return self.placement[:stage].count(self.placement[stage])
 
     def stages_of(self, chunk: int) -> tuple[int, ...]:
-        """The stages that are the given chunk of their rank."""
+        """Returns the stages that are the given chunk of their rank."""
         return tuple(s for s in range(self.num_stages) if self.chunk_of(s) == chunk)
 
     def stage_of(self, block: int) -> int:
-        """The stage of a block."""
+        """Returns the stage of a block."""
         return next(s for s in range(self.num_stages) if block in self.blocks_of(s))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StackedBuffer:
-    """A buffer of a stack, of which each block has a row, as what each block has.
+    """A buffer of a stacked module, split into one row per block.
 
     Args:
         rows: one for each block.
@@ -165,19 +174,19 @@ class StackedBuffer:
 
 
 def has_split(buffers: PyTree) -> bool:
-    """Whether some of these have been taken apart."""
+    """Whether any buffer has been split by `Stacks.split_buffers`."""
     return any(
         isinstance(leaf, StackedBuffer) for leaf in jax.tree.leaves(buffers, is_leaf=_is_split)
     )
 
 
-def buffers_together(apart: PyTree, stack: Callable[[list[PyTree]], PyTree] = jnp.stack) -> PyTree:
-    """The inverse of `Stacks.split_buffers`."""
+def buffers_together(split: PyTree, stack: Callable[[list[PyTree]], PyTree] = jnp.stack) -> PyTree:
+    """Inverts `Stacks.split_buffers`."""
 
-    def one(leaf):
+    def restack(leaf):
         return stack(leaf.rows) if isinstance(leaf, StackedBuffer) else leaf
 
-    return jax.tree.map(one, apart, is_leaf=_is_split)
+    return jax.tree.map(restack, split, is_leaf=_is_split)
 
 
 def _is_split(leaf: object) -> bool:
@@ -186,10 +195,10 @@ def _is_split(leaf: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Stacks:
-    """Modules of a model whose leaves have a row for each of many blocks.
+    """The stacked modules of a model, whose leaves have one row per block.
 
     Args:
-        depths: the keys of every stacked module, and how many blocks it holds.
+        depths: the keys of every stacked module, and its number of blocks.
 
     Example:
         >>> stacks = Stacks(((("blocks",), 2),))
@@ -203,30 +212,34 @@ class Stacks:
     depths: tuple[tuple[Keys, int], ...] = ()
 
     def of(self, keys: Keys) -> tuple[Keys, int]:
-        """The stack that keys of the model are in, and its number of blocks; () and 0 for none."""
+        """Returns the stack that contains the keys and its number of blocks, or () and 0."""
         within = (item for item in self.depths if keys[: len(item[0])] == item[0])
         return next(within, ((), 0))
 
     def apart(self, tree: PyTree, shapes: PyTree = None) -> PyTree:
-        """A nested dict like the model's, with stacked leaves split into those of each block.
+        """Returns a nested dict like the model's, with stacked leaves split into one per block.
 
         Args:
             tree: leaves may be arrays, shapes or `Stacked`.
-            shapes: likewise, those of the tree by default; a leaf in a stack that has no row for
-                each block is every block's.
+            shapes: a tree of the same structure whose shapes tell which leaves are stacked; `tree`
+                by default. A leaf in a stack without a row per block is repeated for every block.
         """
         if not self.depths:
             return tree
         leaves: dict[Keys, PyTree] = {}
-        likes = flatten(tree if shapes is None else shapes)
+        flat_shapes = flatten(tree if shapes is None else shapes)
         for keys, leaf in flatten(tree).items():
             stack, depth = self.of(keys)
             if not depth:
                 leaves[keys] = whole(leaf)
                 continue
-            rows = _rows(leaf, depth) if _is_stacked(likes[keys], depth) else [whole(leaf)] * depth
+            if _is_stacked(flat_shapes[keys], depth):
+                rows = _rows(leaf, depth)
+            else:
+                rows = [whole(leaf)] * depth
             rest = keys[len(stack) :]
-            leaves.update(((*stack, row, *rest), value) for row, value in enumerate(rows))
+            for row, value in enumerate(rows):
+                leaves[*stack, row, *rest] = value
         return nest(leaves)
 
     def together(
@@ -235,43 +248,43 @@ class Stacks:
         stack: Callable[[list[PyTree]], PyTree] = jnp.stack,
         shapes: PyTree = None,
     ) -> PyTree:
-        """The inverse of `apart`.
+        """Inverts the method `apart`.
 
         Args:
             apart: a nested dict.
-            stack: makes one leaf of those of all blocks.
-            shapes: of the result; None where each leaf in a stack has a row for each block.
+            stack: combines the leaves of all blocks into one.
+            shapes: the shapes of the result; None if each leaf in a stack has a row per block.
         """
-        likes = None if shapes is None else flatten(shapes)
+        flat_shapes = None if shapes is None else flatten(shapes)
         grouped: dict[Keys, list[PyTree]] = {}
         for keys, leaf in flatten(apart).items():
             grouped.setdefault(self.in_model(keys), []).append(leaf)
 
-        def one(keys: Keys, leaves: list[PyTree]) -> PyTree:
+        def merge(keys: Keys, leaves: list[PyTree]) -> PyTree:
             _, depth = self.of(keys)
-            stacked = depth and (likes is None or _is_stacked(likes[keys], depth))
-            return stack(leaves) if stacked else leaves[0]
+            is_stacked = depth and (flat_shapes is None or _is_stacked(flat_shapes[keys], depth))
+            return stack(leaves) if is_stacked else leaves[0]
 
-        return nest({keys: one(keys, leaves) for keys, leaves in grouped.items()})
+        return nest({keys: merge(keys, leaves) for keys, leaves in grouped.items()})
 
     def split_buffers(self, buffers: PyTree) -> PyTree:
-        """A model's buffers, with the numbers that each block of a stack has as `StackedBuffer`.
+        """Splits the stacked float buffers of a model into one row per block (`StackedBuffer`).
 
-        What random streams have, such as keys and counts, stays as it is.
+        The state of random streams, such as keys and counts, is returned unchanged.
         """
 
-        def one(path: KeyPath, leaf: PyTree) -> PyTree:
+        def split(path: KeyPath, leaf: PyTree) -> PyTree:
             _, depth = self.of(tuple(getattr(entry, "key", None) for entry in path))
             form = leaf.shape if isinstance(leaf, Stacked) else leaf
             is_float = jnp.issubdtype(form.dtype, jnp.floating)
-            return (
-                StackedBuffer(_rows(leaf, depth)) if is_float and _is_stacked(leaf, depth) else leaf
-            )
+            if is_float and _is_stacked(leaf, depth):
+                return StackedBuffer(_rows(leaf, depth))
+            return leaf
 
-        return jax.tree_util.tree_map_with_path(one, buffers)
+        return jax.tree_util.tree_map_with_path(split, buffers)
 
     def in_model(self, keys: Keys) -> Keys:
-        """The keys of the leaf or module of the model that holds that of a block."""
+        """Returns the keys of the model's leaf or module that contains the one of a block."""
         stack, depth = self.of(keys)
         is_block = depth and len(keys) > len(stack) and isinstance(keys[len(stack)], int)
         return (*stack, *keys[len(stack) + 1 :]) if is_block else keys
@@ -292,14 +305,14 @@ def _rows(leaf: PyTree, depth: int) -> list[PyTree]:
 
 @dataclasses.dataclass(frozen=True)
 class OfBlocks(Wrapped):
-    """Lays out a leaf of one block as another policy lays out the rows of the stack it is in.
+    """Lays out a leaf of one block as another policy lays out the rows of its stack.
 
     Args:
-        policy: decides about a leaf as the model has it.
-        stacks: the modules that hold many blocks.
+        policy: decides about a leaf of the model.
+        stacks: the stacked modules.
 
     Raises:
-        StrategyConflictError: when the policy splits the dim that counts blocks.
+        StrategyConflictError: if the policy splits the dim that counts blocks.
     """
 
     stacks: Stacks
@@ -307,13 +320,13 @@ class OfBlocks(Wrapped):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides about one leaf of the model taken apart."""
+        """Decides about one unstacked leaf."""
         for keys, depth in self.stacks.depths:
             stack = "/".join(map(str, keys))
             if path.startswith(f"{stack}/"):
                 leaf = f"{stack}/{path.removeprefix(f'{stack}/').partition('/')[2]}"
-                beside = PartitionSpec(None, *taken)
-                decision = self.policy.decide(leaf, (depth, *shape), mesh, beside)
+                stacked_taken = PartitionSpec(None, *taken)
+                decision = self.policy.decide(leaf, (depth, *shape), mesh, stacked_taken)
                 if axes := axes_of(decision.spec, 0):
                     raise StrategyConflictError(
                         f"{leaf} stacks {depth} blocks in dim 0, which {self.name!r} splits "
@@ -326,20 +339,20 @@ class OfBlocks(Wrapped):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Policy):
-    """Lays dim 0 of every row over the pipeline axis, and its other dims as another policy says.
+    """Shards dim 0 of every row over the pipeline axis, and its other dims by another policy.
 
-    What is in no block (embedding, final norm, head) is used at one end of the pipeline, but a
-    program that is the same on all ranks reserves its memory on all of them. So it is split over
-    the stages, and gathered for the step.
+    Parameters outside the blocks (embedding, final norm, head) are used at one end of the pipeline.
+    But all ranks run the same program, which reserves memory for them on all ranks. So they are
+    split over the stages, and gathered for the step.
 
     Args:
-        inner: decides about a leaf as the model has it.
+        inner: decides about a leaf of the model.
         axis: the mesh axis of the pipeline.
         rows: the paths of all rows.
-        min_elements: leaves outside the blocks with fewer elements stay whole.
-        state_rows: the paths of the rows in the state of the optimizer, whatever their shapes.
-        label: what the rows are of, in tables: stages of a `pipeline`, or experts.
-        spreads: whether what is in no row is split over the axis, too.
+        min_elements: leaves outside the blocks with fewer elements are replicated.
+        state_rows: the paths of the rows in the optimizer's state, of any shapes.
+        label: the name of the rows in tables: stages of a `pipeline`, or experts.
+        spreads: whether leaves that are not rows are split over the axis too.
     """
 
     inner: Policy
@@ -352,7 +365,7 @@ class Staged(Policy):
 
     @property
     def name(self) -> str:
-        """The label, and the inner policy's name."""
+        """The label and the inner policy's name."""
         return self.label if self.inner == Replicate() else f"{self.label} + {self.inner.name}"
 
     @property
@@ -362,7 +375,7 @@ class Staged(Policy):
 
     @property
     def flexible_part(self) -> Policy:
-        """What it decides about a state's leaves that are not like their parameters."""
+        """The policy for the state's leaves that are not like their parameters."""
         return dataclasses.replace(self, inner=self.inner.flexible_part, rows=self.state_rows)
 
     def decide(
@@ -375,5 +388,5 @@ class Staged(Policy):
         if not self.spreads:
             return self.inner.decide(path, shape, mesh, taken)
         spread = LargestDim((self.axis,), self.min_elements, "pipeline")
-        both = spread if self.inner == Replicate() else Merge((self.inner, spread))
-        return both.decide(path, shape, mesh, taken)
+        policy = spread if self.inner == Replicate() else Merge((self.inner, spread))
+        return policy.decide(path, shape, mesh, taken)

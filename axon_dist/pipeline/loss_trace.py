@@ -1,4 +1,4 @@
-"""The loss of one microbatch as a program: its blocks as calls, its weight and its products."""
+"""The loss of one microbatch as a jaxpr: its blocks as calls, its weight and its products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .layout import flatten
 from .stage import Data, Rest
 
 Atom: TypeAlias = "Var | Literal"
-"""A variable of a program, or a constant in it."""
+"""A variable of a jaxpr, or a constant in it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,20 +36,20 @@ class LossTrace:
     """A jaxpr (params, buffers, microbatch) -> (total, weight, metrics, new buffers).
 
     Args:
-        jaxpr: open, its units as calls.
-        consts: values of its constvars.
+        jaxpr: the open jaxpr, its units as calls.
+        consts: the values of its constvars.
         params: the variable of each parameter, by keys.
         buffers: the variables of the buffers.
         batch: the variables of the microbatch.
         loss: the atoms of total, weight and metrics.
         metrics: the names of the metrics.
-        new_buffers: the atoms of the buffers afterwards.
+        new_buffers: the atoms of the buffers' new values.
         calls: the positions of the equations that call a block.
-        is_chain: whether each of them reads a result of the one before.
-        changing: the numbers of the buffers that the loss changes.
-        of_batch: the variables that depend on the batch, and on no parameter and no block.
-        looked_up: the variables of rows of tables that are split over the ranks; they are looked up
-            before the first stage.
+        is_chain: whether each call reads a result of the previous one.
+        changing: the numbers of the buffers that the loss updates.
+        of_batch: the variables that depend on the batch, but on no parameter and no block.
+        looked_up: the variables of the rows of split tables, which are looked up before the first
+            stage.
         rest: the keys of the parameters outside the blocks that are replicated on every rank.
     """
 
@@ -69,27 +69,27 @@ class LossTrace:
     rest: tuple[Keys, ...] = ()
 
     def cut(self, outputs: Sequence[Atom], known: Iterable[Var] = ()) -> Piece:
-        """The piece that computes some values from others.
+        """Returns the piece that computes some values from others.
 
-        What it makes of the batch alone is not split over the ranks of a stage. A shift of a split
-        array is a permutation, as in `tokens[:, 1:]`, and in a branch that only one stage takes it
-        would wait for the other stages forever.
+        Values that depend on the batch alone are not split over the ranks of a stage. A shift of a
+        split array, as in `tokens[:, 1:]`, is a permutation. In a branch that only one stage takes,
+        it would wait for the other stages forever.
         """
         return cut(self.jaxpr, outputs, {*known, *self.looked_up}, self.of_batch)
 
     def made_of(self, buffer: int) -> tuple[Jaxpr, list[Var]]:
-        """The program that makes a buffer's next value, and the inputs that it reads."""
+        """Returns the program that computes a buffer's next value, and the inputs it reads."""
         part, inputs = needed_for(self.jaxpr, [len(self.loss) + buffer])
         return part, [self.jaxpr.invars[number] for number in inputs]
 
     @cached_property
     def known_ahead(self) -> set[Var]:
-        """The inputs that every rank has before a microbatch is run."""
+        """The inputs that every rank has before it runs a microbatch."""
         return {*self.buffers, *(self.params[keys] for keys in self.rest)}
 
     @cached_property
-    def learned(self) -> dict[int, Atom]:
-        """The next values of the buffers that follow from what is not known ahead, by number."""
+    def dependent_buffers(self) -> dict[int, Atom]:
+        """The new values, by number, of buffers that depend on inputs not in `known_ahead`."""
         return {
             i: self.new_buffers[i]
             for i in self.changing
@@ -97,23 +97,23 @@ class LossTrace:
         }
 
     def known(self, data: Data, names: Sequence[Keys], rest: Rest) -> dict[Var, Array]:
-        """The values of the inputs, without the parameters of blocks.
+        """Returns the values of the inputs, without the parameters of blocks.
 
         Args:
-            data: of the microbatch.
+            data: the data of the microbatch.
             names: the keys of the parameters outside the blocks.
-            rest: the values of some of these, by number.
+            rest: the values of some of these parameters, by number.
         """
         known = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         known.update(zip(self.buffers, data.buffers, strict=True))
         known.update(zip(self.batch, data.batch, strict=True))
         known.update((self.params[names[i]], value) for i, value in rest.items())
-        # Only the first stage knows them.
+        # `data.rows` is empty on all stages but the first.
         known.update(zip(self.looked_up, data.rows, strict=False))
         return known
 
     def uses(self, names: Sequence[Keys], *pieces: Piece) -> tuple[int, ...]:
-        """The numbers of the parameters outside the blocks, of these keys, that pieces read."""
+        """Returns the positions in `names` of the parameters that the pieces read."""
         needs = frozenset[Var]().union(*(piece.needs for piece in pieces))
         return tuple(i for i, keys in enumerate(names) if self.params[keys] in needs)
 
@@ -126,20 +126,23 @@ def trace_loss(
     Args:
         forward: (params, buffers, microbatch) -> (total, weight, dict of metrics, new buffers),
             its blocks marked as units.
-        params: shapes of the model's parameters in the dtype of the compute.
+        params: shapes of the model's parameters, in the compute dtype.
         buffers: arrays or shapes.
         batch: arrays or shapes of one microbatch.
 
     Returns:
-        The program.
+        The trace.
     """
     closed, shapes = jax.make_jaxpr(forward, return_shape=True)(params, buffers, batch)
     jaxpr = _forward_through_units(closed.jaxpr)
-    inputs, outputs = list(jaxpr.invars), list(jaxpr.outvars)
+    inputs = list(jaxpr.invars)
+    outputs = list(jaxpr.outvars)
     keys = list(flatten(params))
-    num_buffers, num_loss = len(jax.tree.leaves(buffers)), 2 + len(shapes[2])
-    before, after = inputs[len(keys) : len(keys) + num_buffers], outputs[num_loss:]
-    of_batch = inputs[len(keys) + num_buffers :]
+    num_buffers = len(jax.tree.leaves(buffers))
+    num_loss = 2 + len(shapes[2])  # total, weight and metrics
+    old_buffers = inputs[len(keys) : len(keys) + num_buffers]
+    new_buffers = outputs[num_loss:]
+    batch_inputs = inputs[len(keys) + num_buffers :]
     calls = [i for i, equation in enumerate(jaxpr.eqns) if is_unit(equation)]
     blocks = [jaxpr.eqns[call] for call in calls]
     pairs = itertools.pairwise(blocks)
@@ -149,15 +152,17 @@ def trace_loss(
         jaxpr=jaxpr,
         consts=closed.consts,
         params=dict(zip(keys, inputs, strict=False)),
-        buffers=before,
-        batch=of_batch,
+        buffers=old_buffers,
+        batch=batch_inputs,
         loss=outputs[:num_loss],
         metrics=sorted(shapes[2]),
-        new_buffers=after,
+        new_buffers=new_buffers,
         calls=calls,
-        is_chain=all(any(v in one.outvars for v in other.invars) for one, other in pairs),
-        changing=[i for i, v in enumerate(after) if v is not before[i]],
-        of_batch=frozenset(depends_on(jaxpr, of_batch) - trained),
+        is_chain=all(
+            any(v in block.outvars for v in next_block.invars) for block, next_block in pairs
+        ),
+        changing=[i for i, v in enumerate(new_buffers) if v is not old_buffers[i]],
+        of_batch=frozenset(depends_on(jaxpr, batch_inputs) - trained),
     )
 
 
@@ -165,41 +170,41 @@ def buffers_over_time(
     trace: LossTrace,
     buffers: PyTree,
     num_microbatches: int,
-    learned: Collection[int] = (),
-    once: Collection[Path] = (),
+    mutable_buffers: Collection[int] = (),
+    shared_buffers: Collection[Path] = (),
     rest: Mapping[Keys, Array] = MappingProxyType({}),
 ) -> tuple[dict[int, Array], PyTree]:
-    """What the buffers are before each microbatch, and after the last.
+    """Computes the values of the buffers before each microbatch and after the last.
 
-    A schedule runs microbatches of a stage in any order and each several times, so that a buffer
-    must be known without running the model. The counts of random streams are, and the estimates of
-    a spectral norm: their part of the program is cut out and run ahead. What a stage alone changes
-    and reads, it keeps itself.
+    A schedule runs the microbatches of a stage in any order, and each of them several times. So a
+    buffer's value must be known without running the model. This holds for the counts of random
+    streams and the estimates of a spectral norm: their part of the program is cut out and run
+    ahead. Buffers that only one stage updates and reads are kept by that stage.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        buffers: before the first microbatch.
-        num_microbatches: how many.
-        learned: the numbers of the buffers that stages keep, which stay here as they are.
-        once: the paths of the buffers that change once, as on one device, and that every microbatch
-            finds as they were at first.
+        buffers: their values before the first microbatch.
+        num_microbatches: the number of microbatches.
+        mutable_buffers: the numbers of the buffers that stages keep; they are returned unchanged.
+        shared_buffers: the paths of the buffers that are updated only once per step, as on one
+            device. Every microbatch reads their initial value.
         rest: the values of the parameters that are known ahead.
 
     Returns:
-        By the number of each leaf that changes, its values before every microbatch, of shape
-        [num_microbatches, ...]; and the buffers after the last.
+        The values of each changing leaf before every microbatch, by number, of shape
+        [num_microbatches, ...]; and the buffers after the last microbatch.
 
     Raises:
-        UnsupportedError: when another buffer depends on the batch or the parameters of blocks.
+        UnsupportedError: if another buffer depends on the batch or the parameters of blocks.
     """
     leaves, structure = jax.tree.flatten(buffers)
-    changing = [i for i in trace.changing if i not in learned]
+    changing = [i for i in trace.changing if i not in mutable_buffers]
     if not changing:
         return {}, buffers
     paths = [path for path, _ in leaves_with_paths(buffers)]
     advance = _advance(trace, paths, changing, rest)
-    stay = {i for i in changing if paths[i] in once}
-    last, over_time = _over_time(advance, leaves, changing, stay, num_microbatches)
+    constant = {i for i in changing if paths[i] in shared_buffers}
+    last, over_time = _over_time(advance, leaves, changing, constant, num_microbatches)
     return over_time, structure.unflatten(last)
 
 
@@ -207,35 +212,38 @@ def _over_time(
     advance: Callable[[list[Array]], list[Array]],
     leaves: list[Array],
     changing: list[int],
-    stay: Collection[int],
+    constant: Collection[int],
     num_microbatches: int,
 ) -> tuple[list[Array], dict[int, Array]]:
-    """The leaves after the last microbatch, and the changing ones before each; some change once."""
-    after = advance(leaves)
-    moving = [i for i in changing if i not in stay]
+    """Returns the leaves after the last microbatch, and the changing ones before each.
+
+    The `constant` leaves keep their initial value in all microbatches, and are updated once.
+    """
+    updated_once = advance(leaves)
+    moving = [i for i in changing if i not in constant]
 
     def body(now: list[Array], _: None) -> tuple[list[Array], list[Array]]:
         then = advance(now)
-        for i in stay:
+        for i in constant:
             then[i] = now[i]
         return then, [now[i] for i in moving]
 
     last, before = jax.lax.scan(body, leaves, length=num_microbatches)
-    for i in stay:
-        last[i] = after[i]
+    for i in constant:
+        last[i] = updated_once[i]
     return last, dict(zip(moving, before, strict=True))
 
 
 def check_order(
-    trace: LossTrace, buffers: PyTree, schedule: Schedule, learned: Mapping[int, int]
+    trace: LossTrace, buffers: PyTree, schedule: Schedule, buffer_stages: Mapping[int, int]
 ) -> None:
-    """Raises where a stage would not find in a buffer what the microbatch before has left.
+    """Raises if a stage would read a buffer before the previous microbatch has written it.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
         buffers: arrays or shapes.
         schedule: the table.
-        learned: the buffers that stages keep, and the stage of each.
+        buffer_stages: the stage of each buffer that stages keep, by the buffer's number.
 
     Raises:
         UnsupportedError: naming the buffer and the stage.
@@ -244,18 +252,22 @@ def check_order(
     read = {trace.jaxpr.invars[number] for number in used}
     named = zip(leaves_with_paths(buffers), trace.buffers, strict=True)
     for i, ((path, _), variable) in enumerate(named):
-        if i in learned and variable in read and not schedule.in_order(learned[i], [Phase.F]):
+        if i not in buffer_stages or variable not in read:
+            continue
+        stage = buffer_stages[i]
+        if not schedule.in_order(stage, [Phase.F]):
             raise UnsupportedError(
-                f"the buffer {path!r} of stage {learned[i]} follows from one microbatch to the "
-                f"next, and schedule {schedule.name!r} runs the forward passes of this stage in "
-                "another order than theirs. Use a table that keeps to it, as all named ones do"
+                f"the buffer {path!r} of stage {stage} is updated from one microbatch to the next, "
+                f"but schedule {schedule.name!r} does not run the forward passes of this stage in "
+                "the order of the microbatches. Use a table that does, as all named ones do",
+                code="buffer-order",
             )
 
 
 def _advance(
     trace: LossTrace, paths: list[Path], changing: list[int], rest: Mapping[Keys, Array]
 ) -> Callable[[list[Array]], list[Array]]:
-    """The part of the program that makes the next buffers, if only what is known goes into it."""
+    """Returns a function that computes the next buffers, if they depend only on known inputs."""
     pieces = {}
     for index in changing:
         part, needed = trace.made_of(index)
@@ -263,15 +275,17 @@ def _advance(
             what = "the batch" if set(trace.batch) & set(needed) else "the parameters of blocks"
             raise UnsupportedError(
                 f"the buffer {paths[index]!r} follows from {what}, and is not one stage's alone: "
-                "several stages read or change it, and they run microbatches at different times. "
-                "Let each block have its own; or use a normalisation without statistics, such as "
-                "nnx.LayerNorm or nnx.RMSNorm, or freeze them with use_running_average=True"
+                "several stages read or update it, and they run microbatches at different times. "
+                "Give each block its own buffer; or use a normalisation without statistics, such "
+                "as nnx.LayerNorm or nnx.RMSNorm, or freeze them with use_running_average=True",
+                code="shared-buffer",
             )
         pieces[index] = part, needed
     known = {trace.params[keys]: value for keys, value in rest.items()}
 
     def advance(now: list[Array]) -> list[Array]:
-        after, values = list(now), {**known, **dict(zip(trace.buffers, now, strict=True))}
+        after = list(now)
+        values = {**known, **dict(zip(trace.buffers, now, strict=True))}
         for index, (part, needed) in pieces.items():
             closed = ClosedJaxpr(part, trace.consts)
             (after[index],) = eval_jaxpr(closed, [values[v] for v in needed])
@@ -281,7 +295,7 @@ def _advance(
 
 
 def _forward_through_units(jaxpr: Jaxpr) -> Jaxpr:
-    """Reads what a unit hands through, such as a random key, from where it came."""
+    """Replaces results that a unit passes through unchanged, such as random keys, by its inputs."""
     source: dict[Var, Atom] = {}
 
     def origin(atom: Atom) -> Atom:
@@ -294,33 +308,33 @@ def _forward_through_units(jaxpr: Jaxpr) -> Jaxpr:
         if is_unit(equation):
             inner = equation.params["jaxpr"].jaxpr
             positions = {variable: i for i, variable in enumerate(inner.invars)}
-            for made, result in zip(equation.outvars, inner.outvars, strict=True):
+            for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
                 if not isinstance(result, Literal) and result in positions:
-                    source[made] = equation.invars[positions[result]]
+                    source[outvar] = equation.invars[positions[result]]
     return jaxpr.replace(eqns=equations, outvars=[origin(atom) for atom in jaxpr.outvars])
 
 
 def mean_weight(
     trace: LossTrace, data: Callable[[Array], Data], num_microbatches: int, axes: tuple[str, ...]
 ) -> Array | None:
-    """The mean weight of a microbatch, over all of them and all ranks that share the batch.
+    """Returns the mean weight of a microbatch, over all microbatches and all ranks of the batch.
 
-    A pipeline adds up gradients of sums, not of means, since a stage meets a microbatch before its
-    weight is known at the end. Divided by the mean weight on the way back, they have the size that
-    gradients of a mean have, which half precision needs: a sum over a thousand tokens, scaled as a
-    mean is, would overflow.
+    A pipeline adds up gradients of sums, not of means, because a stage runs a microbatch before the
+    total weight is known. Dividing them by the mean weight in the backward pass gives them the size
+    of gradients of a mean. Half precision needs this: with the loss scale of a mean, a sum over a
+    thousand tokens would overflow.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        data: (index of a microbatch) -> what is known of it.
-        num_microbatches: how many.
+        data: (index of a microbatch) -> its `Data`.
+        num_microbatches: the number of microbatches.
         axes: the manual axes that split the batch.
 
     Returns:
-        A float32 scalar that is not zero, or None where the loss is a plain mean.
+        A float32 scalar that is not zero, or None if the loss is a plain mean.
 
     Raises:
-        UnsupportedError: when the weight depends on a parameter.
+        UnsupportedError: if the weight depends on a parameter.
     """
     if isinstance(trace.loss[1], Literal):
         return None
@@ -330,7 +344,8 @@ def mean_weight(
         path = "/".join(map(str, foreign[0]))
         raise UnsupportedError(
             f"the weight of the loss depends on the parameter {path!r}; in Weighted(total, weight) "
-            "the weight must follow from the batch alone, such as the number of its tokens"
+            "the weight must depend on the batch alone, such as the number of its tokens",
+            code="weight-of-parameters",
         )
 
     def weight_of(microbatch: Array) -> Array:
@@ -344,23 +359,23 @@ def mean_weight(
 
 
 def with_combined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The same function, whose products see all dims before the contracted ones as one.
+    """Returns the function with all dims before the contracted ones of each product merged.
 
         dot(x[batch, tokens, k], w[k, n])  ->  reshape(dot(reshape(x, [batch * tokens, k]), w))
 
     A reshape costs nothing, and the gradient of the weight then sums over one dim instead of two.
-    XLA writes a sum over two dims as one over a transposed copy of the cotangent, and computes what
-    leads to the cotangent again for that copy, in an order that misses the cache: a quarter of the
-    backward pass of a transformer block on CPUs.
+    XLA implements a sum over two dims as a sum over a transposed copy of the cotangent, and
+    recomputes the operations that produce the cotangent for that copy, in an order that misses the
+    cache. This costs a quarter of the backward pass of a transformer block on CPUs.
 
-    Only where every dim is whole on its device: dims that the compiler splits over different axes
-    do not join.
+    Use it only if no dim is sharded by the compiler: dims that are split over different axes cannot
+    be merged.
 
     Args:
-        function: of arrays; loops and functions with own derivatives are left as they are.
+        function: a function of arrays; its loops and custom derivatives are left unchanged.
 
     Returns:
-        A function of the same arguments and results, up to the order of additions.
+        A function with the same arguments and results, up to the order of additions.
 
     Example:
         >>> x, w = jax.numpy.ones((2, 3, 4)), jax.numpy.ones((4, 5))
@@ -372,67 +387,73 @@ def with_combined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]
     @functools.wraps(function)
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        values, by_rows = jax.tree.leaves(args), _JoinedRows().equation
-        results = interpret(closed.jaxpr, closed.consts, values, by_rows)
+        values = jax.tree.leaves(args)
+        results = interpret(closed.jaxpr, closed.consts, values, _CombinedRows().equation)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 
 
-class _JoinedRows:
-    """Runs one program's equations; what several products share is joined once, and kept once."""
+class _CombinedRows:
+    """Runs the equations of one program, with the rows of each product combined.
+
+    An operand that several products share is reshaped only once, so that it is also saved once.
+    """
 
     def __init__(self):
         self._combined: dict[int, tuple[Array, Array]] = {}
         self._units: dict[int, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         inner = called(equation)
         if is_unit(equation):
-            # Equal blocks stay calls of one program, differentiated and lowered once for all.
-            program = {"jaxpr": self._unit(equation.params["jaxpr"])}
-            return eval_equation(equation.replace(params={**equation.params, **program}), operands)
+            # Equal blocks remain calls of one program, which is differentiated and lowered once.
+            program = {"jaxpr": self._unit(params["jaxpr"])}
+            return eval_equation(equation.replace(params={**params, **program}), operands)
         if name in CALLS and inner is not None:
             return interpret(inner.jaxpr, inner.consts, operands, self.equation)
         if name in REMATS and inner is not None:
 
             def again(*values):
-                return interpret(inner.jaxpr, inner.consts, values, _JoinedRows().equation)
+                return interpret(inner.jaxpr, inner.consts, values, _CombinedRows().equation)
 
-            policy, barrier = params["policy"], params["prevent_cse"]
-            return jax.checkpoint(again, policy=policy, prevent_cse=barrier)(*operands)
+            policy = params["policy"]
+            prevent_cse = params["prevent_cse"]
+            return jax.checkpoint(again, policy=policy, prevent_cse=prevent_cse)(*operands)
         if name == "dot_general":
             return [self._product(equation, *operands)]
         return eval_equation(equation, operands)
 
     def _unit(self, program: ClosedJaxpr) -> ClosedJaxpr:
-        """The program of a block with its products so seen, the same one for each of its calls."""
-        # An id is of one program for as long as the program is held.
+        """Returns the program of a block with rows combined, the same one for all its calls."""
+        # An id is unique only while its program is alive, so the dict holds the program too.
         if id(program) not in self._units:
 
             def inside(*values):
-                return interpret(program.jaxpr, program.consts, values, _JoinedRows().equation)
+                return interpret(program.jaxpr, program.consts, values, _CombinedRows().equation)
 
-            kinds = [
+            structs = [
                 struct_of(v).update(weak_type=getattr(v.aval, "weak_type", False))
                 for v in program.jaxpr.invars
             ]
-            self._units[id(program)] = program, jax.make_jaxpr(inside)(*kinds)
+            self._units[id(program)] = program, jax.make_jaxpr(inside)(*structs)
         return self._units[id(program)][1]
 
     def _product(self, equation: JaxprEqn, x: Array, w: Array) -> Array:
         (of_x, of_w), batch = equation.params["dimension_numbers"]
         rows = x.ndim - len(of_x)
+        # Only products that contract all trailing dims of x, and have at least 2 dims before them.
         if any(batch) or rows < 2 or tuple(of_x) != tuple(range(rows, x.ndim)):
             (result,) = eval_equation(equation, (x, w))
             return result
-        # An id is of one array for as long as the array is held.
-        _, joined = self._combined.get(id(x), (x, x))
-        if joined.ndim != x.ndim - rows + 1:
-            joined = x.reshape(math.prod(x.shape[:rows]), *x.shape[rows:])
-            self._combined[id(x)] = x, joined
-        dims = (tuple(range(1, joined.ndim)), of_w), batch
+        # An id is unique only while its array is alive, so the dict holds the array too.
+        _, combined = self._combined.get(id(x), (x, x))
+        if combined.ndim != x.ndim - rows + 1:
+            combined = x.reshape(math.prod(x.shape[:rows]), *x.shape[rows:])
+            self._combined[id(x)] = x, combined
+        dims = (tuple(range(1, combined.ndim)), of_w), batch
         matrices = equation.replace(params={**equation.params, "dimension_numbers": dims})
-        (result,) = eval_equation(matrices, (joined, w))
+        (result,) = eval_equation(matrices, (combined, w))
         return result.reshape(struct_of(equation.outvars[0]).shape)

@@ -1,4 +1,4 @@
-"""An optimizer of the model's own tree, working on the parameters that a pipeline stores."""
+"""Runs an optimizer of the model's own tree on the parameters that a pipeline stores."""
 
 from __future__ import annotations
 
@@ -25,43 +25,47 @@ from .tables import Packing
 
 
 class _Form(ParamLike):
-    """A tree whose parts like the model's parameters can be taken apart."""
+    """A tree whose parts like the model's parameters can be unstacked."""
 
     def __init__(self, stacks: Stacks, params: PyTree, shapes: PyTree):
         super().__init__(params, shapes)
         self._stacks = stacks
         self._shapes = [part for part, _ in self.split(shapes)]
-        # What a mask has emptied stays an empty dict, by which the part is still known.
-        self._nothing: dict[Any, Any] = {key: {} for key in params}
+        # A subtree emptied by a mask stays an empty dict, so the part remains recognizable.
+        self._empty: dict[Any, Any] = {key: {} for key in params}
 
-    def apart(self, tree: PyTree) -> PyTree:
-        """The tree with stacked leaves split into those of each block."""
+    def unstack(self, tree: PyTree) -> PyTree:
+        """Returns the tree with stacked leaves split into one per block."""
         return self.outer.unflatten(
-            self._nothing | self._stacks.apart(part, shapes) if is_like else whole(part)
+            self._empty | self._stacks.apart(part, shapes) if is_like else whole(part)
             for (part, is_like), shapes in zip(self.split(tree), self._shapes, strict=True)
         )
 
-    def together(self, apart: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
-        """The inverse of `apart`."""
-        parts = zip(self.outer.flatten_up_to(apart), self._like, self._shapes, strict=True)
+    def restack(self, unstacked: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
+        """Inverts `unstack`."""
+        parts = zip(self.outer.flatten_up_to(unstacked), self._like, self._shapes, strict=True)
         return self.join(
-            [self._stacks.together(part, stack, x) if like else part for part, like, x in parts]
+            [
+                self._stacks.together(part, stack, shapes) if is_like else part
+                for part, is_like, shapes in parts
+            ]
         )
 
 
 class UnstackedOptimizer:
-    """An optimizer of a model, as one of the model taken apart into its blocks.
+    """Turns an optimizer of a model with stacked leaves into one of unstacked leaves.
 
-    It is traced on the model as it is, so that a norm of a stacked leaf is one number, and computed
-    row by row.
+    The optimizer is traced on the model's own tree, so that a norm of a stacked leaf is one number.
+    It is computed row by row.
 
     Args:
-        optimizer: of the model.
-        stacks: the modules of the model that hold many blocks.
+        optimizer: the optimizer of the model.
+        stacks: the stacked modules of the model.
         params: shapes of the model's parameters.
 
     Attributes:
-        state_form: brings a state together, as the optimizer has it for the model, and apart again.
+        state_form: restacks a state to the form that the optimizer has for the model, and unstacks
+            it again.
     """
 
     def __init__(
@@ -72,40 +76,40 @@ class UnstackedOptimizer:
         self.state_form = _Form(stacks, params, jax.eval_shape(optimizer.init, params))
 
     def init(self, params: PyTree) -> PyTree:
-        """The first state."""
-        return self.state_form.apart(
-            by_rows(self._optimizer.init)(self._params.together(params, Stacked))
+        """Returns the initial state."""
+        return self.state_form.unstack(
+            by_rows(self._optimizer.init)(self._params.restack(params, Stacked))
         )
 
     def update(self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any) -> Any:
-        """The updates and the next state."""
+        """Returns the updates and the next state."""
         form = self._params
         run = by_rows(lambda u, s, p, extra: self._optimizer.update(u, s, p, **extra))
         updates, state = run(
-            form.together(updates, Stacked),
-            self.state_form.together(state, Stacked),
-            form.together(params, Stacked),
+            form.restack(updates, Stacked),
+            self.state_form.restack(state, Stacked),
+            form.restack(params, Stacked),
             extra,
         )
-        return form.apart(updates), self.state_form.apart(state)
+        return form.unstack(updates), self.state_form.unstack(state)
 
 
 class StagedOptimizer:
-    """What an optimizer does to a model, done to the model's stored form.
+    """Applies an optimizer of the model to the model's stored form.
 
-    `init` and `update` of the optimizer are traced on the model's own tree, so that masks, norms
-    of leaves, factored moments and the like are what they are on one device, and are run where
-    the blocks live. Everything that cannot be is refused here, before a state exists.
+    The optimizer's `init` and `update` are traced on the model's own tree, so that masks, norms of
+    leaves, factored moments and the like are the same as on one device. They run on the ranks that
+    store the blocks. An optimizer that cannot run like this is refused here, before a state exists.
 
     Args:
-        optimizer: any optax transformation of the parameters that the storage holds.
+        optimizer: any optax transformation of the stored parameters.
         storage: the stored form of the parameters.
-        mesh: names and sizes of its axes, over all devices.
+        mesh: the mesh of all devices.
         axis: the axis of the pipeline.
 
     Raises:
-        UnsupportedError: naming the leaf and the operation that would need whole blocks of several
-            stages in one place.
+        UnsupportedError: naming the leaf and the operation that would need blocks of several stages
+            on one rank.
     """
 
     def __init__(
@@ -133,32 +137,33 @@ class StagedOptimizer:
         self._update = self._staged(self._updates, arguments, ("updates", "opt_state"))
 
     def init(self, params: PyTree) -> PyTree:
-        """The first state, in stored form, of parameters in stored form."""
+        """Returns the initial state in stored form, for parameters in stored form."""
         return self._init(params)[0]
 
     def update(
         self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array
     ) -> tuple[PyTree, PyTree]:
-        """The updates and the next state, all in stored form.
+        """Returns the updates and the next state, all in stored form.
 
         Args:
-            grads: like the stored parameters.
-            state: from `init` or the update before.
-            params: in stored form.
-            value: the loss, a scalar, for optimizers that look at it.
+            grads: gradients, like the stored parameters.
+            state: the state from `init` or the previous update.
+            params: parameters in stored form.
+            value: the loss, a scalar, for optimizers that use it.
         """
         updates, state = self._update(grads, state, params, value.astype(jnp.float32))
         return updates, state
 
     def state_to_model(self, stored: PyTree) -> PyTree:
-        """A state in stored form as the optimizer has it for the model."""
-        apart, unstacked = self.state_form.to_model(stored), self._unstacked
-        return apart if unstacked is None else unstacked.together(apart)
+        """Converts a state in stored form to the form that the optimizer has for the model."""
+        state = self.state_form.to_model(stored)
+        return state if self._unstacked is None else self._unstacked.restack(state)
 
     def state_from_model(self, state: PyTree) -> PyTree:
-        """The inverse of `state_to_model`, exactly."""
-        unstacked = self._unstacked
-        return self.state_form.from_model(state if unstacked is None else unstacked.apart(state))
+        """Inverts `state_to_model` exactly."""
+        if self._unstacked is not None:
+            state = self._unstacked.unstack(state)
+        return self.state_form.from_model(state)
 
     def _updates(self, grads: PyTree, state: PyTree, params: PyTree, value: Array) -> Any:
         return self._optimizer.update(grads, state, params, value=value)
@@ -166,31 +171,34 @@ class StagedOptimizer:
     def _staged(
         self, function: Function, arguments: dict[str, StoredForm], results: Sequence[str]
     ) -> Callable[..., list[PyTree]]:
-        """A function of trees in the model's form, made one of trees in stored form."""
+        """Turns a function of trees in the model's form into one of trees in stored form."""
         shapes = [form.shapes for form in arguments.values()]
         closed, trees = jax.make_jaxpr(function, return_shape=True)(*shapes)
         trees = trees if len(results) > 1 else (trees,)
         targets = {
             name: StoredForm(self._storage, tree) for name, tree in zip(results, trees, strict=True)
         }
-        sources, names = _places(arguments)
-        ends, named = _places(targets)
+        sources, source_names = _places(arguments)
+        ends, end_names = _places(targets)
         forms = list(arguments.values()), list(targets.values())
 
         def program(owner_of: Callable[[LeafPlace], Any], **options: Any) -> OwnedProgram:
-            owners, homes = (list(map(owner_of, side)) for side in (sources, ends))
-            return owned(closed, owners, names, homes, named, **options)
+            owners = list(map(owner_of, sources))
+            homes = list(map(owner_of, ends))
+            return owned(closed, owners, source_names, homes, end_names, **options)
 
         run = None
         if self._storage.vectors:
             run = self._on_whole_vectors(program, sources, ends, forms)
         if run is None:
-            by_cell, stages = program(lambda place: place.cell), self._storage.stages
+            by_cell = program(lambda place: place.cell)
+            stages = self._storage.stages
             if all(place.slot is not None for place in (*sources, *ends)):
                 run = RowProgram(by_cell, sources, ends, self._mesh, stages.num_devices).run
             else:
-                way = stages, self._mesh, self._axis
-                run = RankBranches(by_cell, sources, ends, *forms, *way).run
+                run = RankBranches(
+                    by_cell, sources, ends, *forms, stages, self._mesh, self._axis
+                ).run
         return functools.partial(_run, run, *forms)
 
     def _on_whole_vectors(
@@ -200,12 +208,13 @@ class StagedOptimizer:
         targets: Ends,
         forms: tuple[list[StoredForm], list[StoredForm]],
     ) -> Run | None:
-        """How to run it on whole vectors, where it works element by element."""
+        """Returns a function that runs the program on whole vectors; None if not elementwise."""
         if (layout := VectorLayout.of(self._storage, forms)) is None:
             return None
         try:
             by_leaf = program(lambda place: layout.owners.get(place.keys), small=1)
-        except UnsupportedError:  # what leaves cannot hand to each other, they may within a stage
+        except UnsupportedError:
+            # One leaf reads a large value of another, which may still be possible within a stage.
             return None
         return on_whole_vectors(by_leaf, sources, targets, layout)
 
@@ -225,7 +234,7 @@ def _run(
 
 
 def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
-    """The places of all leaves of several trees, and their paths."""
+    """Returns the places of all leaves of several trees, and their paths."""
     places = [
         dataclasses.replace(place, tree=tree)
         for tree, form in enumerate(forms.values())
@@ -236,16 +245,16 @@ def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
 
 
 class RankBranches:
-    """Runs an update where the ranks' stages differ, by one branch per rank and level.
+    """Runs an update with one branch per rank and level, if the ranks' stages differ.
 
     Args:
-        program: of the model's leaves; owners are cells.
-        sources: for each input, its place among the leaves of the arguments.
-        targets: for each output, its place among those of the results.
+        program: a program of the model's leaves; owners are cells.
+        sources: the place of each input among the leaves of the arguments.
+        targets: the place of each output among the leaves of the results.
         arguments: the stored forms of the arguments.
         results: the stored forms of the results.
-        stages: which blocks are on which rank.
-        mesh: names and sizes of its axes, over all devices.
+        stages: the assignment of blocks to ranks.
+        mesh: the mesh of all devices.
         axis: the axis of the pipeline.
     """
 
@@ -260,24 +269,27 @@ class RankBranches:
         mesh: Mesh,
         axis: str,
     ):
-        self._program, self._stages = program, stages
-        self._arguments, self._results = arguments, results
+        self._program = program
+        self._stages = stages
+        self._arguments = arguments
+        self._results = results
         self._sources = list(zip(program.inputs, sources, strict=True))
         self._targets = list(zip(program.outputs, targets, strict=True))
         self._ranks = range(stages.num_devices)
-        self._mesh, self._axis = mesh, axis
+        self._mesh = mesh
+        self._axis = axis
         self._last = program.num_levels - 1
         reads = [(a, _rank(op.owner)) for op in program.operations for a in op.inputs]
         reads += [(a, _rank(home)) for a, home in zip(program.outputs, program.homes, strict=True)]
-        # By level and rank, the values that others read.
-        self._handed: list[list[list[int]]] = [
+        # By level and rank, the values that other ranks read.
+        self._sent: list[list[list[int]]] = [
             [[] for _ in self._ranks] for _ in range(program.num_levels)
         ]
-        handed = [a for a, by in reads if _rank(program.owners[a]) not in (None, by)]
-        for value in dict.fromkeys(handed):
+        sent = [a for a, reader in reads if _rank(program.owners[a]) not in (None, reader)]
+        for value in dict.fromkeys(sent):
             rank = _rank(program.owners[value])
             if rank is not None:
-                self._handed[program.levels[value]][rank].append(value)
+                self._sent[program.levels[value]][rank].append(value)
 
     def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
         """Runs the program.
@@ -297,15 +309,15 @@ class RankBranches:
                 if op.level == level:
                     results = eval_equation(op.equation, [known[a] for a in op.inputs])
                     known.update(zip(op.outputs, results, strict=True))
-            if any(self._handed[level]) or level == self._last:
-                made = self._on_ranks(level, vectors, known)
+            if any(self._sent[level]) or level == self._last:
+                results = self._on_ranks(level, vectors, known)
                 packing = self._packing(level)
                 # A value that one rank sends to others is replicated for the next level.
-                handed = self._placed(PartitionSpec(), made[: len(packing.packed)])
-                for rank, values in enumerate(self._handed[level]):
-                    unpacked = packing.unpack(rank, [x[rank] for x in handed]) if values else ()
+                sent = self._placed(PartitionSpec(), results[: len(packing.packed)])
+                for rank, values in enumerate(self._sent[level]):
+                    unpacked = packing.unpack(rank, [x[rank] for x in sent]) if values else ()
                     known.update(zip(values, unpacked, strict=True))
-                outputs.update(zip(_vectors_of(self._results), made[len(handed) :], strict=False))
+                outputs.update(zip(_vectors_of(self._results), results[len(sent) :], strict=False))
         for atom, place in self._targets:
             if place.cell is None:
                 outputs[place.stored] = as_array(known[atom], self._program.avals[atom])
@@ -314,7 +326,10 @@ class RankBranches:
     def _on_ranks(
         self, level: int, vectors: Sequence[Array], known: Mapping[Atom, Array]
     ) -> list[Array]:
-        """The packed values that ranks send at a level; at the last, the vectors of results too."""
+        """Returns the packed values that ranks send at a level.
+
+        At the last level, the vectors of the results follow.
+        """
         reads = sorted({v for rank in self._ranks for v in self._part(rank, level)[1]})
         branches = [functools.partial(self._branch, level, reads, rank) for rank in self._ranks]
 
@@ -331,7 +346,8 @@ class RankBranches:
             out_specs=split,
             check_vma=False,
         )
-        # Rows that other axes split would have to be moved in branches, where permutes hang.
+        # The rows are split over the pipeline axis only. If other axes split them too, they would
+        # be moved within branches, where permutes hang.
         (ranks,) = self._placed(split, [jnp.arange(len(self._ranks))])
         shared = self._placed(replicated, [known[v] for v in reads])
         return self._placed(split, mapped(ranks, self._placed(split, vectors), shared))
@@ -343,7 +359,7 @@ class RankBranches:
     def _branch(
         self, level: int, reads: list[int], rank: int, operands: Sequence[Array]
     ) -> list[Array]:
-        """The results of a rank up to a level, from its vectors and the shared values."""
+        """Computes the results of a rank up to a level, from its vectors and the shared values."""
         slots = _vectors_of(self._arguments)
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
         inputs = dict(zip(reads, operands[len(slots) :], strict=True))
@@ -354,14 +370,14 @@ class RankBranches:
         for op in self._part(rank, level)[0]:
             results = eval_equation(op.equation, [values[a] for a in op.inputs])
             values.update(zip(op.outputs, results, strict=True))
-        handed = [values[v] for v in self._handed[level][rank]]
+        sent = [values[v] for v in self._sent[level][rank]]
         packed = self._packed(rank, values) if level == self._last else []
-        return [*self._packing(level).pack(handed), *packed]
+        return [*self._packing(level).pack(sent), *packed]
 
     def _unpacked(
         self, rank: int, slots: Mapping[Slot, Array]
     ) -> dict[tuple[int, int, Keys], Array]:
-        """The leaves of a rank's blocks, of all arguments."""
+        """Returns the leaves of a rank's blocks, for all arguments."""
         leaves = {}
         for tree, part, storage in _storages(self._arguments):
             for stage in (s for s, home in enumerate(self._stages.placement) if home == rank):
@@ -372,7 +388,7 @@ class RankBranches:
         return leaves
 
     def _packed(self, rank: int, values: Mapping[Atom, Array]) -> list[Array]:
-        """The vectors of a rank, of all results."""
+        """Returns the vectors of a rank, for all results."""
         flat: dict[tuple[int, int], dict[Keys, Array]] = {}
         for atom, place in self._targets:
             if place.cell is not None and place.cell[0] == rank:
@@ -385,17 +401,17 @@ class RankBranches:
         return vectors
 
     def _packing(self, level: int) -> Packing:
-        """The packing of the values that ranks send at a level, of equal shape on all ranks."""
+        """Returns the packing of the values sent at a level; shapes are equal on all ranks."""
         avals = self._program.avals
-        return Packing([[avals[v] for v in values] for values in self._handed[level]])
+        return Packing([[avals[v] for v in values] for values in self._sent[level]])
 
     def _part(self, rank: int, level: int) -> tuple[list[OwnedOperation], list[int]]:
-        """The operations of a rank up to a level, and the values of others that they read.
+        """Returns the operations of a rank up to a level, and the values of others they read.
 
-        A value of an earlier level that was not sent is recomputed: saved values would need as much
-        memory as the leaves.
+        A value of an earlier level that was not sent is recomputed, because saving it would need as
+        much memory as the leaves.
         """
-        needed = {v for v in self._handed[level][rank]}
+        needed = {v for v in self._sent[level][rank]}
         if level == self._last:
             needed |= {atom for atom, p in self._targets if p.cell and p.cell[0] == rank}
         operations = []
@@ -416,7 +432,7 @@ def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, ModelStor
 
 
 def _vectors_of(forms: Sequence[StoredForm]) -> list[Slot]:
-    """The stored vectors of some trees."""
+    """Returns the slots of the stored vectors of several trees."""
     return [
         (tree, part, keys) for tree, part, storage in _storages(forms) for keys in storage.row_keys
     ]

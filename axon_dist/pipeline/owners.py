@@ -28,8 +28,7 @@ Owner: TypeAlias = Hashable
 """An owner of values, such as a block; None for values that all owners share."""
 
 SMALL = 1024
-"""The most elements of a value that one owner sends to the others."""
-
+"""The largest number of elements of a value that one owner sends to the others."""
 
 Atom: TypeAlias = int
 """The number of a value of a program: an input, a constant, or the result of an operation."""
@@ -40,11 +39,11 @@ class OwnedOperation:
     """One operation of the flat program.
 
     Args:
-        equation: of a jaxpr, for its primitive and parameters.
+        equation: an equation of a jaxpr, for its primitive and parameters.
         inputs: the values that it reads.
         outputs: the values that it computes.
-        owner: of the outputs.
-        level: how many exchanges of values between owners have to come before it.
+        owner: the owner of the outputs.
+        level: the number of exchanges of values between owners that must precede it.
     """
 
     equation: JaxprEqn
@@ -55,7 +54,7 @@ class OwnedOperation:
 
     @property
     def key(self) -> Hashable | None:
-        """A key that only operations with equal results share; None where none is known."""
+        """A key shared only by operations that compute the same function; None if unknown."""
         if self.equation.effects:
             return None
         key = self.equation.primitive, tuple(sorted(self.equation.params.items()))
@@ -71,18 +70,19 @@ class OwnedProgram:
     """A program in which each operation has one owner, or is shared.
 
     Args:
-        operations: in order.
-        by_owner: the operations of each owner, and under None those that are shared, in order.
-        inputs: of the program.
-        outputs: what it returns.
-        homes: the owner that needs each output; None where all need it.
-        constants: the values that are parts of the program.
-        owners: of every value, by its number; constants are shared.
-        avals: of every value, by its number: shape and dtype.
-        levels: of every value, by its number.
-        num_levels: rounds in which the owners' parts run, each after its shared operations.
-        value_numbers: of every value, by its number, a key that only equal values share, as in
-            global value numbering: a rate that is cast twice has one key.
+        operations: all operations, in order.
+        by_owner: the operations of each owner in order; None has the shared ones.
+        inputs: the values that the program takes.
+        outputs: the values that the program returns.
+        homes: the owner that needs each output; None if all need it.
+        constants: the constants of the program.
+        owners: the owner of every value, by its number; constants are shared.
+        avals: the shape and dtype of every value, by its number.
+        levels: the level of every value, by its number.
+        num_levels: the number of rounds in which the owners' parts run, each after the shared
+            operations of its level.
+        value_numbers: for every value, by its number, a key that only equal values share, as in
+            global value numbering. For example, a rate that is cast twice has one key.
     """
 
     operations: tuple[OwnedOperation, ...]
@@ -110,17 +110,17 @@ def owned(
 
     Args:
         closed: a closed jaxpr.
-        owners: of each input; None where it is shared.
-        names: of the inputs, for error messages.
-        homes: the owner that needs each output; None where all need it.
-        results: names of the outputs, for error messages.
-        small: the most elements of a value that stays shared where only one owner reads it.
+        owners: the owner of each input; None if it is shared.
+        names: the names of the inputs, for error messages.
+        homes: the owner that needs each output; None if all need it.
+        results: the names of the outputs, for error messages.
+        small: a shared value that only one owner reads stays shared up to this many elements.
 
     Returns:
         The program.
 
     Raises:
-        UnsupportedError: when one owner needs a value of another that has more than `SMALL`
+        UnsupportedError: if an owner needs a value of another owner with more than `SMALL`
             elements; it names the value and the operation.
 
     Example:
@@ -141,7 +141,7 @@ def owned(
 
 
 class _Flat:
-    """Builds an `OwnedProgram`: calls are inlined and every value gets an owner."""
+    """Builds an `OwnedProgram`: inlines calls and gives every value an owner."""
 
     def __init__(self, small: int):
         self.small = small
@@ -179,11 +179,11 @@ class _Flat:
             return self._choose(equation, operands)
         varying = [a for a in operands if a not in self.constants]
         arrays = [a for a in varying if self.avals[a].size > 1]
-        # The owner is that of the arrays, or of the scalars where there are none.
-        mine = {self.owners[a] for a in arrays or varying} - {None}
-        owner = next(iter(mine)) if len(mine) == 1 else None
+        # The owner is that of the arrays, or of the scalars if there are no arrays.
+        candidates = {self.owners[a] for a in arrays or varying} - {None}
+        owner = next(iter(candidates)) if len(candidates) == 1 else None
         if not arrays and not self.common.isdisjoint(varying):
-            # A term that is added to a sum over owners keeps that sum shared.
+            # A sum over owners stays shared when an owner's term is added to it.
             owner = None
         named = [self.names[a] for a in operands if self.owners[a] is not None]
         name = named[0] if named else ""
@@ -196,11 +196,11 @@ class _Flat:
     def _is_shared_choice(self, equation: JaxprEqn, operands: Sequence[Atom]) -> bool:
         """Whether a shared scalar selects a branch that reads values of several owners."""
         which, *rest = operands
-        whose = {self.owners[a] for a in rest if a not in self.constants}
-        return self.owners[which] is None and not equation.effects and len(whose) > 1
+        owners = {self.owners[a] for a in rest if a not in self.constants}
+        return self.owners[which] is None and not equation.effects and len(owners) > 1
 
     def _choose(self, equation: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
-        """Inlines all branches and a select per result, for one equation has only one owner."""
+        """Inlines all branches and one select per result, since an equation has only one owner."""
         which, *rest = operands
         by_branch = [self.follow(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
         results: list[Atom] = []
@@ -214,9 +214,9 @@ class _Flat:
         return results
 
     def settle(self, outputs: Sequence[Atom], homes: Sequence[Owner]) -> None:
-        """Eliminates dead operations, and moves others to the owner that reads their results.
+        """Eliminates dead operations and moves others to the owner that reads their results.
 
-        A large shared value that one owner alone reads, such as zeros of a leaf's shape, becomes
+        A large shared value that only one owner reads, such as zeros of a leaf's shape, becomes
         that owner's. A scalar that is computed from an owner's scalars and read only by others,
         such as the first terms of a sum over all owners, becomes shared.
         """
@@ -226,7 +226,8 @@ class _Flat:
         live: list[OwnedOperation] = []
         for op in reversed(self.operations):
             by: set[Owner] = set().union(*(readers.get(a, ()) for a in op.outputs))
-            owner, is_fixed = op.owner, bool(op.equation.effects)
+            owner = op.owner
+            is_fixed = bool(op.equation.effects)
             if not by and not is_fixed:
                 continue
             sizes = [self.avals[a].size for a in op.outputs]
@@ -251,7 +252,8 @@ class _Flat:
         results: Sequence[Path],
     ) -> OwnedProgram:
         """Computes the levels, checks what owners exchange, and returns the program."""
-        levels, operations = [0] * len(self.avals), list[OwnedOperation]()
+        levels = [0] * len(self.avals)
+        operations: list[OwnedOperation] = []
         by_owner: dict[Owner, list[OwnedOperation]] = {}
         for op in self.operations:
             at = [levels[a] + (self.owners[a] not in (None, op.owner)) for a in op.inputs]
@@ -260,20 +262,21 @@ class _Flat:
             by_owner.setdefault(op.owner, []).append(op)
             for atom in op.outputs:
                 levels[atom] = op.level
-        names = ((op, f"the operation {op.equation.primitive.name!r}") for op in operations)
-        read = [(atom, op.owner, reader) for op, reader in names for atom in op.inputs]
-        read += zip(outputs, homes, map(repr, results), strict=True)
-        handed = [(atom, by) for atom, owner, by in read if self.owners[atom] not in (None, owner)]
-        for atom, reader in handed:
+        named = ((op, f"the operation {op.equation.primitive.name!r}") for op in operations)
+        reads = [(atom, op.owner, reader) for op, reader in named for atom in op.inputs]
+        reads += zip(outputs, homes, map(repr, results), strict=True)
+        sent = [(atom, by) for atom, owner, by in reads if self.owners[atom] not in (None, owner)]
+        for atom, reader in sent:
             if self.avals[atom].size > SMALL:
                 raise UnsupportedError(
-                    f"the optimizer makes {self.avals[atom].str_short()} of {self.names[atom]!r}, "
-                    f"and {reader} needs it together with what belongs to other blocks. A pipeline "
-                    "keeps every block on the ranks of its stage, and hands no more than "
-                    f"{SMALL} elements of each value around, such as norms. Use an optimizer that "
-                    "works leaf by leaf, or by numbers over all leaves"
+                    f"the optimizer computes {self.avals[atom].str_short()} of "
+                    f"{self.names[atom]!r}, and {reader} needs it together with values of other "
+                    "blocks. A pipeline keeps every block on the ranks of its stage, and sends at "
+                    f"most {SMALL} elements of each value, such as norms, between them. Use an "
+                    "optimizer that works leaf by leaf, or with scalars over all leaves",
+                    code="optimizer-across-stages",
                 )
-        last = [*(op.level for op in operations), *(levels[atom] + 1 for atom, _ in handed)]
+        last = [*(op.level for op in operations), *(levels[atom] + 1 for atom, _ in sent)]
         return OwnedProgram(
             tuple(operations),
             by_owner,
@@ -300,28 +303,29 @@ class _Flat:
         for op in operations:
             if (key := op.key) is not None:
                 key = key, tuple(numbers[a] for a in op.inputs)
-                for made, first in zip(op.outputs, known.setdefault(key, op.outputs), strict=True):
-                    numbers[made] = first
+                first_outputs = known.setdefault(key, op.outputs)
+                for output, first in zip(op.outputs, first_outputs, strict=True):
+                    numbers[output] = first
         return tuple(numbers)
 
 
 def as_array(value: Array, aval: Aval) -> Array:
-    """A value as an array of a dtype; random keys stay as they are."""
+    """Returns the value as an array of the aval's dtype; random keys are returned unchanged."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return value if is_key else jnp.asarray(value, aval.dtype)
 
 
 def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], frozenset[Atom]]:
-    """The sums over owners that all need, each with its terms, however they are bracketed.
+    """Finds the shared sums over owners, each with its terms, however they are bracketed.
 
     Args:
-        program: the program; only chains of additions of shared scalars are such sums.
+        program: the program. Only chains of additions of shared scalars count as sums.
 
     Returns:
         The terms of each sum, by its value; and the partial sums that nothing else reads.
     """
     # The two operands of each shared addition of scalars, by its result.
-    made = {
+    additions = {
         op.outputs[0]: op.inputs
         for op in program.by_owner.get(None, ())
         if op.equation.primitive.name == "add"
@@ -330,14 +334,16 @@ def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], froz
     }
     readers = Counter(a for op in program.operations for a in op.inputs)
     readers.update(program.outputs)
-    inner = {a for terms in made.values() for a in terms if a in made and readers[a] == 1}
+    inner = {a for terms in additions.values() for a in terms if a in additions and readers[a] == 1}
     sums: dict[Atom, tuple[Atom, ...]] = {}
-    for value in (value for value in made if value not in inner):
-        addends, waiting = list[Atom](), [value]
+    for value in (value for value in additions if value not in inner):
+        addends: list[Atom] = []
+        waiting = [value]
         while waiting:
             term = waiting.pop()
-            is_partial = term == value or term in inner
-            waiting += reversed(made[term]) if is_partial else []
-            addends += [] if is_partial else [term]
+            if term == value or term in inner:
+                waiting += reversed(additions[term])
+            else:
+                addends.append(term)
         sums[value] = tuple(addends)
     return sums, frozenset(inner)

@@ -1,11 +1,11 @@
-"""Runs an optimizer's update on parameters that are stacked by rank, as it would run unstacked.
+"""Runs an optimizer's update on parameters that are stacked by rank.
 
 The update is traced on the model's own tree, so it sees every leaf as on one device. The
-operations on a block's leaves are that block's part of the program. Blocks of a row, one on each
-rank, whose parts are equal run as one `jax.vmap` over the ranks; where they differ only in scalars,
-such as learning rates per layer, the scalars are stacked; where they differ in operations, every
-variant runs, and each rank keeps the results of its own. Only shared values, such as norms, are
-communicated between ranks.
+operations on a block's leaves are that block's part of the program. A row has one block on each
+rank. Blocks of a row with equal parts run as one `jax.vmap` over the ranks. If the parts differ
+only in scalars, such as learning rates per layer, the scalars are stacked. If they differ in
+operations, every variant runs, and each rank keeps the results of its own. Only shared values, such
+as norms, are communicated between ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Arrays: TypeAlias = Sequence[Array]
 Named: TypeAlias = dict[Name, Array]
 
 Home: TypeAlias = tuple[int, Name]
-"""The number of the variant that makes a value, and the value's name in it."""
+"""The number of the variant that computes a value, and the value's name in it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class Share:
     """One block's part of a program.
 
     Args:
-        operations: of the block, in order.
-        names: of the block's values.
+        operations: the operations of the block, in order.
+        names: the names of the block's values.
     """
 
     operations: tuple[OwnedOperation, ...]
@@ -55,17 +55,21 @@ class Share:
             avals = [(atom, program.avals[atom]) for atom in op.inputs]
             return [share.names.get(atom, (aval.shape, aval.dtype)) for atom, aval in avals]
 
-        return len(self.operations) == len(other.operations) and all(
-            mine.equation.primitive is theirs.equation.primitive
-            and same(mine.equation.params, theirs.equation.params)
-            and mine.level == theirs.level
-            and reads(self, mine) == reads(other, theirs)
-            for mine, theirs in zip(self.operations, other.operations, strict=True)
-        )
+        def are_equal(op: OwnedOperation, other_op: OwnedOperation) -> bool:
+            return (
+                op.equation.primitive is other_op.equation.primitive
+                and same(op.equation.params, other_op.equation.params)
+                and op.level == other_op.level
+                and reads(self, op) == reads(other, other_op)
+            )
+
+        if len(self.operations) != len(other.operations):
+            return False
+        return all(map(are_equal, self.operations, other.operations))
 
 
 RowVariant: TypeAlias = Mapping[int, Share]
-"""The parts of the blocks of one row that are equal, by rank; the first one is run for all."""
+"""The equal parts of blocks of one row, by rank; the first one is run for all ranks."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +78,7 @@ class _Sum:
 
     Args:
         rows: the rows that are summed over their ranks, with the ranks that have a term.
-        single: the other terms.
+        single: the terms that are not summed as rows.
     """
 
     rows: Mapping[Home, tuple[int, ...]]
@@ -85,11 +89,11 @@ class RowProgram:
     """Runs a program of a model's leaves on rows that stack these leaves by rank.
 
     Args:
-        program: of the model's leaves; owners are cells.
-        sources: for each input, its place among the leaves of the arguments.
-        targets: for each output, its place among those of the results.
-        mesh: names and sizes of its axes, over all devices.
-        num_ranks: along the pipeline: dim 0 of every row.
+        program: a program of the model's leaves; owners are cells.
+        sources: the place of each input among the leaves of the arguments.
+        targets: the place of each output among the leaves of the results.
+        mesh: the mesh of all devices.
+        num_ranks: the number of ranks along the pipeline, the size of dim 0 of every row.
     """
 
     def __init__(
@@ -100,21 +104,22 @@ class RowProgram:
         mesh: Mesh,
         num_ranks: int,
     ):
-        self._program, self._targets, self._num_ranks = program, targets, num_ranks
+        self._program = program
+        self._targets = targets
+        self._num_ranks = num_ranks
         self._ranks = range(num_ranks)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         pairs = zip(program.inputs, sources, strict=True)
         self._slots: dict[int, Slot] = {value: place.stored for value, place in pairs}
         owners = [*program.owners, *program.homes]
         cells: list[Cell] = sorted({owner for owner in owners if isinstance(owner, tuple)})
-        self._variants = self._sort_out(cells)
+        self._variants = self._find_variants(cells)
         variant_of: dict[Cell, int] = {
             (rank, row): number
             for number, (row, variant) in enumerate(self._variants)
             for rank in variant
         }
         used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
-        # The variant that computes a value of a block, and the value's name in it.
         self._homes: dict[Atom, Home] = {}
         for value, owner in enumerate(program.owners):
             if isinstance(owner, tuple) and value in used:
@@ -123,7 +128,7 @@ class RowProgram:
                 self._homes[value] = number, members[owner[0]].names[value]
         sums, self._partial_sums = sums_of(program)
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
-        self._handed = self._to_hand_over()
+        self._sent = self._values_to_send()
 
     def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
         """Runs the program.
@@ -140,26 +145,29 @@ class RowProgram:
                 known[value] = stored[slot]
         made: list[Named] = [{**stored} for _ in self._variants]
         for level in range(self._program.num_levels):
-            self._hand_over(level - 1, made, known)
+            self._replicate(level - 1, made, known)
             for op in self._program.by_owner.get(None, ()):
                 if op.level == level:
-                    known.update(self._run_for_all(op, made, known))
+                    known.update(self._run_shared(op, made, known))
             for number, (_, variant) in enumerate(self._variants):
                 made[number].update(self._run_part(variant, level, made[number], known))
         return self._collect(made, known)
 
-    def _sort_out(self, cells: list[Cell]) -> Sequence[tuple[int, RowVariant]]:
+    def _find_variants(self, cells: list[Cell]) -> Sequence[tuple[int, RowVariant]]:
+        """Groups the blocks of each row by equal parts; returns each group with its row."""
         variants: list[tuple[int, dict[int, Share]]] = []
         for rank, row in cells:
             operations = self._program.by_owner.get((rank, row), ())
-            owners, slots = self._program.owners, self._slots.items()
-            names: dict[Atom, Name] = {v: slot for v, slot in slots if owners[v] == (rank, row)}
+            owners = self._program.owners
+            names: dict[Atom, Name] = {
+                v: slot for v, slot in self._slots.items() if owners[v] == (rank, row)
+            }
             for number, op in enumerate(operations):
                 names.update({value: (number, i) for i, value in enumerate(op.outputs)})
             share = Share(tuple(operations), names)
-            for other, members in variants:
+            for other_row, members in variants:
                 first = next(iter(members.values()))
-                if other == row and first.is_like(share, self._program):
+                if other_row == row and first.is_like(share, self._program):
                     members[rank] = share
                     break
             else:
@@ -173,28 +181,30 @@ class RowProgram:
         first = next(iter(variant.values()))
         numbers = [i for i, op in enumerate(first.operations) if op.level == level]
         reads = [(i, at) for i in numbers for at in range(len(first.operations[i].inputs))]
-        # The shared values that blocks read: the same for all of them, or one for each rank.
-        alike: dict[tuple[int, int], Array] = {}
-        apart: dict[tuple[int, int], Array] = {}
+        # The shared values that blocks read: either equal on all ranks, or one per rank.
+        equal: dict[tuple[int, int], Array] = {}
+        per_rank: dict[tuple[int, int], Array] = {}
         for i, at in reads:
             atom = first.operations[i].inputs[at]
             if atom in first.names:
                 continue
             atoms = {rank: share.operations[i].inputs[at] for rank, share in variant.items()}
             if len({self._program.value_numbers[each] for each in atoms.values()}) == 1:
-                alike[i, at] = known[atom]
+                equal[i, at] = known[atom]
             else:
-                apart[i, at] = self._row_of({r: atoms.get(r, atom) for r in self._ranks}, known)
+                row = {rank: atoms.get(rank, atom) for rank in self._ranks}
+                per_rank[i, at] = self._row_of(row, known)
         names = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
         inputs = {name: made[name] for name in names if name in made}
         results = [first.names[v] for i in numbers for v in first.operations[i].outputs]
 
-        def part(rows: list[Array], numbers_apart: dict[tuple[int, int], Array]) -> list[Array]:
-            values, single = dict(zip(inputs, rows, strict=True)), {**alike, **numbers_apart}
+        def part(rows: list[Array], of_rank: dict[tuple[int, int], Array]) -> list[Array]:
+            values = dict(zip(inputs, rows, strict=True))
+            shared = {**equal, **of_rank}
             for i in numbers:
                 op = first.operations[i]
                 operands = [
-                    single[i, at] if (i, at) in single else values[first.names[atom]]
+                    shared[i, at] if (i, at) in shared else values[first.names[atom]]
                     for at, atom in enumerate(op.inputs)
                 ]
                 outputs = eval_equation(op.equation, operands)
@@ -202,46 +212,49 @@ class RowProgram:
             return [values[name] for name in results]
 
         run = jax.vmap(part, axis_size=self._num_ranks)
-        outputs = run([*inputs.values()], apart) if numbers else []
+        outputs = run([*inputs.values()], per_rank) if numbers else []
         return dict(zip(results, outputs, strict=True))
 
     def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
-        """A row of shared values, one for each rank."""
+        """Stacks shared values, one for each rank."""
         first = next(iter(atoms.values()))
         aval = self._program.avals[first]
         values = [as_array(known[atoms.get(rank, first)], aval) for rank in self._ranks]
         return jnp.stack(values)
 
     def _sum_of(self, terms: Sequence[Atom]) -> _Sum:
-        """A sum over blocks, by rows where each block of a variant has one term in it."""
-        at: dict[Home, list[Atom]] = {}
+        """Returns a sum over blocks, by rows if each block of a variant has one term in it."""
+        terms_at: dict[Home, list[Atom]] = {}
         for term in terms:
             if self._program.owners[term] is not None:
-                at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
-        ranks = {home: tuple(self._variants[home[0]][1]) for home in at}
+                terms_at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
+        ranks = {home: tuple(self._variants[home[0]][1]) for home in terms_at}
 
         def is_whole(home):
-            return len(at[home]) == len(set(at[home])) == len(ranks[home])
+            return len(terms_at[home]) == len(set(terms_at[home])) == len(ranks[home])
 
-        rows = {home: ranks[home] for home in at if is_whole(home)}
+        rows = {home: ranks[home] for home in terms_at if is_whole(home)}
         single = [term for term in terms if self._homes.get(term) not in rows]  # type: ignore[arg-type]
         return _Sum(rows, tuple(single))
 
-    def _to_hand_over(self) -> tuple[int, ...]:
-        """The values that another owner reads other than as terms of a sum."""
-        program, reads = self._program, []
+    def _values_to_send(self) -> tuple[int, ...]:
+        """Returns the values that another owner reads, except as terms of a sum over rows."""
+        program = self._program
+        reads = []
         for op in program.operations:
+            if op.outputs[0] in self._partial_sums:
+                continue
             total = self._sums.get(op.outputs[0])
             read = op.inputs if total is None else total.single
-            reads += [] if op.outputs[0] in self._partial_sums else [(a, op.owner) for a in read]
+            reads += [(a, op.owner) for a in read]
         reads += zip(program.outputs, program.homes, strict=True)
-        handed = [a for a, by in reads if program.owners[a] not in (None, by)]
-        return tuple(dict.fromkeys(handed))  # type: ignore[arg-type]
+        sent = [a for a, by in reads if program.owners[a] not in (None, by)]
+        return tuple(dict.fromkeys(sent))  # type: ignore[arg-type]
 
-    def _run_for_all(
+    def _run_shared(
         self, op: OwnedOperation, made: list[Named], known: Mapping[Atom, Array]
     ) -> dict[Atom, Array]:
-        """Runs a shared operation, whose results every rank needs."""
+        """Runs a shared operation; all ranks need its results."""
         if op.outputs[0] in self._partial_sums:
             return {}
         if (addends := self._sums.get(op.outputs[0])) is None:
@@ -256,31 +269,34 @@ class RowProgram:
         return {op.outputs[0]: functools.reduce(jnp.add, terms)}
 
     def _is_in(self, ranks: Sequence[int], ndim: int) -> Array | bool:
-        """The mask of the entries of some ranks in a row with `ndim` dims; True for all ranks."""
+        """Returns a mask of some ranks' entries in a row with `ndim` dims; True for all ranks."""
         if len(ranks) == self._num_ranks:
             return True
         mask = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
         return mask.reshape(-1, *[1] * (ndim - 1))
 
-    def _hand_over(self, level: int, made: list[Named], known: dict[Atom, Array]) -> None:
-        """Replicates the values of a level that others read, stacked by shape and dtype."""
-        handed = {v: self._homes[v] for v in self._handed if self._program.levels[v] == level}
-        alike: dict[Hashable, dict[Home, Array]] = {}
-        for number, name in handed.values():
+    def _replicate(self, level: int, made: list[Named], known: dict[Atom, Array]) -> None:
+        """Replicates the values of a level that other owners read.
+
+        Values of equal shape and dtype are stacked, so that they are gathered together.
+        """
+        sent = {v: self._homes[v] for v in self._sent if self._program.levels[v] == level}
+        groups: dict[Hashable, dict[Home, Array]] = {}
+        for number, name in sent.values():
             row = made[number][name]
-            alike.setdefault((row.shape, row.dtype), {})[number, name] = row
+            groups.setdefault((row.shape, row.dtype), {})[number, name] = row
         columns = {}
-        for rows in alike.values():
-            together = jnp.stack(list(rows.values()), axis=1)
-            together = jax.lax.with_sharding_constraint(together, self._replicated)
-            columns.update({home: together[:, number] for number, home in enumerate(rows)})
-        for value, home in handed.items():
+        for rows in groups.values():
+            stacked = jnp.stack(list(rows.values()), axis=1)
+            stacked = jax.lax.with_sharding_constraint(stacked, self._replicated)
+            columns.update({home: stacked[:, number] for number, home in enumerate(rows)})
+        for value, home in sent.items():
             owner = self._program.owners[value]
             assert isinstance(owner, tuple)
             known[value] = columns[home][owner[0]]
 
     def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
-        """The stored leaves: each entry of a row is the result of that block's part."""
+        """Returns the stored leaves; each entry of a row is the result of that block's part."""
         stored: dict[Slot, Array] = {}
         rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
@@ -296,11 +312,13 @@ class RowProgram:
             }
             sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
             for home, ranks in sources.items():
-                mine = {rank: atoms[rank] for rank in ranks}
-                values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
+                if home is None:
+                    values = self._row_of({rank: atoms[rank] for rank in ranks}, known)
+                else:
+                    values = made[home[0]][home[1]]
                 if len(ranks) < self._num_ranks:
                     mask = self._is_in(ranks, values.ndim)
-                    # A rank without a block in this row stays zero, whatever the part computes.
+                    # Ranks without a block in this row keep zeros, whatever the part computes.
                     others = stored[slot] if slot in stored else jnp.zeros_like(values)
                     values = jnp.where(mask, values, others)
                 stored[slot] = values

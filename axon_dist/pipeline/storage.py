@@ -1,15 +1,15 @@
-"""The storage of a pipelined model's parameters: each rank has those of its stages alone."""
+"""The storage of a pipelined model's parameters: each rank stores only those of its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from ..core.tree import combine
-from ..core.typing import Array, Keys, PyTree
+from ..core.typing import Array, Keys, PyTree, Shape
 from .layout import Stages, flatten, nest
 from .tables import Packing
 
@@ -18,40 +18,42 @@ Cell: TypeAlias = tuple[int, int]
 
 
 class ModelStorage:
-    """A form of a model's parameters in which every rank has those of its stages alone.
+    """A form of a model's parameters in which every rank stores only those of its stages.
 
-    Parameters outside the blocks stay as they are. Those of blocks are stored in rows: lists of
+    Parameters outside the blocks are stored unchanged. Those of blocks are stored in rows: lists of
     arrays whose dim 0 counts ranks and is sharded over the pipeline axis.
 
-    Where blocks are equal, row r stacks block r of every rank. Rows are separate arrays, so that no
-    stage has to copy its weights out of a larger one. A row keeps the path of the block of that
-    number, and stands for one such block on each rank; a rank with fewer blocks has zeros there.
+    If all blocks have equal leaves, row r stacks block r of every rank. Rows are separate arrays,
+    so that no stage has to copy its weights out of a larger one. A row has the path of the model's
+    block r; a rank with fewer blocks has zeros there.
 
-    Where blocks differ, a row is all of a chunk: the leaves of a stage as they are where stages are
-    alike, else one vector per dtype, as long as the largest stage needs; smaller ones end in zeros.
+    If blocks differ, a row is a whole chunk. It consists of the leaves of a stage if all stages
+    have equal leaves. Otherwise it is one vector per dtype, long enough for the largest stage;
+    smaller stages are padded with zeros.
 
     Args:
         stages: blocks, stages and ranks.
         shapes: nested dict of `ShapeDtypeStruct`, the parameters of the model.
-        frozen: the keys of those that are not trained, which a state keeps in a tree of their own.
-        by_blocks: whether rows are of blocks; None takes them where blocks are equal.
+        frozen: the keys of the parameters that are not trained, which a state keeps in a separate
+            tree.
+        by_blocks: whether each row holds blocks rather than chunks; None: if blocks are equal.
 
     Attributes:
         flat_shapes: the shape and dtype of every leaf, by keys.
-        block_of: the block of every leaf that is in one; all ranks have the others.
-        rest: the keys of these others, in the order of the model's leaves.
+        block_of: the block of every leaf that is in a block; other leaves are on all ranks.
+        rest: the keys of the leaves outside the blocks, in the order of the model's leaves.
         chunk_rows: the numbers of the rows that contain each chunk.
         cells: the rank and the row of each block.
         by_stage: the keys of the leaves of each stage.
-        packing: how these become vectors; None where rows are of blocks.
-        row_names: the keys of the stored leaves that are rows, row by row.
-        row_keys: all of them.
-        slots: for each leaf in a block, the stored leaf that has it as the rank's entry; leaves in
-            vectors have none.
-        vectors: by chunk and number, the leaves in a vector on each rank, in order.
-        leaves: the keys of the leaves within a block; of blocks that differ, within the first.
-        trained: the storage of what is trained alone.
-        untrained: the storage of what is frozen alone; None where nothing is.
+        packing: how the leaves of a stage become vectors; None if rows hold blocks.
+        row_names: the keys of the stored leaves of each row.
+        row_keys: the keys of the stored leaves of all rows.
+        slots: for each leaf in a block, the stored leaf that contains it; leaves in vectors have
+            none.
+        vectors: the leaves in each vector on each rank, in order, by chunk and vector number.
+        leaves: the keys of the leaves within a block; if blocks differ, within the first.
+        trained: the storage of the trained parameters alone.
+        untrained: the storage of the frozen parameters alone; None if none are frozen.
     """
 
     def __init__(
@@ -69,27 +71,18 @@ class ModelStorage:
         self.block_of: dict[Keys, int] = {}
         leaves: list[list[Keys]] = [[] for _ in stages.blocks]
         for keys in self.flat_shapes:
-            beginnings = [keys[:end] for end in range(len(keys) + 1)]
-            around = [numbers[beginning] for beginning in beginnings if beginning in numbers]
-            if around and not any(beginning in stages.shared for beginning in beginnings):
-                self.block_of[keys] = min(around)
-                leaves[min(around)].append(keys)
+            prefixes = [keys[:end] for end in range(len(keys) + 1)]
+            parents = [numbers[prefix] for prefix in prefixes if prefix in numbers]
+            if parents and not any(prefix in stages.shared for prefix in prefixes):
+                self.block_of[keys] = min(parents)
+                leaves[min(parents)].append(keys)
         self.rest: tuple[Keys, ...] = tuple(k for k in self.flat_shapes if k not in self.block_of)
         if by_blocks is None:
-            forms = [
-                [
-                    (keys[len(block) :], self.flat_shapes[keys].shape, self.flat_shapes[keys].dtype)
-                    for keys in of_block
-                ]
-                for block, of_block in zip(stages.blocks, leaves, strict=True)
-            ]
-            by_blocks = all(form == forms[0] for form in forms)
+            by_blocks = self._has_equal_blocks(leaves)
         self.by_blocks: bool = by_blocks
-        self.leaves: list[Keys] = [
-            keys[len(block) :]
-            for block, of_block in zip(stages.blocks[:1], leaves, strict=False)
-            for keys in of_block
-        ]
+        self.leaves: list[Keys] = []
+        if stages.blocks:
+            self.leaves = [keys[len(stages.blocks[0]) :] for keys in leaves[0]]
         self.packing: Packing | None = None
         self.slots: dict[Keys, Keys] = {}
         self.vectors: dict[tuple[int, int], list[tuple[Keys, ...]]] = {}
@@ -105,9 +98,21 @@ class ModelStorage:
             self.trained = self.like(nest({keys: x for keys, x in flat if keys not in frozen}))
             self.untrained = self.like(nest({keys: x for keys, x in flat if keys in frozen}))
 
+    def _has_equal_blocks(self, leaves: Sequence[Sequence[Keys]]) -> bool:
+        """Whether all blocks have leaves of the same keys, shapes and dtypes."""
+
+        def form_of(block: Keys, keys: Keys) -> tuple[Keys, Shape, Any]:
+            leaf = self.flat_shapes[keys]
+            return keys[len(block) :], leaf.shape, leaf.dtype
+
+        pairs = zip(self.stages.blocks, leaves, strict=True)
+        forms = [[form_of(block, keys) for keys in of_block] for block, of_block in pairs]
+        return all(form == forms[0] for form in forms)
+
     def _lay_blocks(self, leaves: Sequence[Sequence[Keys]]) -> None:
-        """A row for each block of a chunk's longest stage."""
-        stages, first = self.stages, 0
+        """Creates a row for each block of a chunk's longest stage."""
+        stages = self.stages
+        first = 0
         self.chunk_rows: list[range] = []
         for chunk in range(stages.num_chunks):
             size = max(len(stages.blocks_of(stage)) for stage in stages.stages_of(chunk))
@@ -115,10 +120,11 @@ class ModelStorage:
             first += size
         self.cells: list[Cell] = []
         self.by_stage: list[list[Keys]] = []
-        # Some blocks have no leaf where others have one, in the state of an optimizer.
+        # In an optimizer's state, some blocks may lack a leaf that others have.
         rows: list[dict[Keys, None]] = [{} for _ in range(first)]
         for stage, rank in enumerate(stages.placement):
-            blocks, numbers = stages.blocks_of(stage), self.chunk_rows[stages.chunk_of(stage)]
+            blocks = stages.blocks_of(stage)
+            numbers = self.chunk_rows[stages.chunk_of(stage)]
             self.by_stage.append([keys for block in blocks for keys in leaves[block]])
             for block, row in zip(blocks, numbers, strict=False):
                 self.cells.append((rank, row))
@@ -129,14 +135,15 @@ class ModelStorage:
         self.row_names: list[list[Keys]] = [list(row) for row in rows]
 
     def _lay_chunks(self) -> None:
-        """A row for each chunk."""
-        stages, chunks = self.stages, range(self.stages.num_chunks)
+        """Creates a row for each chunk."""
+        stages = self.stages
+        chunks = range(stages.num_chunks)
         self.chunk_rows = [range(chunk, chunk + 1) for chunk in chunks]
-        at = [stages.stage_of(block) for block in range(len(stages.blocks))]
-        self.cells = [(stages.placement[stage], stages.chunk_of(stage)) for stage in at]
+        stage_of = [stages.stage_of(block) for block in range(len(stages.blocks))]
+        self.cells = [(stages.placement[stage], stages.chunk_of(stage)) for stage in stage_of]
         self.by_stage = [[] for _ in stages.placement]
         for keys, block in self.block_of.items():
-            self.by_stage[at[block]].append(keys)
+            self.by_stage[stage_of[block]].append(keys)
         packing = Packing([[self.flat_shapes[k] for k in of_stage] for of_stage in self.by_stage])
         forms = [("vector", str(number)) for number in range(len(packing.packed))]
         self.row_names = [
@@ -150,31 +157,32 @@ class ModelStorage:
         for chunk in chunks:
             on_rank = {stages.placement[s]: self.by_stage[s] for s in stages.stages_of(chunk)}
             for number, form in enumerate(packing.packed):
-                alike = {k for k, x in self.flat_shapes.items() if x.dtype == form.dtype}
+                same_dtype = {k for k, x in self.flat_shapes.items() if x.dtype == form.dtype}
                 ranks = [on_rank.get(rank, ()) for rank in range(stages.num_devices)]
                 self.vectors[chunk, number] = [
-                    tuple(keys for keys in leaves if keys in alike) for leaves in ranks
+                    tuple(keys for keys in leaves if keys in same_dtype) for leaves in ranks
                 ]
 
     def like(self, shapes: PyTree) -> ModelStorage:
-        """The same stages' storage of a tree with leaves of the model, of any shapes.
+        """Returns the storage, in the same stages, of a tree like the parameters.
 
         Args:
-            shapes: nested dict of `ShapeDtypeStruct`, at keys that begin with those of leaves of
-                the model, which need not all be there.
+            shapes: nested dict of `ShapeDtypeStruct` of any shapes. Its keys begin with those of
+                leaves of the model; some leaves may be missing.
         """
         return ModelStorage(self.stages, shapes, by_blocks=self.by_blocks)
 
     def from_model(self, params: PyTree) -> PyTree:
-        """The stored form of a model's parameters.
+        """Returns the stored form of a model's parameters.
 
         Args:
             params: the model's own nested dict.
 
         Returns:
-            The stored tree: what is in no block as it was, and rows.
+            The stored tree: the leaves outside the blocks, and the rows.
         """
-        flat, ranks = flatten(params), range(self.stages.num_devices)
+        flat = flatten(params)
+        ranks = range(self.stages.num_devices)
         stored = {keys: flat[keys] for keys in self.rest}
         if self.packing is not None:
             for chunk, names in enumerate(self.row_names):
@@ -193,7 +201,7 @@ class ModelStorage:
         return nest(stored)
 
     def to_model(self, stored: PyTree) -> PyTree:
-        """The inverse of `from_model`, exactly."""
+        """Inverts `from_model` exactly."""
         flat = flatten(stored)
         params = {keys: flat[keys] for keys in self.rest}
         if self.packing is None:
@@ -206,7 +214,7 @@ class ModelStorage:
         return nest(params)
 
     def store(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The stored forms of what is trained and of what is frozen of a model's parameters."""
+        """Returns the stored forms of the trained and of the frozen parameters."""
         if self.untrained is None:
             return self.from_model(params), {}
         flat = flatten(params)
@@ -214,18 +222,18 @@ class ModelStorage:
         return self.trained.from_model(nest(flat)), self.untrained.from_model(frozen)
 
     def restore(self, params: PyTree, frozen: PyTree) -> PyTree:
-        """The inverse of `store`, exactly."""
+        """Inverts `store` exactly."""
         if self.untrained is None:
             return self.to_model(params)
         return combine(self.trained.to_model(params), self.untrained.to_model(frozen))
 
     def packed(self, flat: Mapping[Keys, Array], chunk: int, rank: int) -> list[Array]:
-        """What a rank has of a chunk in rows of chunks, zeros where it has none.
+        """Returns the packed vectors of a rank's chunk; zeros if the rank has no such chunk.
 
         Args:
             flat: leaves by their keys in the model.
-            chunk: which of the rank's.
-            rank: of the pipeline axis.
+            chunk: the number of the rank's chunk.
+            rank: the rank along the pipeline axis.
         """
         assert self.packing is not None
         for stage in self.stages.stages_of(chunk):
@@ -234,12 +242,12 @@ class ModelStorage:
         return [jnp.zeros(form.shape, form.dtype) for form in self.packing.packed]
 
     def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
-        """The leaves of the blocks of a stage, by their keys in the model.
+        """Returns the leaves of the blocks of a stage, by their keys in the model.
 
         Args:
-            stage: which.
-            rows: the rows of its chunk, of one rank, without dim 0; of each what is trained, and
-                behind it what is frozen.
+            stage: the number of the stage.
+            rows: the rows of its chunk on one rank, without dim 0; in each row the trained leaves,
+                then the frozen ones.
         """
         numbers = self.chunk_rows[self.stages.chunk_of(stage)]
         if self.untrained is not None:
@@ -256,42 +264,44 @@ class ModelStorage:
         return {keys: named[self.slots[keys]] for keys in self.by_stage[stage]}
 
     def leaves_at(self, row: int, values: Sequence[Array], stage: Array) -> list[Array]:
-        """The leaves of the block that a stage has in a row of blocks, in the order of `leaves`.
+        """Returns the leaves of the block that a stage has in a row, in the order of `leaves`.
 
         Args:
-            row: which.
-            values: of it, of one rank; what is trained, and behind it what is frozen.
-            stage: which, known when it runs.
+            row: the number of the row.
+            values: the leaves of the row on one rank: the trained ones, then the frozen ones.
+            stage: the number of the stage, a traced value.
         """
         if self.untrained is None:
             return list(values)
-        names = self.trained.row_names[row], self.untrained.row_names[row]
-        trained = dict(zip(names[0], values, strict=False))
-        frozen = dict(zip(names[1], values[len(names[0]) :], strict=True))
-        cells = {cell: self.stages.blocks[number] for number, cell in enumerate(self.cells)}
-        here = [cells.get((rank, row)) for rank in self.stages.placement]
+        trained_names = self.trained.row_names[row]
+        frozen_names = self.untrained.row_names[row]
+        trained = dict(zip(trained_names, values, strict=False))
+        frozen = dict(zip(frozen_names, values[len(trained_names) :], strict=True))
+        block_at = {cell: self.stages.blocks[number] for number, cell in enumerate(self.cells)}
+        blocks = [block_at.get((rank, row)) for rank in self.stages.placement]
         leaves = []
         for leaf in self.leaves:
             keys = self.stages.blocks[row] + leaf
             if keys not in trained or keys not in frozen:
                 leaves.append((trained if keys in trained else frozen)[keys])
                 continue
-            is_frozen = [block is not None and block + leaf in self.frozen for block in here]
+            # The leaf is frozen in some blocks of this row and trained in others.
+            is_frozen = [block is not None and block + leaf in self.frozen for block in blocks]
             leaves.append(jnp.where(jnp.asarray(is_frozen)[stage], frozen[keys], trained[keys]))
         return leaves
 
     def rows_of(self, stored: PyTree) -> list[list[PyTree]]:
-        """The leaves of every row, None where the tree has none."""
+        """Returns the leaves of every row; None for leaves that the tree lacks."""
         flat = flatten(stored)
         return [[flat.get(keys) for keys in row] for row in self.row_names]
 
     def rest_of(self, stored: PyTree) -> list[PyTree]:
-        """The leaves outside the blocks, in the order of `rest`; None where the tree has none."""
+        """Returns the leaves outside the blocks, in the order of `rest`; None for missing ones."""
         flat = flatten(stored)
         return [flat.get(keys) for keys in self.rest]
 
     def assemble(self, rows: Sequence[Sequence[PyTree]], rest: Sequence[PyTree]) -> PyTree:
-        """The stored tree of trained rows and of the rest, None at the places of frozen ones."""
+        """Returns the stored tree of the trained rows and the rest, without None leaves."""
         flat = dict(zip(self.rest, rest, strict=True))
         for names, leaves in zip(self.trained.row_names, rows, strict=True):
             flat.update(zip(names, leaves, strict=True))

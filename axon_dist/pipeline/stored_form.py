@@ -1,8 +1,8 @@
 """The stored form of a tree like the model's, such as an optimizer's state, in a pipeline.
 
 Blocks of different shapes are stored as flat vectors, each the concatenation of some leaves. Most
-optimizers are elementwise, apart from norms over all leaves, and run on such a vector without
-unpacking it, so that a vector that is sharded over other mesh axes stays sharded
+optimizers are elementwise, except for norms over all leaves. They run on such a vector without
+unpacking it, so that a vector that is sharded over other mesh axes remains sharded
 (`on_whole_vectors`).
 """
 
@@ -26,7 +26,7 @@ from .owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
 from .storage import Cell, ModelStorage
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
-"""A stored leaf: which tree of the arguments or results, which part of it, and its keys."""
+"""A stored leaf: the number of its tree among the arguments or results, its part, and its keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,11 @@ class LeafPlace:
     """The place of a leaf in the stored form of its tree.
 
     Args:
-        path: of the leaf in the model's form.
+        path: the path of the leaf in the model's form.
         cell: the rank and row of its block; None for leaves outside the blocks.
-        part: the number of the part of the tree that has it.
-        keys: of the leaf within the part.
-        slot: the keys of the stored leaf within the part; None where it is in a vector.
+        part: the number of the part of the tree that contains it.
+        keys: the keys of the leaf within the part.
+        slot: the keys of the stored leaf within the part; None if the leaf is in a vector.
         tree: the number of the tree among several.
     """
 
@@ -58,9 +58,9 @@ class LeafPlace:
 class StoredForm:
     """Converts a tree between the model's form and the form in which a pipeline stores it.
 
-    The moments of an optimizer are dicts like the parameters; their leaves may have other shapes,
-    or be missing. Each such dict is stored by stages, as the parameters are; all other leaves,
-    such as step counts, stay as they are.
+    The moments of an optimizer are dicts like the parameters, whose leaves may have other shapes or
+    be missing. Each such dict is stored by stages, like the parameters. All other leaves, such as
+    step counts, are stored unchanged.
 
     Args:
         storage: the stored form of the parameters.
@@ -71,7 +71,7 @@ class StoredForm:
         places: the place of every leaf, in the order of the leaves of the model's form.
 
     Raises:
-        UnsupportedError: when leaves of one row have different shapes.
+        UnsupportedError: if leaves of one row have different shapes.
     """
 
     def __init__(self, storage: ModelStorage, shapes: PyTree):
@@ -89,7 +89,8 @@ class StoredForm:
                 if of_part is None or keys not in of_part.block_of:
                     self.places.append(LeafPlace(path, None, part, keys, keys))
                     continue
-                cell, slot = of_part.cells[of_part.block_of[keys]], of_part.slots.get(keys)
+                cell = of_part.cells[of_part.block_of[keys]]
+                slot = of_part.slots.get(keys)
                 self.places.append(LeafPlace(path, cell, part, keys, slot))
                 if slot is None:
                     continue
@@ -97,9 +98,10 @@ class StoredForm:
                 if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
                     raise UnsupportedError(
                         f"the optimizer keeps {other_path!r} as {other.dtype}{list(other.shape)} "
-                        f"and {path!r} as {leaf.dtype}{list(leaf.shape)}, and a pipeline stacks "
+                        f"and {path!r} as {leaf.dtype}{list(leaf.shape)}, but a pipeline stacks "
                         "them in one row. Use an optimizer whose state for equal blocks has equal "
-                        "shapes"
+                        "shapes",
+                        code="unequal-state",
                     )
 
     @property
@@ -116,26 +118,26 @@ class StoredForm:
         return frozenset(path for path, row in leaves if row)
 
     def from_model(self, tree: PyTree) -> PyTree:
-        """The stored form of a tree."""
+        """Returns the stored form of a tree."""
         parts = zip(self._form.split(tree), self.storages, strict=True)
         return self._form.outer.unflatten(
             part if storage is None else storage.from_model(part) for (part, _), storage in parts
         )
 
     def to_model(self, stored: PyTree) -> PyTree:
-        """The inverse of `from_model`, exactly."""
+        """Inverts `from_model` exactly."""
         parts = zip(self._form.outer.flatten_up_to(stored), self.storages, strict=True)
         return self._form.join(
             [part if storage is None else storage.to_model(part) for part, storage in parts]
         )
 
     def slots(self, stored: PyTree) -> dict[tuple[int, Keys], Array]:
-        """The stored leaves by part and keys."""
+        """Returns the stored leaves by part and keys."""
         parts = enumerate(self._form.outer.flatten_up_to(stored))
         return {(number, keys): x for number, part in parts for keys, x in flatten(part).items()}
 
     def of_slots(self, slots: Mapping[tuple[int, Keys], PyTree]) -> PyTree:
-        """The inverse of `slots`."""
+        """Inverts `slots`."""
         flat: list[dict[Keys, PyTree]] = [{} for _ in self.storages]
         for (part, keys), leaf in slots.items():
             flat[part][keys] = leaf
@@ -145,16 +147,17 @@ class StoredForm:
         )
 
 
-FILL, SUM = "broadcast_in_dim", "reduce_sum"
+FILL = "broadcast_in_dim"
+SUM = "reduce_sum"
 
 Vector: TypeAlias = tuple[int, int]
-"""A chunk, and which of its vectors."""
+"""The number of a chunk, and of a vector in it."""
 
 LeafOwner: TypeAlias = tuple[Vector, Keys]
 """The vector that contains a leaf, and the keys of the leaf in the model."""
 
 Ends: TypeAlias = Sequence[LeafPlace]
-"""For each input or output its place among the leaves of all trees."""
+"""The place of each input or output among the leaves of all trees."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,10 +165,10 @@ class VectorLayout:
     """The layout of leaves in vectors, which several trees have in common.
 
     Args:
-        owners: the owner of a leaf, by its keys.
+        owners: the owner of each leaf, by its keys.
         sides: the stored forms of the arguments, and those of the results.
-        sizes: how many elements each vector has on a rank.
-        lengths: how many of these are elements of leaves and no padding, by rank.
+        sizes: the number of elements of each vector on a rank.
+        lengths: for each vector, the number of its elements that are not padding, by rank.
     """
 
     owners: Mapping[Keys, LeafOwner]
@@ -177,10 +180,10 @@ class VectorLayout:
     def of(
         cls, storage: ModelStorage, sides: Sequence[Sequence[StoredForm]]
     ) -> VectorLayout | None:
-        """The layout of the parameters, or None where a part of a tree has another one.
+        """Returns the layout of the parameters, or None if a part of a tree has another layout.
 
         Args:
-            storage: of the parameters.
+            storage: the storage of the parameters.
             sides: the stored forms of the arguments, and those of the results.
         """
         order = storage.vectors
@@ -198,7 +201,7 @@ class VectorLayout:
         return cls(owners, sides, sizes, lengths)
 
     def slot(self, place: LeafPlace, side: int) -> Slot:
-        """The stored leaf that contains a leaf, of the arguments (side 0) or results (side 1)."""
+        """Returns the stored leaf that contains a leaf of the arguments (side 0) or results (1)."""
         storage = self.sides[side][place.tree].storages[place.part]
         if place.cell is None or storage is None:
             return place.stored
@@ -206,8 +209,9 @@ class VectorLayout:
         return place.tree, place.part, storage.row_names[chunk][number]
 
     def masked(self, vector: Vector, x: Array) -> Array:
-        """A stored vector whose padding, behind the elements of leaves, is set to zero."""
-        lengths, size = self.lengths[vector], self.sizes[vector]
+        """Returns a stored vector with its padding, after the elements of leaves, set to zero."""
+        lengths = self.lengths[vector]
+        size = self.sizes[vector]
         if min(lengths) == size:
             return x
         is_own = jnp.arange(size) < jnp.array(lengths)[:, None]
@@ -218,16 +222,17 @@ Names: TypeAlias = Mapping[Atom, Hashable]
 """The names of the values of a leaf, equal for all leaves with the same operations."""
 
 
-def _treatment(
+def _operations_key(
     program: OwnedProgram,
     operations: Sequence[OwnedOperation],
     names: Names,
     shape: tuple[int, ...],
 ) -> Hashable:
-    """A key that leaves with the same operations share; None where one is not elementwise."""
+    """Returns a key that leaves with the same operations share; None if one is not elementwise."""
 
     def kind_of(op: OwnedOperation) -> Hashable:
-        name, shapes = op.equation.primitive.name, [program.avals[atom].shape for atom in op.inputs]
+        name = op.equation.primitive.name
+        shapes = [program.avals[atom].shape for atom in op.inputs]
         results = [program.avals[v].shape for v in op.outputs]
         if name == SUM and shapes == [shape] and results == [()]:
             return SUM, str(program.avals[op.outputs[0]].dtype)
@@ -238,7 +243,7 @@ def _treatment(
         return None
 
     def read(atom: Atom) -> Hashable:
-        """A key of an operand: the name of a value of the leaf, or of a shared scalar."""
+        """Returns a key of an operand: the name of a value of the leaf, or of a shared scalar."""
         if atom in names:
             is_leaf = program.avals[atom].shape == shape
             return ("of the leaf", names[atom]) if is_leaf else None
@@ -259,13 +264,14 @@ Run: TypeAlias = Callable[[Mapping[Slot, Array]], dict[Slot, Array]]
 def on_whole_vectors(
     program: OwnedProgram, sources: Ends, targets: Ends, layout: VectorLayout
 ) -> Run | None:
-    """A function that runs a program of leaves on vectors; None where it is not elementwise.
+    """Returns a function that runs a program of leaves on vectors; None if it is not elementwise.
 
     Args:
-        program: of the model's leaves; the owner of each leaf in a block is a `LeafOwner`.
-        sources: for each input, its place among the leaves of the arguments.
-        targets: for each output, its place among those of the results.
-        layout: of the vectors.
+        program: a program of the model's leaves; the owner of each leaf in a block is a
+            `LeafOwner`.
+        sources: the place of each input among the leaves of the arguments.
+        targets: the place of each output among the leaves of the results.
+        layout: the layout of the vectors.
     """
     leaves = _leaves(program, sources)
     if leaves is None:
@@ -273,7 +279,7 @@ def on_whole_vectors(
     names = {atom: name for of_leaf in leaves.values() for atom, name in of_leaf.items()}
     if not _sums_all(program, names, targets, layout):
         return None
-    # All leaves of a vector have the same operations: those of the first run on the vector.
+    # All leaves of a vector have the same operations, so the first leaf's run on the whole vector.
     first: dict[Vector, LeafOwner] = {}
     for owner in leaves:
         first.setdefault(owner[0], owner)
@@ -286,7 +292,8 @@ def on_whole_vectors(
                 known[value] = stored[layout.slot(place, 0)]
         for op in program.operations:
             if op.owner in leaders:
-                # In a sum over leaves only the first leaf's term counts, now the sum of its vector.
+                # In a sum over leaves the first leaf's term is already the sum of the whole vector.
+                # The other leaves contribute zero.
                 operands = [
                     known[a]
                     if program.owners[a] in leaders
@@ -308,11 +315,12 @@ def on_whole_vectors(
 
 
 def _leaves(program: OwnedProgram, sources: Ends) -> dict[LeafOwner, Names] | None:
-    """The values of each leaf; None unless all leaves of a vector have the same operations."""
+    """Returns the values of each leaf; None if leaves of a vector have different operations."""
     leaves: dict[LeafOwner, dict[Atom, Hashable]] = {}
     shapes: dict[LeafOwner, tuple[int, ...]] = {}
     for value, place in zip(program.inputs, sources, strict=True):
-        owner, shape = _leaf_owner(program.owners[value]), program.avals[value].shape
+        owner = _leaf_owner(program.owners[value])
+        shape = program.avals[value].shape
         if owner is not None:
             leaves.setdefault(owner, {})[value] = (place.tree, place.part)
             if shapes.setdefault(owner, shape) != shape:
@@ -322,7 +330,7 @@ def _leaves(program: OwnedProgram, sources: Ends) -> dict[LeafOwner, Names] | No
         operations = program.by_owner.get(owner, ())
         for number, op in enumerate(operations):
             names.update({v: (number, i, "result") for i, v in enumerate(op.outputs)})
-        key = _treatment(program, operations, names, shapes[owner])
+        key = _operations_key(program, operations, names, shapes[owner])
         if key is None or keys.setdefault(owner[0], key) != key:
             return None
     return {**leaves}
@@ -340,9 +348,9 @@ def _sums_all(program: OwnedProgram, names: Names, targets: Ends, layout: Vector
             in_vector = [k for k, owner in layout.owners.items() if owner[0] == vector]
             if sorted(keys, key=repr) != sorted(in_vector, key=repr):
                 return False
-    everybodys = program.by_owner.get(None, ())
-    shared = [op for op in everybodys if not {*op.outputs} & (sums.keys() | partial)]
-    if any(program.owners[atom] is not None for op in shared for atom in op.inputs):
+    shared = program.by_owner.get(None, ())
+    others = [op for op in shared if not {*op.outputs} & (sums.keys() | partial)]
+    if any(program.owners[atom] is not None for op in others for atom in op.inputs):
         return False
     results: dict[Hashable, Hashable] = {}
     for atom, place, home in zip(program.outputs, targets, program.homes, strict=True):
@@ -358,11 +366,13 @@ def _sums_all(program: OwnedProgram, names: Names, targets: Ends, layout: Vector
 def _on_vector(
     program: OwnedProgram, op: OwnedOperation, operands: Sequence[Array], layout: VectorLayout
 ) -> Sequence[Array]:
-    """Runs a leaf's operation on its whole vector, of all ranks; others run as they are."""
-    owner, name = _leaf_owner(op.owner), op.equation.primitive.name
+    """Runs a leaf's operation on its whole vector, of all ranks; runs shared ones unchanged."""
+    owner = _leaf_owner(op.owner)
+    name = op.equation.primitive.name
     if owner is None or name not in (FILL, SUM):
         return eval_equation(op.equation, operands)
-    vector, dtype = owner[0], program.avals[op.outputs[0]].dtype
+    vector = owner[0]
+    dtype = program.avals[op.outputs[0]].dtype
     if name == SUM:
         of_ranks = jnp.sum(layout.masked(vector, operands[0]), axis=1, dtype=dtype)
         return [jnp.sum(of_ranks, axis=0, dtype=dtype)]

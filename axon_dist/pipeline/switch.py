@@ -1,7 +1,7 @@
 """Cuts a loss into stages that have different programs, by the data flow of its jaxpr.
 
-`Calls` has the order in which a loss calls the blocks of a model: the stages are chosen by it, and
-errors name the calls that make a loss impossible to cut.
+`Calls` records the order in which a loss calls the blocks of a model. It determines the stages, and
+errors name the calls that make it impossible to cut a loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH = (
     "Give build_train_step a batch, of arrays or shapes, batch=...: it then finds the calls in the "
     "loss before it lays out parameters, and keeps what several ranks call on each of them"
 )
-"""The advice of errors about the order of calls."""
+"""The advice in errors about the order of calls."""
 
 
 T = TypeVar("T")
@@ -56,15 +56,16 @@ class Calls:
 
     @classmethod
     def of(cls, jaxpr: Jaxpr, calls: Iterable[int], block_of: Mapping[Var, int]) -> Calls:
-        """The calls of a program.
+        """Returns the calls of a program.
 
         Args:
-            jaxpr: open, its units as calls.
+            jaxpr: an open jaxpr, its units as calls.
             calls: the positions of the calls.
-            block_of: the number of the block that a variable is a parameter of.
+            block_of: for each variable of a parameter, the number of its block.
         """
         numbers = {index: number for number, index in enumerate(calls)}
-        owners, behind = [], []
+        owners = []
+        behind = []
         sources: dict[Var, frozenset[int]] = {}
         for index, equation in enumerate(jaxpr.eqns):
             read = variables(equation.invars)
@@ -80,8 +81,8 @@ class Calls:
     def depths(self) -> tuple[int, ...]:
         """The length of the longest chain of calls that each call depends on.
 
-        Calls of one depth do not depend on each other: the two passes of a loss that calls its
-        model twice, or two parallel towers, run through the stages together.
+        Calls of the same depth do not depend on each other. So the two passes of a loss that calls
+        its model twice, or two parallel towers, run through the stages together.
         """
         depths: list[int] = []
         for behind in self.behind:
@@ -90,11 +91,11 @@ class Calls:
 
     @property
     def called(self) -> set[int]:
-        """The blocks that are called at all."""
+        """The blocks that are called."""
         return set().union(*self.owners)
 
     def late(self, homes: Sequence[int]) -> tuple[int, int] | None:
-        """The first call that needs the result of a later stage than its own, and that stage.
+        """Returns the first call that needs the result of a later stage, and that stage.
 
         Args:
             homes: the stage of each call.
@@ -116,17 +117,17 @@ class Calls:
 def levels_of(
     jaxpr: Jaxpr, homes: Mapping[int, int], initial: Collection[Var] = ()
 ) -> dict[Var, int]:
-    """The stage that computes each value that depends on a call.
+    """Returns the stage that computes each value that depends on a call.
 
     Args:
         jaxpr: an open jaxpr.
-        homes: the stage of each call, by its position; it runs later where its operands do.
+        homes: the stage of each call, by its position; a call runs later if its operands do.
         initial: variables that count as computed by the first stage.
     """
     levels: dict[Var, int] = dict.fromkeys(initial, 0)
     for index, equation in enumerate(jaxpr.eqns):
         level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
-        # An equation outside the blocks is in the earliest stage that has its operands.
+        # An equation outside the blocks belongs to the earliest stage that has its operands.
         level = max(level, homes.get(index, -1))
         if level >= 0:
             levels.update((v, level) for v in equation.outvars)
@@ -136,15 +137,15 @@ def levels_of(
 def why_not_seen(
     blocks: Sequence[str], calls: Sequence[Collection[int]], readers: Mapping[int, Collection[str]]
 ) -> str | None:
-    """Says which blocks no call shows, and what to do; None where all are called.
+    """Explains which blocks have no visible call, and what to do; None if all are called.
 
     Args:
-        blocks: the paths of the blocks, in the order in which the model holds them.
-        calls: of each call in the loss, the blocks whose parameters it reads.
-        readers: of each block, the names of the primitives that read its parameters.
+        blocks: the paths of the blocks, in the order of the model.
+        calls: for each call in the loss, the blocks whose parameters it reads.
+        readers: for each block, the names of the primitives that read its parameters.
 
     Returns:
-        The message of an error.
+        An error message.
 
     Example:
         >>> print(why_not_seen(["blocks/0", "blocks/1"], [{1}], {}).split(" and")[0])
@@ -172,13 +173,13 @@ def why_not_seen(
 def stages_by_calls(
     schedule: Schedule, blocks: tuple[Keys, ...], calls: Calls, depths: tuple[int, ...]
 ) -> Stages:
-    """The stages of a schedule, with the blocks in the stages that call them.
+    """Returns the stages of a schedule, with each block in the stage that calls it.
 
     Args:
-        schedule: has the rank of each stage.
+        schedule: contains the rank of each stage.
         blocks: the keys of every block, in the order of the model.
-        calls: of the blocks.
-        depths: the first depth of each stage, and the number of depths.
+        calls: the calls of the blocks.
+        depths: the first depth of each stage, then the number of depths.
 
     Returns:
         The stages.
@@ -204,13 +205,13 @@ def stages_by_calls(
 class SwitchStages:
     """The loss as one program per stage, with any computation between its blocks.
 
-    An equation is in the stage of the last block that it depends on; one that depends on no block
-    is recomputed in each stage that needs it. A stage sends every value that is live across its
-    end: computed in it or before it, and read after it. All stages send vectors of one length, the
-    longest that is needed. So the output of an encoder, or the skip connections of a U-Net, pass
-    through the stages between, and their gradients pass back.
+    An equation belongs to the stage of the last block that it depends on. An equation that depends
+    on no block is recomputed in each stage that needs it. A stage sends every value that is live
+    across its end: computed in it or before it, and read after it. All stages send vectors of one
+    length, the longest that is needed. So the output of an encoder, or the skip connections of a
+    U-Net, pass through the stages in between, and their gradients pass back.
 
-    The loss may call a block in its stage any number of times. Where calls of one block are in
+    The loss may call a block any number of times within its stage. If calls of one block are in
     several stages (`Stages.depths`), these must be on one rank, which stores the block.
 
     Args:
@@ -219,30 +220,36 @@ class SwitchStages:
 
     Attributes:
         crossing: the values that are live at each cut: before each stage and after the last.
-        learned: the stage of each buffer that one stage alone updates, by the buffer's number.
-        pieces: the program of every stage, and that of the loss after the last block.
-        rows: for each stage, the stages on its rank whose blocks it calls, with the rows of these.
-        packings: of the values that cross a cut: those that have gradients, and the others.
+        buffer_stages: the stage of each buffer that only one stage updates, by the buffer's number.
+        pieces: the program of every stage, then that of the loss after the last block.
+        rows: for each stage, the stages on its rank whose blocks it calls, with their rows.
+        packings: the packings of the values that cross a cut: of those with gradients, and of the
+            others.
 
     Raises:
-        UnsupportedError: when a block is not called, or not in the order of the stages, or a stage
+        UnsupportedError: if a block is not called, or not in the order of the stages, or if a stage
             reads the parameters of another rank's blocks.
     """
 
     def __init__(self, trace: LossTrace, storage: ModelStorage):
-        self.trace, self.storage = trace, storage
-        stages, count = storage.stages, storage.stages.num_stages
+        self.trace = trace
+        self.storage = storage
+        stages = storage.stages
+        count = stages.num_stages
         blocks = ((v, storage.block_of.get(keys)) for keys, v in trace.params.items())
         block_of = {variable: number for variable, number in blocks if number is not None}
         levels, crossing = _cuts(trace, _homes(trace, stages, block_of), count)
         self.crossing: list[list[Var]] = crossing
-        self.learned: dict[int, int] = _learned(trace, levels, crossing) if trace.learned else {}
-        new, homes = trace.new_buffers, self.learned.items()
-        left = [[new[i] for i, home in homes if home == stage] for stage in range(count)]
-        passed = zip(self.crossing[1:], left, strict=False)
-        ends = [*([*passed_on, *kept_here] for passed_on, kept_here in passed), trace.loss]
-        pairs = zip(self.crossing, ends, strict=True)
-        self.pieces: list[Piece] = [trace.cut(end, known=start) for start, end in pairs]
+        self.buffer_stages: dict[int, int] = {}
+        if trace.dependent_buffers:
+            self.buffer_stages = _buffer_stages(trace, levels, crossing)
+        new = trace.new_buffers
+        homes = self.buffer_stages.items()
+        new_of_stage = [[new[i] for i, home in homes if home == stage] for stage in range(count)]
+        results = zip(self.crossing[1:], new_of_stage, strict=False)
+        outputs = [*([*sent, *kept] for sent, kept in results), trace.loss]
+        pairs = zip(self.crossing, outputs, strict=True)
+        self.pieces: list[Piece] = [trace.cut(output, known=start) for start, output in pairs]
         self.rows: list[list[tuple[int, range]]] = []
         for stage, piece in enumerate(self.pieces):
             owners = {block_of[v] for v in piece.needs if v in block_of}
@@ -256,14 +263,14 @@ class SwitchStages:
         self.packings: tuple[Packing, Packing] = Packing(floats), Packing(others)
 
     def programs(self) -> list[StageProgram]:
-        """One program per stage."""
+        """Returns one program per stage."""
         outside = self.storage.rest
         return [
             StageProgram(
                 stages=(stage,),
                 chunk=self.storage.stages.chunk_of(stage),
                 rows=[row for _, rows in self.rows[stage] for row in rows],
-                # Only rows of split tables enter the first stage: the layers before the first block
+                # Only rows of split tables enter the first stage. The layers before the first block
                 # are part of its piece.
                 first=self._first,
                 middle=partial(self._middle, stage),
@@ -271,7 +278,7 @@ class SwitchStages:
                 first_uses=(),
                 middle_uses=self.trace.uses(outside, self.pieces[stage]),
                 last_uses=self.trace.uses(outside, self.pieces[-1]),
-                learns={i: home for i, home in self.learned.items() if home == stage},
+                buffer_stages={i: home for i, home in self.buffer_stages.items() if home == stage},
             )
             for stage in range(self.storage.stages.num_stages)
         ]
@@ -291,8 +298,9 @@ class SwitchStages:
             of_home = [next(rows) for _ in numbers]
             for keys, value in self.storage.block_weights(home, of_home).items():
                 known[self.trace.params[keys]] = value
-        results, count = self.pieces[stage].run(known), len(self.crossing[stage + 1])
-        return self._pack(stage + 1, results[:count])._replace(left=results[count:])
+        results = self.pieces[stage].run(known)
+        count = len(self.crossing[stage + 1])
+        return self._pack(stage + 1, results[:count])._replace(new_buffers=results[count:])
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
         known = self.trace.known(data, self.storage.rest, rest)
@@ -301,8 +309,8 @@ class SwitchStages:
         return StageLoss(total, weight, metrics)
 
     def _pack(self, at: int, values: Sequence[Array]) -> Wire:
-        # All cuts have one form, the longest vector of each dtype: `ppermute` needs the same shape
-        # on all ranks.
+        # All cuts have the same form, the longest vector of each dtype, because `ppermute` needs
+        # the same shape on all ranks.
         kinds = _by_kind(self.crossing[at], [jnp.asarray(value) for value in values])
         return Wire(
             *(packing.pack(kind) for packing, kind in zip(self.packings, kinds, strict=True))
@@ -317,16 +325,16 @@ class SwitchStages:
 def _cuts(
     trace: LossTrace, homes: Mapping[int, int], count: int
 ) -> tuple[dict[Var, int], list[list[Var]]]:
-    """The stage that computes each value, and the values that are live at each cut.
+    """Finds the stage that computes each value, and the values that are live at each cut.
 
     Returns:
-        The stage of each value that depends on a block: S for the loss after the last stage, and
-        -1 for rows of split tables, which are looked up before the first stage; and for each cut
-        the values that are computed before it and read after it.
+        The stage of each value that depends on a block: S for the loss after the last stage, and -1
+        for rows of split tables, which are looked up before the first stage. And for each cut, the
+        values that are computed before it and read after it.
     """
     last = trace.jaxpr.eqns[trace.calls[-1]]
     after = depends_on(trace.jaxpr, last.outvars) - set(last.outvars)
-    # Values that depend on the last call's result belong to the loss, after the last stage.
+    # Values that depend on the last call's results belong to the loss, after the last stage.
     levels = levels_of(trace.jaxpr, homes, trace.looked_up)
     levels |= {v: count for v in levels if v in after}
     levels |= dict.fromkeys(trace.looked_up, -1)
@@ -342,18 +350,18 @@ def _cuts(
     return levels, crossing
 
 
-def _learned(
+def _buffer_stages(
     trace: LossTrace, levels: Mapping[Var, int], crossing: Sequence[Sequence[Var]]
 ) -> dict[int, int]:
-    """The stage of each buffer that this stage alone updates and reads, by the buffer's number.
+    """Returns the stage of each buffer that only one stage updates and reads, by buffer number.
 
-    A buffer that depends on no block is the first stage's; one that depends on the last block's
-    result, such as the statistics of a norm before the head, is the last stage's.
+    A buffer that depends on no block belongs to the first stage. One that depends on the last
+    block's result, such as the statistics of a norm before the head, belongs to the last stage.
     """
     last = len(crossing) - 2
     made = {
         i: min(max(levels.get(v, -1), 0), last)  # type: ignore[arg-type]
-        for i, v in trace.learned.items()
+        for i, v in trace.dependent_buffers.items()
     }
     ends = enumerate([*crossing[1:], trace.loss])
     readers = [(at, trace.cut(end, known=crossing[at]).needs) for at, end in ends]
@@ -362,8 +370,9 @@ def _learned(
             piece = trace.cut([trace.new_buffers[i]], known=crossing[made[i]])
             readers.append((made[i], piece.needs))
         else:
-            # Made ahead by a part of the program that may begin within a block, as the counts of
-            # its random streams are: what else the block reads is not read for them.
+            # Computed ahead of the microbatches by a part of the program that may be within a
+            # block, such as the counts of its random streams. It reads only part of what the block
+            # reads.
             readers.append((-1, frozenset(trace.made_of(i)[1])))
     return {
         i: home
@@ -373,7 +382,7 @@ def _learned(
 
 
 def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dict[int, int]:
-    """The stage of every call, by its position."""
+    """Returns the stage of every call, by its position."""
     calls = Calls.of(trace.jaxpr, trace.calls, block_of)
     paths = ["/".join(map(str, keys)) for keys in stages.blocks]
     if not calls.called.issuperset(range(len(paths))):
@@ -408,14 +417,15 @@ def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dic
 
 
 def _foreign(stages: Stages, stage: int, block: int) -> UnsupportedError:
-    """The error for a stage, or the loss after the last, that reads another rank's block."""
-    path, is_loss = "/".join(map(str, stages.blocks[block])), stage == stages.num_stages
+    """Returns the error for a stage, or the loss, that reads another rank's block."""
+    path = "/".join(map(str, stages.blocks[block]))
+    is_loss = stage == stages.num_stages
     reader = "the loss" if is_loss else f"stage {stage}"
     advice = (
         "Tie parameters outside the blocks, or choose boundaries that keep the two together"
         if not is_loss
-        else "Tie parameters outside the blocks; a penalty on weights is the optimizer's "
-        "business here, such as optax.add_decayed_weights"
+        else "Tie parameters outside the blocks; let the optimizer apply penalties on weights, "
+        "such as optax.add_decayed_weights"
     )
     return UnsupportedError(
         f"{reader} reads a parameter of {path!r}, which is stage {stages.stage_of(block)}'s alone. "
@@ -424,7 +434,7 @@ def _foreign(stages: Stages, stage: int, block: int) -> UnsupportedError:
 
 
 def _by_kind(atoms: Sequence[Var], values: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Values with gradients, and those without."""
+    """Splits values into those with gradients and those without."""
     is_float = [jnp.issubdtype(struct_of(atom).dtype, jnp.inexact) for atom in atoms]
     pairs = list(zip(values, is_float, strict=True))
     return [v for v, f in pairs if f], [v for v, f in pairs if not f]

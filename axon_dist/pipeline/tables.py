@@ -24,7 +24,7 @@ Tick: TypeAlias = dict[str, Array]
 """A lane's entries for one rank in one tick."""
 
 NONE = -1
-"""The entry for no slot in a table of slots."""
+"""Marks an entry without a slot in a table of slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Lane:
     Args:
         phase: of the action.
         columns: tables [D, T], by name: whether the rank is `active`, of which `stage` and
-            `microbatch`; the slot of each buffer of `State` that it reads or writes; and
+            `microbatch`; the slot of each buffer of `State` that the action reads or writes; and
             `hand_over`, the slot from which the next stage on the same rank reads the result.
     """
 
@@ -44,13 +44,13 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """The transfer of results of lanes by one `ppermute` of the ranks.
+    """One `ppermute` over the ranks, which transfers the results of one or several lanes.
 
     Args:
         pairs: (source, target), each rank at most once on either side.
-        slots: by the number of the lane that computes them, the slot [D, T] into which the receiver
-            writes them at the end of a tick; `NONE` for no transfer. In each tick a rank is active
-            in one of these lanes at most.
+        slots: for each lane, by its number, the slots [D, T] into which receivers write its results
+            at the end of a tick; `NONE` for no transfer. In each tick a rank is active in at most
+            one of these lanes.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -80,13 +80,13 @@ class TickProgram:
 def buffers_of(
     plan: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
 ) -> dict[str, Slots]:
-    """The buffers that a schedule runs with, by the names that they have in `State`.
+    """Returns the buffers of a schedule, by their names in `State`.
 
     Args:
         plan: the slots of all values.
         stashes: whether forwards save residuals in the `stash`; a stage's input is then needed
             only until its forward.
-        keeps_lookups: whether the first stage's backward reads the rows that were looked up, too.
+        keeps_lookups: whether the first stage's backward also reads the rows that were looked up.
     """
     return {
         "inputs": plan.activations if stashes else plan.inputs,
@@ -117,7 +117,7 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
             {
                 "active": np.zeros(shape, bool),
                 **{n: np.zeros(shape, np.int32) for n in ("stage", "microbatch", *buffers)},
-                # Slot 0 is a valid slot, so NONE stands for no transfer.
+                # Slot 0 is a valid slot, so NONE marks the absence of a transfer.
                 "hand_over": np.full(shape, NONE, np.int32),
             },
         )
@@ -126,27 +126,30 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
     sent: dict[tuple[int, int], list[_Sent]] = {}
     position = 0
     for action, device, tick, place in schedule.placed():
-        # The lanes of a cell rise.
+        # The lane numbers increase within a cell.
         position = phases.index(action.phase, position + 1 if place else 0)
         stage, phase, microbatch = action
-        at, columns = (device, tick), lanes[position].columns
+        at = (device, tick)
+        columns = lanes[position].columns
         columns["active"][at] = True
-        columns["stage"][at], columns["microbatch"][at] = stage, microbatch
-        # A vocabulary action is about the last stage's output and its gradient, on whatever rank it
-        # is; what is looked up enters the first stage.
-        about = dict.fromkeys(buffers, last if phase is Phase.V else stage)
-        for name, of in {**about, "lookups": 0, "scatters": 0}.items():
-            columns[name][at] = buffers[name].slot.get((of, microbatch), 0)
-        # Where the result goes: a slot here, or one on another rank.
+        columns["stage"][at] = stage
+        columns["microbatch"][at] = microbatch
+        # A vocabulary action uses the last stage's output and its gradient, whatever its rank.
+        # Rows that are looked up enter the first stage.
+        stage_of = dict.fromkeys(buffers, last if phase is Phase.V else stage)
+        for name, buffer_stage in {**stage_of, "lookups": 0, "scatters": 0}.items():
+            columns[name][at] = buffers[name].slot.get((buffer_stage, microbatch), 0)
+        # The result goes to a slot on this rank or on another one.
         if (to := receiver(action, schedule.num_stages)) is None:
             continue
         name = "inputs" if phase is Phase.F else "gradients"
-        slot, target = buffers[name].slot[to.stage, microbatch], schedule.placement[to.stage]
+        slot = buffers[name].slot[to.stage, microbatch]
+        target = schedule.placement[to.stage]
         if target == device:
             columns["hand_over"][at] = slot
         else:
-            # One permutation per lane and distance: ranks that send equally far share it, as in a
-            # ring.
+            # One permutation per lane and distance: all ranks that send over the same distance
+            # share it, as in a ring.
             shift = (target - device) % schedule.num_devices
             sent.setdefault((position, shift), []).append(_Sent(device, target, tick, slot))
     return TickProgram(tuple(lanes), _channels(sent, lanes))
@@ -155,42 +158,49 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
 def _channels(
     sent: Mapping[tuple[int, int], list[_Sent]], lanes: Sequence[Lane]
 ) -> tuple[Channel, ...]:
-    """What is sent of each lane and as far; lanes that no rank is at in one tick share a channel.
+    """Groups transfers of the same distance into channels.
 
-    A rank of a V sends forwards and gradients both ways, and one of the four in a tick.
+    Lanes of different phases share a channel if no rank is active in both in the same tick. In a
+    V-shaped schedule, for example, a rank sends activations and gradients in both directions, but
+    only one of the four in a tick.
     """
-    shared: list[tuple[int, list[int]]] = []
+
+    def are_exclusive(lane: Lane, other: Lane) -> bool:
+        if lane.phase is other.phase:
+            return False
+        return not (lane.columns["active"] & other.columns["active"]).any()
+
+    groups: list[tuple[int, list[int]]] = []
     for lane, shift in sorted(sent):
-        for far, others in shared:
-            apart = (
-                lanes[lane].phase is not lanes[other].phase
-                and not (lanes[lane].columns["active"] & lanes[other].columns["active"]).any()
-                for other in others
-            )
-            if far == shift and all(apart):
-                others.append(lane)
+        for group_shift, members in groups:
+            if group_shift == shift and all(
+                are_exclusive(lanes[lane], lanes[member]) for member in members
+            ):
+                members.append(lane)
                 break
         else:
-            shared.append((shift, [lane]))
+            groups.append((shift, [lane]))
     channels = []
-    for shift, of in shared:
-        slots = {lane: np.full(lanes[lane].columns["active"].shape, NONE, np.int32) for lane in of}
+    for shift, members in groups:
+        slots = {
+            lane: np.full(lanes[lane].columns["active"].shape, NONE, np.int32) for lane in members
+        }
         pairs = set()
-        for lane in of:
-            for one in sent[lane, shift]:
-                # The receiver's row: it has to know where to put what it did not ask for.
-                slots[lane][one.target, one.tick] = one.slot
-                pairs.add((one.source, one.target))
+        for lane in members:
+            for transfer in sent[lane, shift]:
+                # Slots are in the receiver's row, because the receiver decides where to write.
+                slots[lane][transfer.target, transfer.tick] = transfer.slot
+                pairs.add((transfer.source, transfer.target))
         channels.append(Channel(tuple(sorted(pairs)), slots))
     return tuple(channels)
 
 
 def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
-    """A short sequence of phases of which every cell is a subsequence.
+    """Returns a short sequence of phases that contains every cell as a subsequence.
 
-    The same on every process, and in the order of `Phase` where cells leave it open: a value is
-    then written by one lane and read by a later one. XLA updates such a buffer in place, and copies
-    one that is read before it is written.
+    It is the same on every process. Phases are in the order of `Phase` where cells do not determine
+    it, so that a value is written by one lane and read by a later one. XLA updates such a buffer in
+    place, but copies a buffer that is read before it is written.
 
     Example:
         >>> from axon_dist.schedule import Action
@@ -204,7 +214,7 @@ def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
         key=lambda cell: (len(cell), [order.index(phase) for phase in cell]),
     )
     lanes: list[Phase] = []
-    # Longest cells first: shorter ones mostly are subsequences of these already.
+    # Longest cells first, because most shorter cells are subsequences of them.
     for sequence in reversed(wanted):
         position = 0
         for phase in sequence:
@@ -215,23 +225,23 @@ def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
 
 
 class Totals(NamedTuple):
-    """What microbatches add up to, in float32.
+    """Sums over microbatches, in float32.
 
     Args:
         rows: gradients of the rows of block parameters.
         rest: gradients of the other parameters, by number.
         loss: sums of losses, of weights, and of weight x metric.
-        learned: the buffers that stages have changed, by number; the last microbatch's, and empty
-            before it is through.
+        mutable_buffers: the values of the buffers that stages update, by number, after the last
+            microbatch; empty during the scan.
     """
 
     rows: list[list[Array]]
     rest: dict[int, Array]
     loss: StageLoss
-    learned: Mapping[int, Array] = {}
+    mutable_buffers: Mapping[int, Array] = {}
 
     def add_rows(self, numbers: Sequence[int], grads: Sequence[Sequence[Array | None]]) -> Totals:
-        """Adds gradients of rows, by their numbers; None at the places of frozen leaves."""
+        """Adds gradients of rows, by their numbers; None in place of frozen leaves."""
         rows = list(self.rows)
         for row, of_row in zip(numbers, grads, strict=True):
             rows[row] = add(list(rows[row]), list(of_row))
@@ -242,8 +252,8 @@ class Totals(NamedTuple):
         return self._replace(rest={**self.rest, **add({i: self.rest[i] for i in grads}, grads)})
 
 
-Into: TypeAlias = tuple[Totals, list[Array]]
-"""The sums that the gradients before the first block are added to, and the slots of scatters."""
+GradientSums: TypeAlias = tuple[Totals, list[Array]]
+"""The sums that gradients of layers before the first block are added to, and the scatter slots."""
 
 
 class State(NamedTuple):
@@ -254,12 +264,12 @@ class State(NamedTuple):
         gradients: gradients of the outputs of stages.
         stash: outputs and residuals that forwards save.
         held: intermediates from input gradients to weight gradients.
-        outputs: outputs of the last stage, where the schedule has the action `V`.
-        lookups: rows looked up for the first stage, where the schedule has the action `E`.
+        outputs: outputs of the last stage, if the schedule has the action `V`.
+        lookups: rows looked up for the first stage, if the schedule has the action `E`.
         scatters: the gradients of these rows.
-        sums: the `Totals` so far; None where an action only reads the buffers.
-        learned: by number, the value of each buffer that stages change before each microbatch and
-            after the last, for the stages of this rank; zeros where other ranks change it.
+        sums: the `Totals` so far; None if an action only reads the buffers.
+        mutable_buffers: the history of each buffer that stages update, by number: its values before
+            each microbatch and after the last. Zeros for buffers that other ranks update.
     """
 
     inputs: Wire
@@ -270,16 +280,16 @@ class State(NamedTuple):
     lookups: list[Array]
     scatters: list[Array]
     sums: Any
-    learned: dict[int, Array]
+    mutable_buffers: dict[int, Array]
 
 
 def empty(shapes: PyTree, num_slots: int) -> PyTree:
-    """Buffers of zeros for values of some shapes."""
+    """Returns buffers of zeros, with `num_slots` slots for values of the given shapes."""
     return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), shapes)
 
 
 def zeros(shapes: PyTree, wide: bool = False) -> PyTree:
-    """Values of zeros of some shapes; `wide` makes sums that start there float32 at least."""
+    """Returns zeros of the given shapes; `wide` promotes them to at least float32, for sums."""
     return jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32) if wide else x.dtype),
         shapes,
@@ -287,21 +297,21 @@ def zeros(shapes: PyTree, wide: bool = False) -> PyTree:
 
 
 def get(buffers: PyTree, slot: Array) -> PyTree:
-    """The values in a slot."""
+    """Returns the values in a slot."""
     return jax.tree.map(
         lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False), buffers
     )
 
 
 def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None) -> PyTree:
-    """Writes values into a slot, or leaves it as it is.
+    """Writes values into a slot, or leaves the slot unchanged.
 
     Args:
         buffers: leaves with a leading dim of slots.
-        slot: which; ignored when nothing is written.
+        slot: the index of the slot; ignored if nothing is written.
         values: leaves of one slot.
-        when: whether to write; None always does. The slot is written in any case, with the old or
-            the new value; large values are better written in the branch that computes them.
+        when: whether to write; None always writes. The slot is written in any case, with the old or
+            the new value. It is better to write large values in the branch that computes them.
 
     Returns:
         The new buffers.
@@ -319,7 +329,7 @@ def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None)
 
 
 def outgoing(lanes: Sequence[int], ticks: Sequence[Tick], results: Sequence[Wire]) -> Wire:
-    """The result of the one lane of a channel in which this rank was active."""
+    """Returns the result of the one lane of a channel in which this rank was active."""
     floats = results[lanes[0]].floats
     for lane in lanes[1:]:
         of_lane = partial(jnp.where, ticks[lane]["active"])
@@ -331,16 +341,16 @@ def outgoing(lanes: Sequence[int], ticks: Sequence[Tick], results: Sequence[Wire
 def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
     """Broadcasts the values of one rank to all ranks."""
 
-    def of(x: Array) -> Array:
+    def broadcast(x: Array) -> Array:
         # Booleans are summed as integers.
         value = x.astype(jnp.int32) if x.dtype == bool else x
         return all_sum(jnp.where(is_source, value, jnp.zeros_like(value)), axis).astype(x.dtype)
 
-    return jax.tree.map(of, tree)
+    return jax.tree.map(broadcast, tree)
 
 
 def masked(counts: Array, tree: PyTree) -> PyTree:
-    """The values on ranks where `counts` is true, and zeros elsewhere."""
+    """Returns the values on ranks where `counts` is true, and zeros elsewhere."""
     return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
 
@@ -350,17 +360,17 @@ def add(totals: PyTree, values: PyTree) -> Any:
 
 
 class Packing:
-    """Lists of arrays, one kind of list per variant, packed to one common form.
+    """Packs lists of arrays, one list per variant, into a common form.
 
-    Where all variants have equal shapes, the form is the list itself. Otherwise it is one vector
-    per dtype, as long as that of the longest variant; shorter ones are padded with zeros. Random
-    keys are packed as their integer data.
+    If all variants have equal shapes, the common form is the list itself. Otherwise it is one
+    vector per dtype, long enough for the longest variant; shorter ones are padded with zeros.
+    Random keys are packed as their integer data.
 
     Args:
-        variants: per variant, the list: arrays, or anything with shapes and dtypes.
+        variants: the list of each variant: arrays, or anything with shapes and dtypes.
 
     Attributes:
-        is_uniform: whether all variants are alike, so that packing is the identity.
+        is_uniform: whether all variants have equal shapes, so that packing is the identity.
         packed: the shapes and dtypes of the common form.
 
     Example:
@@ -395,21 +405,23 @@ class Packing:
         self.packed: tuple[jax.ShapeDtypeStruct, ...] = tuple(forms)
 
     def pack(self, values: Sequence[Array]) -> list[Array]:
-        """Brings the list of a variant to the common form."""
+        """Packs the list of a variant into the common form."""
         values = [plain(value) for value in values]
         if self.is_uniform:
             return values
         vectors = []
         for form in self.packed:
-            # A split piece could only be shifted into its place by a permutation, in a branch.
+            # Replicated, because moving a sharded piece into place would need a permutation, which
+            # hangs inside a branch.
             pieces = [replicated(x.reshape(-1)) for x in values if x.dtype == form.dtype]
             vector = jnp.concatenate(pieces) if pieces else jnp.zeros(0, form.dtype)
             vectors.append(jnp.pad(vector, (0, form.shape[0] - vector.shape[0])))
         return vectors
 
     def unpack(self, variant: int, packed: Sequence[Array]) -> list[Array]:
-        """The list of a variant; the inverse of `pack`."""
-        values, shapes = packed, self._plain[variant]
+        """Returns the list of a variant; the inverse of `pack`."""
+        values = packed
+        shapes = self._plain[variant]
         if not self.is_uniform:
             pieces: dict[Any, Any] = {}
             for form, vector in zip(self.packed, packed, strict=True):
@@ -422,11 +434,11 @@ class Packing:
 
 
 def plain(value: Any) -> Array:
-    """The value, or the integers of random keys, which buffers of zeros can hold."""
+    """Returns the value; for random keys their integer data, which buffers of zeros can hold."""
     return jax.random.key_data(value) if is_key(value) else jnp.asarray(value)
 
 
 def like(value: Array, dtype: Any) -> Array:
-    """The inverse of `plain`: keys again where `dtype` is one of keys."""
-    is_of_keys = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(value, dtype=dtype) if is_of_keys else value
+    """Inverts `plain`: wraps random keys again if `dtype` is a key type."""
+    has_keys = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(value, dtype=dtype) if has_keys else value

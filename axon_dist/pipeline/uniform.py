@@ -24,29 +24,29 @@ from .tables import like, plain, zeros
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UniformStages:
-    """The loss as prologue, a chain of equal blocks, and epilogue.
+    """The loss as a prologue, a chain of equal blocks, and an epilogue.
 
-    The sequential program it equals:
+    It is equivalent to the sequential program:
 
         x = prologue(rest, batch)
-        for n in range(num_blocks): x, report[n], left[n] = unit(weights(n), shared, x)
+        for n in range(num_blocks): x, report[n], new_buffers[n] = unit(weights(n), shared, x)
         loss = epilogue(rest, batch, x, report)
 
     Results of blocks that the loss reads, such as the load-balancing terms of experts, are sent
-    along with x; the new values of the blocks' own buffers are read by the next microbatch.
+    along with x. The next microbatch reads the new values of the blocks' own buffers.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
         storage: the stored form of the parameters.
         chain: the calls of the blocks.
-        calls: their equations.
-        weights: by operand of a block that is a leaf of it, which of its leaves.
-        carried: the operands that are results of the block before.
+        calls: the equations of these calls.
+        weights: for each operand of a block that is one of its leaves, the number of the leaf.
+        carried: the operands that are results of the previous block.
         shared: the program of the operands that all blocks have in common.
-        by_block: of operands that differ from block to block and are no weights, such as random
-            keys, the programs of each.
-        reported: the results of blocks that the loss reads of each, and no other block.
-        learned: of buffers that blocks change, block and result.
+        by_block: the programs, one per block, of each operand that differs between blocks but is
+            not a weight, such as a random key.
+        reported: the results of blocks that the loss reads, and no other block.
+        mutable_buffers: the block and the result that update each buffer, by the buffer's number.
         prologue, epilogue: the programs before the first block and after the last.
     """
 
@@ -59,25 +59,28 @@ class UniformStages:
     shared: Piece
     by_block: dict[int, list[Piece]]
     reported: list[int]
-    learned: dict[int, tuple[int, int]]
+    mutable_buffers: dict[int, tuple[int, int]]
     prologue: Piece
     epilogue: Piece
 
     @classmethod
     def find(cls, trace: LossTrace, storage: ModelStorage) -> UniformStages | None:
-        """The stages of a trace, or None where its blocks are not such a chain."""
+        """Returns the stages of a trace, or None if its blocks are not such a chain."""
         if not storage.by_blocks or storage.stages.depths is not None:
             return None
         chains = find_chains(trace.jaxpr)
         if len(chains) != 1 or list(chains[0].calls) != trace.calls:
             return None
         if len(trace.calls) != len(storage.stages.blocks):
-            return None  # A block that is not called would run: rows are counted, and not calls.
-        chain, calls = chains[0], [trace.jaxpr.eqns[index] for index in chains[0].calls]
-        weights, learned = _weights(trace, storage, calls), _learned(trace, calls)
-        if weights is None or learned is None:
+            return None  # Stages run all their rows, so a block that is not called would run too.
+        chain = chains[0]
+        calls = [trace.jaxpr.eqns[index] for index in chain.calls]
+        weights = _weights(trace, storage, calls)
+        mutable_buffers = _mutable_buffers(trace, calls)
+        if weights is None or mutable_buffers is None:
             return None
-        first, made = calls[0].invars, made_by(calls)
+        first = calls[0].invars
+        made = made_by(calls)
         carried = [i for i, role in enumerate(chain.roles) if isinstance(role, int)]
         common = [i for i, role in enumerate(chain.roles) if role == SHARED and i not in weights]
         free = [i for i in range(len(first)) if i not in {*weights, *carried, *common}]
@@ -90,25 +93,39 @@ class UniformStages:
             for r in range(len(calls[0].outvars))
             if r not in chain.carried and any(call.outvars[r] in epilogue.needs for call in calls)
         ]
-        # The loss may read the last block's result, and results of blocks that no other block
-        # reads: the carry between two blocks has been sent to another rank by then.
+        # The loss may read the last block's result, and results that no other block reads. It may
+        # not read the carry between two blocks, which is no longer on its rank.
         between = {call.outvars[r] for call in calls[:-1] for r in chain.carried}
-        beside = [shared, *(piece for pieces in by_block.values() for piece in pieces)]
+        operands = [shared, *(piece for pieces in by_block.values() for piece in pieces)]
         of_blocks = {v for keys, v in trace.params.items() if keys not in storage.rest}
-        separate = all(made.isdisjoint(p.needs | p.made) for p in (prologue, *beside))
-        # What is looked up in parts is there for the first stage alone.
-        undivided = all(p.needs.isdisjoint(trace.looked_up) for p in (*beside, epilogue))
-        owned = all(of_blocks.isdisjoint(p.needs) for p in (prologue, *beside, epilogue))
-        if not (separate and undivided and owned and between.isdisjoint(epilogue.needs)):
+        is_separate = all(made.isdisjoint(p.needs | p.made) for p in (prologue, *operands))
+        # Only the first stage has the rows of split tables.
+        is_undivided = all(p.needs.isdisjoint(trace.looked_up) for p in (*operands, epilogue))
+        is_owned = all(of_blocks.isdisjoint(p.needs) for p in (prologue, *operands, epilogue))
+        is_sent = between.isdisjoint(epilogue.needs)
+        if not (is_separate and is_undivided and is_owned and is_sent):
             return None
-        ends = reported, learned, prologue, epilogue
-        return cls(trace, storage, chain, calls, weights, carried, shared, by_block, *ends)
+        return cls(
+            trace,
+            storage,
+            chain,
+            calls,
+            weights,
+            carried,
+            shared,
+            by_block,
+            reported,
+            mutable_buffers,
+            prologue,
+            epilogue,
+        )
 
     def programs(self) -> list[StageProgram]:
-        """One program per chunk."""
-        stages, of_middle = self.storage.stages, itertools.chain(*self.by_block.values())
-        middle_uses = self.trace.uses(self.storage.rest, self.shared, *of_middle)
-        homes = {i: stages.stage_of(number) for i, (number, _) in self.learned.items()}
+        """Returns one program per chunk."""
+        stages = self.storage.stages
+        by_block = itertools.chain(*self.by_block.values())
+        middle_uses = self.trace.uses(self.storage.rest, self.shared, *by_block)
+        homes = {i: stages.stage_of(number) for i, (number, _) in self.mutable_buffers.items()}
         return [
             StageProgram(
                 stages=stages.stages_of(chunk),
@@ -120,14 +137,16 @@ class UniformStages:
                 first_uses=self.trace.uses(self.storage.rest, self.prologue),
                 middle_uses=middle_uses,
                 last_uses=self.trace.uses(self.storage.rest, self.epilogue),
-                learns={i: home for i, home in homes.items() if home in stages.stages_of(chunk)},
+                buffer_stages={
+                    i: home for i, home in homes.items() if home in stages.stages_of(chunk)
+                },
             )
             for chunk in range(stages.num_chunks)
         ]
 
     @cached_property
     def _dtypes(self) -> list[Any]:
-        """Of what goes from block to block."""
+        """The dtypes of the values that are sent from block to block."""
         passed = [self.calls[0].invars[i] for i in self.carried]
         return [v.aval.dtype for v in (*passed, *(self.calls[0].outvars[r] for r in self.reported))]
 
@@ -156,11 +175,11 @@ class UniformStages:
         known = self.trace.known(data, self.storage.rest, rest)
         shared = self.shared.run(known)
         stages = self.storage.stages
-        # `stage` is traced: the same program runs on all ranks, each knows its stage at run time.
+        # `stage` is a traced value: all ranks run the same program, and know their stage only then.
         sizes = jnp.asarray([len(stages.blocks_of(s)) for s in range(stages.num_stages)])
         starts = jnp.asarray(stages.boundaries)
         always = min(len(stages.blocks_of(s)) for s in stages.stages_of(chunk))
-        left = []
+        results_of_rows = []
         numbers = self.storage.chunk_rows[chunk]
         for row, values in enumerate(weights):
             leaves = self.storage.leaves_at(numbers[row], values, stage)
@@ -168,21 +187,21 @@ class UniformStages:
             def run(wire, row=row, leaves=leaves):
                 return self._block(leaves, shared, known, starts[stage] + row, wire)
 
-            # No branch for rows that every stage fills: a conditional would keep XLA from fusing
-            # and from overlapping across it.
+            # No branch for rows that every stage fills, because a conditional keeps XLA from fusing
+            # and overlapping across it.
             if row < always:
                 wire, results = run(wire)
             else:
                 none = zeros(jax.eval_shape(run, wire)[1])
                 branches = [run, lambda wire, none=none: (wire, none)]
-                laid = [lambda wire, do=do: unconstrained(do(wire)) for do in branches]
-                wire, results = jax.lax.cond(row < sizes[stage], *laid, wire)
-            left.append(results)
-        homes = {number: stages.stage_of(number) for number, _ in self.learned.values()}
+                free = [lambda wire, do=do: unconstrained(do(wire)) for do in branches]
+                wire, results = jax.lax.cond(row < sizes[stage], *free, wire)
+            results_of_rows.append(results)
+        homes = {number: stages.stage_of(number) for number, _ in self.mutable_buffers.values()}
         return wire._replace(
-            left=[
-                left[number - stages.boundaries[homes[number]]][result]
-                for number, result in self.learned.values()
+            new_buffers=[
+                results_of_rows[number - stages.boundaries[homes[number]]][result]
+                for number, result in self.mutable_buffers.values()
                 if homes[number] in stages.stages_of(chunk)
             ]
         )
@@ -190,9 +209,11 @@ class UniformStages:
     def _block(
         self, leaves: Any, shared: list, known: dict, number: Array, wire: Wire
     ) -> tuple[Wire, dict[int, Any]]:
-        """What a block passes on, and the results that it leaves, by their positions."""
-        values, common = self._unwire(wire), iter(shared)
-        carried, reports = iter(values), values[len(self.carried) :]
+        """Runs a block; returns its wire, and its buffers' new values by their result positions."""
+        values = self._unwire(wire)
+        common = iter(shared)
+        carried = iter(values)
+        reports = values[len(self.carried) :]
         operands: list[Any] = []
         for position, role in enumerate(self.chain.roles):
             if position in self.weights:
@@ -202,21 +223,22 @@ class UniformStages:
             elif role == SHARED:
                 operands.append(next(common))
             else:
-                # Made for all blocks, and one is taken: these are keys and numbers, too small for a
-                # branch.
+                # Compute the operand for all blocks and select one: keys and numbers are too small
+                # to be worth a branch.
                 each = [piece.run(known)[0] for piece in self.by_block[position]]
                 operands.append(jnp.stack([jnp.asarray(v) for v in each])[number])
-        # The first call stands for all: `find_chains` has shown that they are equal. It stays a
-        # call, which is differentiated and lowered once however many blocks there are.
+        # `find_chains` has shown that all calls are equal, so the first one serves for all. It
+        # remains a call, which is differentiated and lowered once for any number of blocks.
         results = eval_equation(self.calls[0], operands)
-        beside = zip(reports, self.reported, strict=True)
-        reports = [x.at[number].set(results[r]) for x, r in beside]
-        left = {r: results[r] for _, r in self.learned.values()}
-        return self._wire([*(results[role] for role in self.chain.carried), *reports]), left
+        pairs = zip(reports, self.reported, strict=True)
+        reports = [x.at[number].set(results[r]) for x, r in pairs]
+        new_buffers = {r: results[r] for _, r in self.mutable_buffers.values()}
+        return self._wire([*(results[role] for role in self.chain.carried), *reports]), new_buffers
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
         known = self.trace.known(data, self.storage.rest, rest)
-        values, outputs = self._unwire(wire), self.calls[-1].outvars
+        values = self._unwire(wire)
+        outputs = self.calls[-1].outvars
         known.update(zip([outputs[r] for r in self.chain.carried], values, strict=False))
         for r, rows in zip(self.reported, values[len(self.carried) :], strict=True):
             known.update((call.outvars[r], rows[n]) for n, call in enumerate(self.calls))
@@ -227,27 +249,27 @@ class UniformStages:
 def _weights(
     trace: LossTrace, storage: ModelStorage, calls: Sequence[Any]
 ) -> dict[int, int] | None:
-    """Operand of a block -> which leaf of the block it is; None where blocks differ."""
+    """Returns the leaf of the block that each operand is, by number; None if blocks differ."""
     previous = {}
     for number, (block, call) in enumerate(zip(storage.stages.blocks, calls, strict=True)):
         leaf_of = {trace.params[block + leaf]: i for i, leaf in enumerate(storage.leaves)}
         weights = variables(call.invars) & leaf_of.keys()
         operands = {i: leaf_of[v] for i, v in enumerate(call.invars) if v in weights}
-        # A block that is called with its leaves in other places computes something else with them.
+        # A block that is called with its leaves in another order computes something else.
         if number and operands != previous:
             return None
         previous = operands
     return previous
 
 
-def _learned(trace: LossTrace, calls: Sequence[Any]) -> dict[int, tuple[int, int]] | None:
-    """Of buffers that blocks change, block and result; None where one is no block's own."""
+def _mutable_buffers(trace: LossTrace, calls: Sequence[Any]) -> dict[int, tuple[int, int]] | None:
+    """Returns the block and the result that update each buffer; None if blocks share a buffer."""
     made = {v: (n, r) for n, call in enumerate(calls) for r, v in enumerate(call.outvars)}
-    learned = {}
-    for i, new in trace.learned.items():
+    found = {}
+    for i, new in trace.dependent_buffers.items():
         old = trace.buffers[i]
         readers = [e for e in trace.jaxpr.eqns if old in variables(e.invars)]
         if new not in made or readers not in ([], [calls[made[new][0]]]):
             return None
-        learned[i] = made[new]
-    return learned
+        found[i] = made[new]
+    return found

@@ -26,13 +26,13 @@ from .tables import State, Tick, from_rank, get, put
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookup:
-    """A lookup in a table that is split over the ranks by rows, in the order of the ranks.
+    """A lookup in a table whose rows are split over the ranks, in the order of the ranks.
 
     Args:
-        table: its number among the parameters outside the blocks.
-        rows: the lookup as the loss has it.
+        table: the number of the table among the parameters outside the blocks.
+        rows: the lookup in the jaxpr of the loss.
         trace: the jaxpr of the loss, blocks as calls.
-        piece: the part of it that computes the ids.
+        piece: the part of the jaxpr that computes the ids.
     """
 
     table: int
@@ -42,16 +42,16 @@ class Lookup:
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
-        """Of the rows of a microbatch."""
+        """The shape of the rows of a microbatch."""
         return struct_of(self.rows.result)
 
     def read(self, part: Array, data: Data, axis: str) -> Array:
-        """The rows of a microbatch, on every rank of the axis.
+        """Returns the rows of a microbatch on every rank of the axis.
 
         Args:
             part: this rank's part of the table.
-            data: of the microbatch.
-            axis: the mesh axis whose ranks have a part each.
+            data: the data of the microbatch.
+            axis: the mesh axis that the table is split over.
         """
         ids = self._ids(part, data, axis)
         local = own_rows(lambda at: self._cast(part[at]), ids, len(part), axis)
@@ -63,16 +63,17 @@ class Lookup:
         return jnp.where(is_there[..., None], rows, jnp.asarray(fill, rows.dtype))
 
     def added(self, total: Array, gradient: Array, data: Data, axis: str) -> Array:
-        """The sum of the gradients of this rank's part, and that of a microbatch more.
+        """Adds the gradient of a microbatch to the gradients of this rank's part of the table.
 
         Args:
-            total: like the part.
-            gradient: of the rows.
-            data: of the microbatch.
-            axis: the mesh axis whose ranks have a part each.
+            total: the sum so far, like the part.
+            gradient: the gradient of the rows.
+            data: the data of the microbatch.
+            axis: the mesh axis that the table is split over.
         """
         local = self._ids(total, data, axis) - jax.lax.axis_index(axis) * len(total)
-        # A negative index would count from the end: rows of other ranks get one out of bounds.
+        # A negative index would count from the end, so rows of other ranks get an index out of
+        # bounds, which `mode="drop"` ignores.
         place = jnp.where((local >= 0) & (local < len(total)), local, len(total))
         return total.at[place].add(gradient.astype(total.dtype), mode="drop")
 
@@ -94,9 +95,9 @@ class Embedding:
     """All lookups of a pipeline, as actions that every rank runs.
 
     Args:
-        lookups: each in a table that is split over the ranks.
+        lookups: the lookups in tables that are split over the ranks.
         axis: the mesh axis of the pipeline.
-        home: the rank that has the first stage.
+        home: the rank of the first stage.
         data: (index of a microbatch) -> its `Data`.
     """
 
@@ -106,12 +107,12 @@ class Embedding:
     data: Callable[[Array], Data]
 
     def look_up(self, tick: Tick, state: State, parts: Rest) -> State:
-        """Looks up the rows of a microbatch, and stores them in their slot.
+        """Looks up the rows of a microbatch and stores them in their slot.
 
         Args:
-            tick: which microbatch, and the slot.
-            state: as it is.
-            parts: the parameters outside the blocks.
+            tick: contains the microbatch and the slot.
+            state: the state before the action.
+            parts: the parameters outside the blocks, by number.
         """
 
         def looked_up(buffers: list[Array]) -> list[Array]:
@@ -121,19 +122,19 @@ class Embedding:
 
         if not self.lookups:
             return state
-        # All ranks take this branch in the same ticks, so that collectives in it do not hang.
+        # All ranks take this branch in the same ticks, so its collectives do not hang.
         lookups = jax.lax.cond(tick["active"], looked_up, lambda same: same, state.lookups)
         return state._replace(lookups=lookups)
 
     def scatter(self, tick: Tick, state: State) -> State:
-        """Adds the gradients of what was looked up for a microbatch, each rank those of its rows.
+        """Adds the gradients of the rows looked up for a microbatch; each rank adds its own rows.
 
         Args:
-            tick: which microbatch, and the slot of the gradients on the rank of the first stage.
-            state: as it is.
+            tick: contains the microbatch, and the slot of the gradients on the first stage's rank.
+            state: the state before the action.
         """
         is_home = jax.lax.axis_index(self.axis) == self.home
-        # There is no sum for what is frozen.
+        # Frozen tables have no sum of gradients.
         trained = {each.table for each in self.lookups} & state.sums.rest.keys()
 
         def run(sums: dict[int, Array]) -> dict[int, Array]:
@@ -154,68 +155,61 @@ class Embedding:
 
 LEFT_OUT = "or leave split_vocabulary out"
 _BY_TOKENS = {1: 1, 4: 0}
-"""The operands of the loss that have a dim of tokens: the kernel and the bias, and which dim."""
+"""The operands of the loss with a vocabulary dim, kernel and bias: operand number -> dim."""
 
 
 def partition_by_tokens(
     trace: LossTrace, rest: Sequence[Keys], axis: str, size: int, embedding: bool = True
 ) -> dict[Keys, int]:
-    """The parameters that every rank shall have its part of the vocabulary of, and their dims.
+    """Returns the parameters to split over the ranks by vocabulary, and the dims to split.
 
     Args:
         trace: the jaxpr of the loss, blocks as calls.
         rest: the keys of the parameters outside the blocks.
         axis: the mesh axis of the pipeline.
-        size: its ranks.
-        embedding: whether tables that the loss looks tokens up in are among them, those with a row
-            for each token of the head; else these stay whole.
+        size: the number of ranks of the axis.
+        embedding: whether to split embedding tables too: those that the loss looks tokens up in,
+            with a row for each token of the head. Otherwise they stay whole.
 
     Returns:
-        The dim of the tokens of the head's kernel, of its bias where there is one, and of the
-        tables, by keys.
+        The vocabulary dim of the head's kernel, of its bias if there is one, and of the tables, by
+        keys.
 
     Raises:
-        UnsupportedError: when the loss has no linear head, or something else reads its parameters
-            or those of an embedding.
-        DivisibilityError: when its tokens do not divide over the ranks.
+        UnsupportedError: if the loss has no linear head, or something else reads the parameters of
+            the head or of an embedding.
+        DivisibilityError: if the vocabulary does not divide over the ranks.
     """
-    losses = [e for e in trace.jaxpr.eqns if e.primitive.name == LINEAR_CROSS_ENTROPY]
-    if len(losses) != 1:
-        raise UnsupportedError(
-            f"split_vocabulary splits the linear head of a loss over {axis!r}, and this loss calls "
-            f"linear_cross_entropy {len(losses)} times that a pipeline can see; it must do so "
-            "once. Let it end in axon_dist.linear_cross_entropy(hidden, kernel, labels), as "
-            "next_token_loss does of a model that has before_head, such as a Transformer with "
-            f'logits="chunked"; {LEFT_OUT}'
-        )
-    (loss,) = losses
+    loss = _linear_head(trace, axis)
     named = {trace.params[keys]: keys for keys in rest}
     dims: dict[Keys, int] = {}
     for position, dim in _BY_TOKENS.items():
         if position >= len(loss.invars):
             continue
-        way = _OperandPath.to(trace.jaxpr, loss, loss.invars[position], dim)
+        operand = _OperandPath.to(trace.jaxpr, loss, loss.invars[position], dim)
         what = "kernel" if position == 1 else "bias"
-        if way is None or way.source not in named:
+        if operand is None or operand.source not in named:
             raise UnsupportedError(
-                f"split_vocabulary splits the head over {axis!r}, and its {what} is no parameter "
-                "outside the blocks that the loss reads, cast or transposed. Give the model a head "
-                f"of its own, such as a Transformer's tied_head=False; {LEFT_OUT}"
+                f"split_vocabulary splits the head over {axis!r}, but its {what} is not a "
+                "parameter outside the blocks, at most cast or transposed. Give the model a head "
+                f"of its own, such as a Transformer's tied_head=False; {LEFT_OUT}",
+                code="head-not-a-parameter",
             )
-        path = "/".join(map(str, named[way.source]))
-        reads = readings_of(trace, way.source)
-        if way.dim != 0:
-            # Its rows are no tokens.
+        path = "/".join(map(str, named[operand.source]))
+        reads = readings_of(trace, operand.source)
+        if operand.dim != 0:
+            # The rows are not tokens, so lookups of rows count as other reads.
             rows = (each.equation for each in reads.rows)
             reads = Readers((), (*reads.others, *rows), reads.forms)
         if reads.rows and not embedding:
             raise UnsupportedError(
-                f"split_vocabulary splits the head over {axis!r}, and its {what} {path!r} is the "
+                f"split_vocabulary splits the head over {axis!r}, but its {what} {path!r} is the "
                 "embedding too, which this table leaves whole: it has V, and no E and G. Give "
                 "split_vocabulary=True, which adds them, or give the model a head of its own, such "
-                "as a Transformer's tied_head=False"
+                "as a Transformer's tied_head=False",
+                code="tied-head",
             )
-        if other := way.other_reader(trace.jaxpr, reads):
+        if other := operand.other_reader(trace.jaxpr, reads):
             raise UnsupportedError(
                 f"split_vocabulary splits the head over {axis!r}, and its {what} {path!r} is read "
                 f"by {other}, too; only linear_cross_entropy may read it, cast or transposed, and "
@@ -223,25 +217,48 @@ def partition_by_tokens(
                 "Give the model a head of its own, such as a Transformer's tied_head=False; "
                 f"{LEFT_OUT}"
             )
-        count = way.source.aval.shape[way.dim]
+        count = operand.source.aval.shape[operand.dim]
         if count % size:
             raise DivisibilityError(
                 f"the head {path!r} has {count} tokens, and split_vocabulary splits them over the "
                 f"{size} ranks of {axis!r}; make them a multiple, such as "
                 f"{-(-count // size) * size}, {LEFT_OUT}"
             )
-        dims[named[way.source]] = way.dim
+        dims[named[operand.source]] = operand.dim
     count = struct_of(loss.invars[1]).shape[1]
     tables = [keys for keys in rest if keys not in dims and embedding]
     return dims | {keys: 0 for keys in tables if _is_embedding(trace, keys, count, axis)}
 
 
+def _linear_head(trace: LossTrace, axis: str) -> Any:
+    """Returns the only call of `linear_cross_entropy` in a loss.
+
+    Raises:
+        UnsupportedError: if there is no call, or several.
+    """
+    losses = [e for e in trace.jaxpr.eqns if e.primitive.name == LINEAR_CROSS_ENTROPY]
+    if len(losses) != 1:
+        raise UnsupportedError(
+            f"split_vocabulary splits the linear head of a loss over {axis!r}, but this loss has "
+            f"{len(losses)} visible calls of linear_cross_entropy; it must have one. Let it end in "
+            "axon_dist.linear_cross_entropy(hidden, kernel, labels), as next_token_loss does for a "
+            "model that has before_head, such as a Transformer with "
+            f'logits="chunked"; {LEFT_OUT}',
+            code="no-linear-head",
+        )
+    return losses[0]
+
+
 def readings_of(trace: LossTrace, table: Any) -> Readers:
-    """What reads a parameter, by ids only where these are known ahead of parameters and blocks."""
+    """Returns the readers of a parameter.
+
+    Lookups whose ids depend on parameters or blocks count as other reads, because their ids are not
+    known before the first stage.
+    """
     readers = readers_of(trace.jaxpr, table)
     made = made_by(trace.jaxpr.eqns[call] for call in trace.calls)
-    learned = [trace.buffers[i] for i in trace.learned]
-    late = depends_on(trace.jaxpr, [*trace.params.values(), *made, *learned])
+    dependent = [trace.buffers[i] for i in trace.dependent_buffers]
+    late = depends_on(trace.jaxpr, [*trace.params.values(), *made, *dependent])
 
     def is_early(rows):
         return late.isdisjoint(variables(rows.operands))
@@ -251,7 +268,7 @@ def readings_of(trace: LossTrace, table: Any) -> Readers:
 
 
 def _is_embedding(trace: LossTrace, keys: Keys, count: int, axis: str) -> bool:
-    """Whether the loss looks up tokens in a parameter, of as many as the head has."""
+    """Whether the loss looks up tokens in a parameter with as many rows as the head has tokens."""
     variable = trace.params[keys]
     shape = struct_of(variable).shape
     if len(shape) != 2 or shape[0] != count:
@@ -273,8 +290,8 @@ class _OperandPath:
 
     Args:
         source: the variable of the parameter.
-        dim: of the source, which becomes that of the tokens.
-        steps: each variable on the way and the equation that reads it, the last first.
+        dim: the dim of the source that becomes the vocabulary dim.
+        steps: each variable on the path and the equation that reads it, the last first.
     """
 
     source: Any
@@ -283,9 +300,10 @@ class _OperandPath:
 
     @classmethod
     def to(cls, jaxpr: Any, loss: Any, atom: Any, dim: int) -> _OperandPath | None:
-        """The way to an operand, or None where it is something else made of parameters."""
+        """Returns the path to an operand, or None if it is not a cast or transposed parameter."""
         made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-        reader, steps = loss, []
+        reader = loss
+        steps = []
         while not isinstance(atom, Literal):
             steps.append((atom, reader))
             reader = made.get(atom)
@@ -299,11 +317,11 @@ class _OperandPath:
         return None
 
     def other_reader(self, jaxpr: Any, reads: Readers) -> str:
-        """The name of what else reads the parameter, or what becomes of it; "" where nothing does.
+        """Returns the name of another reader of the parameter or of a value on the path, or "".
 
         Args:
-            jaxpr: of the loss.
-            reads: what reads the parameter.
+            jaxpr: the jaxpr of the loss.
+            reads: the readers of the parameter.
         """
         steps = {id(reader) for _, reader in self.steps}
         others = [each for each in reads.others if id(each) not in steps]
@@ -316,12 +334,12 @@ class _OperandPath:
 
 
 def _name(equation: Any) -> str:
-    """The name of a reader in messages; None is the program, which returns the parameter."""
+    """Returns the name of a reader in messages; None means that the loss returns the parameter."""
     return "the results of the loss" if equation is None else repr(equation.primitive.name)
 
 
 def with_partitioned_loss(program: StageProgram, axis: str) -> StageProgram:
-    """The program whose `last` takes a rank's part of the head, and gives the loss of all ranks."""
+    """Returns the program with a `last` that computes the loss from the split head."""
 
     def of_all(equation: Any, operands: Sequence[Array]) -> list[Array]:
         how = equation.params["how"]
@@ -337,11 +355,11 @@ def with_partitioned_loss(program: StageProgram, axis: str) -> StageProgram:
 
 
 def lookups_in(trace: LossTrace, tables: Mapping[int, Keys]) -> list[Lookup]:
-    """The lookups of a loss in parameters of which every rank has a part.
+    """Returns the lookups of a loss in tables that are split over the ranks.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        tables: the keys of the parameters, by their numbers.
+        tables: the keys of the tables, by their numbers.
     """
     return [
         Lookup(number, rows, trace, trace.cut(rows.operands))

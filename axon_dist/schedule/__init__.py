@@ -1,7 +1,7 @@
 """Pipeline schedules as tables: build, validate, simulate, draw.
 
-A `Schedule` has the actions of every device in every tick; `pipeline` runs it. This room is plain
-Python: of `core` it imports `errors` and `arguments`, which need no jax.
+A `Schedule` contains the actions of every device in every tick; `axon_dist.pipeline` runs it. This
+package is plain Python: it imports only modules of `core` that do not need jax.
 Start reading in `table.py`, then `one_f_one_b.py`.
 """
 
@@ -59,4 +59,4 @@ from .v_shaped import zero_bubble_v as zero_bubble_v
 from .validate import validate as validate
 from .validate import with_vocabulary as with_vocabulary
 
-Placed = PlacedAction  # its name in 0.1
+Placed = PlacedAction  # the name in version 0.1

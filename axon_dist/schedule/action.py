@@ -1,4 +1,4 @@
-"""One box of a pipeline schedule: what a stage does for a microbatch, and which layers it has."""
+"""The actions of a pipeline schedule, their dependencies, and the layers of each stage."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..core.errors import NamedChoice, ScheduleError
 
 
 class Phase(NamedChoice):
-    """What an action computes for its stage and microbatch.
+    """The computation of an action, for its stage and microbatch.
 
     `B` is the whole backward. `I` and `W` are its two halves, split as in zero-bubble pipelines
     (Qi et al., arXiv:2401.10241): only `I` is on the path to the previous stage. `E`, `V` and `G`
-    are there where embedding and head are split over all ranks (Yeung et al., arXiv:2411.05288),
-    which do them together; they are named after the first stage of the rank.
+    occur if embedding and head are split over all ranks (Yeung et al., arXiv:2411.05288). All ranks
+    run them together, and they are named after the first stage of the rank.
     """
 
     E = "E"
-    """A rank's part of the embedding: its rows of what enters the first stage."""
+    """A rank's part of the embedding: its rows of the first stage's input."""
     F = "F"
     """The forward pass."""
     V = "V"
@@ -43,7 +43,7 @@ class Phase(NamedChoice):
 
 
 TOGETHER = (Phase.E, Phase.V, Phase.G)
-"""What all devices do in one tick, each for its part of the vocabulary."""
+"""Phases that all devices run in the same tick, each for its part of the vocabulary."""
 
 
 class Action(NamedTuple):
@@ -51,8 +51,8 @@ class Action(NamedTuple):
 
     Args:
         stage: the stage, counted through the whole model (not per device).
-        phase: what is computed.
-        microbatch: which microbatch, from 0.
+        phase: the computation.
+        microbatch: the number of the microbatch, from 0.
 
     Example:
         >>> str(Action(2, Phase.F, 0))
@@ -97,10 +97,9 @@ class Action(NamedTuple):
 
 
 Cell = tuple[Action, ...]
-"""What one device does in one tick, left to right; empty when it is idle."""
+"""The actions of one device in one tick, left to right; empty if it is idle."""
 
 _PATTERN = re.compile(r"([0-9]+)([EFVBIWG])([0-9]+)")
-
 
 _MOST_ACTIONS = 2**20
 
@@ -119,7 +118,7 @@ def check_sizes(**sizes: SupportsIndex) -> None:
     """
     for name, size in sizes.items():
         try:
-            # A NumPy integer is one, too.
+            # `operator.index` accepts NumPy integers too.
             is_size = not isinstance(size, bool) and operator.index(size) >= 1
         except TypeError:
             is_size = False
@@ -135,7 +134,7 @@ def check_sizes(**sizes: SupportsIndex) -> None:
 
 
 def receiver(action: Action, num_stages: int) -> Action | None:
-    """The action of the neighbouring stage that a result is for; None where it stays.
+    """Returns the action of the neighbouring stage that reads a result; None if there is none.
 
     Example:
         >>> str(receiver(Action(1, Phase.F, 0), 4)), str(receiver(Action(1, Phase.I, 0), 4))
@@ -150,10 +149,10 @@ def receiver(action: Action, num_stages: int) -> Action | None:
 def dependencies(action: Action, num_stages: int, scheduled: Container[Action]) -> list[Action]:
     """Lists the actions whose results an action needs.
 
-    The sequential program it equals: `F(k) <- F(k-1)`, `B(k) <- F(k), B(k+1)`, and with a split
-    backward `I(k) <- F(k), I(k+1)`, `W(k) <- I(k)`. With a split vocabulary the first
-    stage's `F` needs every `E`, every `V` the last stage's `F`, its `B` or `I` every `V`, and every
-    `G` the first stage's `B` or `I`.
+    The dependencies are those of the sequential program: `F(k) <- F(k-1)`, `B(k) <- F(k), B(k+1)`,
+    and with a split backward `I(k) <- F(k), I(k+1)`, `W(k) <- I(k)`. With a split vocabulary, the
+    first stage's `F` needs every `E`. Every `V` needs the last stage's `F`, whose `B` or `I` needs
+    every `V`. Every `G` needs the first stage's `B` or `I`.
 
     Args:
         action: the action that waits.
@@ -163,7 +162,7 @@ def dependencies(action: Action, num_stages: int, scheduled: Container[Action]) 
             neighbour does not.
 
     Returns:
-        The direct dependencies, of the same stage first.
+        The direct dependencies, those of the same stage first.
 
     Example:
         >>> [str(a) for a in dependencies(Action(1, Phase.B, 0), 4, {Action(2, Phase.I, 0)})]
@@ -195,7 +194,7 @@ def dependencies(action: Action, num_stages: int, scheduled: Container[Action]) 
 
 
 Boundaries = tuple[int, ...]
-"""`S + 1` layer indices from 0 to the number of layers: stage `s` has layers `b[s]` to `b[s+1]`."""
+"""`S + 1` layer indices from 0 to the number of layers; stage `s` has layers `b[s]` to `b[s+1]`."""
 
 
 def partition(
@@ -206,15 +205,15 @@ def partition(
 ) -> Boundaries:
     """Divides layers into consecutive stages, none of them empty.
 
-    Without costs the stages are even, and the first ones take the remainder. With costs the
-    costliest stage is as cheap as can be, since it alone sets the pace of a pipeline; among such
-    partitions the stages are as equal as can be (least sum of squares).
+    Without costs, all stages have equally many layers, and the first ones take the remainder. With
+    costs, the most expensive stage is as cheap as possible, because it sets the pace of a pipeline.
+    Among such partitions, the one with the least sum of squared costs is chosen.
 
     Args:
         num_layers: layers in the chain.
         num_stages: stages through the whole model.
         costs: the cost of each layer, in any unit; None for equal layers.
-        boundaries: the answer itself, which is then only checked.
+        boundaries: the boundaries to use; they are only checked.
 
     Returns:
         The `num_stages + 1` boundaries, from 0 to `num_layers`.
@@ -249,10 +248,10 @@ def partition(
 
 
 def stage_ranges(boundaries: Boundaries) -> tuple[range, ...]:
-    """The layers of each stage.
+    """Returns the layers of each stage.
 
     Args:
-        boundaries: what `partition` returns.
+        boundaries: the result of `partition`.
 
     Returns:
         One range per stage.
@@ -285,10 +284,10 @@ def _balanced(costs: Sequence[float], num_layers: int, num_stages: int) -> Bound
     ends = [0, *accumulate(costs)]
     pace, _ = _cheapest_cut(ends, num_stages, price=lambda cost: cost, total=max)
 
-    def even(cost):
+    def squared(cost):
         return cost * cost if cost <= pace else inf
 
-    return _cheapest_cut(ends, num_stages, price=even, total=add)[1]
+    return _cheapest_cut(ends, num_stages, price=squared, total=add)[1]
 
 
 def _cheapest_cut(
@@ -297,14 +296,14 @@ def _cheapest_cut(
     price: Callable[[float], float],
     total: Callable[[float, float], float],
 ) -> tuple[float, Boundaries]:
-    """Dynamic programme over (stage, layer): the cheapest way to end a stage after a layer."""
+    """Finds the cheapest cut by dynamic programming over (stage, layer at which it ends)."""
     best: dict[int, tuple[float, Boundaries]] = {0: (0, (0,))}
     for stage in range(num_stages):
         best = {
             end: min(
                 (
                     (total(paid, price(ends[end] - ends[start])), (*bounds, end))
-                    # From the back: among equals, the first stages are the longer ones.
+                    # From the back, so that among equally cheap cuts the first stages are longer.
                     for start, (paid, bounds) in reversed(best.items())
                     if start < end
                 ),

@@ -1,4 +1,4 @@
-"""A schedule in the terminal: a row per device, time to the right."""
+"""Draws a schedule as text or SVG: a row per device, time to the right."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .table import Schedule
 
 
 class Look(NamedTuple):
-    """How a phase is drawn; of two shades the second is for odd chunks."""
+    """How a phase is drawn. Each color has two shades, the second for odd chunks."""
 
     meaning: str
     ansi: tuple[int, int]
     fill: tuple[str, str]
 
 
-# ANSI 256-colour backgrounds, and colours of SVG.
+# ANSI 256-color backgrounds and SVG colors.
 LOOKS = {
     Phase.E: Look("embedding", (217, 211), ("#f5bdd0", "#e58aa9")),
     Phase.F: Look("forward", (117, 75), ("#9cc3f5", "#5e97e0")),
@@ -36,7 +36,7 @@ LOOKS = {
 
 
 class Box(NamedTuple):
-    """An action drawn from `start` to `end`; `chunk` counts its device's stages."""
+    """An action drawn from `start` to `end`; `chunk` is its stage's position on the device."""
 
     start: float
     end: float
@@ -49,11 +49,11 @@ def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...
 
     Args:
         schedule: the table.
-        timeline: its simulation, for an axis of time; None draws ticks of one width, which
-            several actions share evenly.
+        timeline: its simulation, for a time axis; None draws ticks of equal width, which the
+            actions of a cell share evenly.
 
     Returns:
-        The boxes of each device, from left to right; an action that takes no time has none.
+        The boxes of each device, from left to right. An action that takes no time has no box.
     """
     if timeline is not None and not isinstance(timeline, Timeline):
         raise ScheduleError(
@@ -82,18 +82,18 @@ def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...
 
 
 def label(schedule: Schedule, action: Action) -> str:
-    """Names an action: phase and microbatch, after the stage where a row has several."""
+    """Returns the label of an action: phase and microbatch, and the stage if a row has several."""
     return str(action) if schedule.chunks > 1 else f"{action.phase}{action.microbatch}"
 
 
 def phases(rows: Sequence[Sequence[Box]]) -> list[Phase]:
-    """The phases that boxes are of, in the order of `Phase`."""
+    """Returns the phases that occur in boxes, in the order of `Phase`."""
     used = {box.action.phase for row in rows for box in row}
     return [phase for phase in Phase if phase in used]
 
 
 def title(schedule: Schedule, timeline: Timeline | None) -> str:
-    """One line that says what is drawn."""
+    """Returns the title: one line with the sizes of the schedule, and its bubble."""
     sizes = f"{schedule.name}: {schedule.num_stages} stages on {schedule.num_devices} devices"
     sizes += f", {schedule.num_microbatches} microbatches"
     if timeline is None:
@@ -124,7 +124,7 @@ def draw(
         width: columns of the terminal, at least 40; longer rows continue below. None does not wrap.
 
     Returns:
-        The lines: a title, the rows, and what the letters mean.
+        The lines: a title, the rows, and a legend.
 
     Raises:
         ScheduleError: a width below 40, or times that letters cannot show to one scale.
@@ -140,7 +140,7 @@ def draw(
         F forward   B backward
     """
     Schedule.check(schedule, "a drawing")
-    if width is not None and not width >= 40:  # which NaN is not either
+    if width is not None and not width >= 40:  # `not >=` refuses NaN too
         raise ScheduleError(f"got width={width}. A drawing needs at least 40 columns.")
     rows = boxes(schedule, timeline)
     scale, end = _scale(schedule, rows), max(box.end for row in rows for box in row)
@@ -148,7 +148,7 @@ def draw(
     names = ["", *(f"device {device}" for device in range(schedule.num_devices))]
     lines = [_ruler(length, scale), *(_row(schedule, row, scale, length) for row in rows)]
     margin = max(map(len, names)) + 1
-    # A row breaks where the ruler has a number, so that neither numbers nor labels are cut.
+    # Rows are wrapped at a number of the ruler, so that neither numbers nor labels are cut.
     unit = _ruler_step(length, scale) * scale
     step = length if width is None else max((width - margin) // unit, 1) * unit
     heading = title(schedule, timeline)
@@ -164,7 +164,7 @@ def draw(
 
 
 def _scale(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> int:
-    """Columns per unit of time, so that the narrowest box has room for its label and an edge."""
+    """Returns columns per unit of time; the narrowest box must fit its label and an edge."""
     drawn = [box for row in rows for box in row]
     letters = 1 + max(len(label(schedule, box.action)) for box in drawn)
     shortest, end = min(box.end - box.start for box in drawn), max(box.end for box in drawn)
@@ -178,13 +178,13 @@ def _scale(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> int:
 
 
 def _ruler_step(length: int, scale: int) -> int:
-    """Units from one number of the ruler to the next."""
+    """Returns the number of units from one number of the ruler to the next."""
     return _step(scale, len(str(length // scale)) + 1)
 
 
-def _step(scale: float, room: float) -> int:
-    """The least round number of units that take so much room."""
-    return next(k * 10**e for e in range(9) for k in (1, 2, 5) if k * 10**e * scale >= room)
+def _step(scale: float, width: float) -> int:
+    """Returns the least round number of units that is at least this wide."""
+    return next(k * 10**e for e in range(9) for k in (1, 2, 5) if k * 10**e * scale >= width)
 
 
 def _ruler(length: int, scale: int) -> list[_Column]:
@@ -220,7 +220,7 @@ def _text(columns: Sequence[_Column], color: bool) -> str:
 
 
 _LEFT, _TOP, _ROW, _PAD = 78, 62, 30, 12
-_LETTER = 7.2  # pixels of one letter at the size of the labels
+_LETTER = 7.2  # the width of one letter of a label, in pixels
 
 
 def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:

@@ -1,4 +1,4 @@
-"""How many activations a schedule keeps alive, from the order of each device's actions."""
+"""Counts the activations that a schedule keeps alive, and assigns them to buffer slots."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ IN_FLIGHT_ENDS = (Phase.B, Phase.I)
 """A microbatch is in flight on a stage from its `F` to its `B` or `I`."""
 
 STASH_ENDS = (Phase.B, Phase.W)
-"""What a stage keeps for its backward is needed from `F` to the end of the backward."""
+"""The values that a stage saves for its backward are live from `F` to the end of the backward."""
 
 
 def peak_live(schedule: Schedule, ends: Collection[Phase] = IN_FLIGHT_ENDS) -> tuple[int, ...]:
-    """Counts, per device, the most stage inputs alive at one time.
+    """Returns, per device, the largest number of stage inputs alive at one time.
 
-    A device with `V` chunks counts chunks: divide by `V` for microbatches over all its layers.
+    On a device with `V` chunks these are inputs of chunks: divide by `V` for microbatches over all
+    its layers.
 
     Args:
         schedule: a valid table.
         ends: the phases that end a life. `IN_FLIGHT_ENDS` gives the papers' number, `STASH_ENDS`
-            the number of slots a stash needs; they differ only where the backward is split.
+            the number of slots a stash needs. They differ only if the backward is split.
 
     Returns:
         One count per device.
@@ -53,7 +54,7 @@ class PipelineMemoryStats:
 
     Args:
         per_stage: the peak of each stage through the whole model.
-        per_device: the peak of each device; with one chunk the same numbers.
+        per_device: the peak of each device; the same numbers if devices have one chunk.
 
     Example:
         >>> PipelineMemoryStats.one_f_one_b_peak_activations(num_stages=4, num_microbatches=8)
@@ -65,7 +66,7 @@ class PipelineMemoryStats:
 
     @property
     def worst(self) -> int:
-        """The peak of the device that needs the most: what must fit."""
+        """The highest peak of all devices, which must fit into memory."""
         return max(self.per_device)
 
     @property
@@ -92,7 +93,7 @@ class PipelineMemoryStats:
 
     @classmethod
     def gpipe_peak_activations(cls, num_stages: int, num_microbatches: int) -> PipelineMemoryStats:
-        """GPipe's peaks in closed form: every stage keeps all `M`, `S * M` in total.
+        """Returns GPipe's peaks in closed form: every stage keeps all `M`, `S * M` in total.
 
         Args:
             num_stages: stages `S`.
@@ -115,9 +116,9 @@ class PipelineMemoryStats:
     def one_f_one_b_peak_activations(
         cls, num_stages: int, num_microbatches: int
     ) -> PipelineMemoryStats:
-        """1F1B's peaks in closed form: stage `s` keeps `min(S-s, M)`.
+        """Returns 1F1B's peaks in closed form: stage `s` keeps `min(S-s, M)`.
 
-        Takes, returns and raises what `gpipe_peak_activations` does.
+        Arguments, results and errors are those of `gpipe_peak_activations`.
 
         Example:
             >>> stats = PipelineMemoryStats.one_f_one_b_peak_activations(4, 8)
@@ -138,16 +139,16 @@ class PipelineMemoryStats:
 Moment = tuple[int, int]
 """A tick and the position in the device's cell."""
 
-_ARRIVAL = 1 << 30  # position of what is received: after every action of its tick
+_ARRIVAL = 1 << 30  # the position of received values, after every action of the tick
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of one buffer, which every device has a copy of.
+    """The slots of one buffer. Every device has such a buffer.
 
     Args:
-        slot: the slot of each (stage, microbatch) that ever lives in the buffer.
-        per_device: the slots each device uses: the most values alive on it at one time.
+        slot: the slot of the value of each (stage, microbatch) that is stored in the buffer.
+        per_device: the number of slots each device uses, its largest number of live values.
     """
 
     slot: Mapping[tuple[int, int], int]
@@ -155,7 +156,7 @@ class Slots:
 
     @property
     def num_slots(self) -> int:
-        """Slots the buffer needs when all devices have it in one size."""
+        """The number of slots of the buffer, if it has the same size on all devices."""
         return max(self.per_device)
 
 
@@ -163,22 +164,23 @@ class Slots:
 class SlotPlan:
     """The slots in which an executor keeps every value that outlives its action.
 
-    A slot may be overwritten by the very action that reads it last, and by what arrives at the
-    end of that tick. Keep the inputs of stages either in `inputs`, or in `activations` first and
-    in `stash` from the forward on (the forward then copies, or stashes residuals instead).
+    A slot may be overwritten by the action that reads it last, or by a value that arrives at the
+    end of that tick. Keep the inputs of stages either in `inputs`, or first in `activations` and
+    from the forward on in `stash`. In the second case the forward copies its input, or saves
+    residuals instead.
 
     Args:
-        inputs: a stage's input, from when it arrives (stage 0: from its `F`) to its `B` or `W`.
-        stash: what a stage keeps for its backward, from `F` to `B` or `W`.
+        inputs: a stage's input, from its arrival (on stage 0 from its `F`) to its `B` or `W`.
+        stash: the values that a stage saves for its backward, from `F` to `B` or `W`.
         activations: a stage's input until its `F`. Stage 0 reads the batch and has none.
-        gradients: the gradient of a stage's output until its `B` or `I`. The last stage computes
-            it and has none, unless the `V` leave it one.
-        held: what a split backward passes from `I` to `W`.
-        outputs: the last stage's output from its `F` to the `V`; without `V` there are none.
-        lookups: what is looked up for the first stage, from the `E` to its `F`; without `E` there
-            is none.
-        kept_lookups: the same to the first stage's `B` or `I`, where that reads it again.
-        scatters: the gradient of what was looked up, from that `B` or `I` to the `G`.
+        gradients: the gradient of a stage's output until its `B` or `I`. The last stage computes it
+            and has none, except if a `V` computes it.
+        held: the values that a split backward passes from `I` to `W`.
+        outputs: the last stage's output, from its `F` to the `V`; empty without `V`.
+        lookups: the rows looked up for the first stage, from the `E` to its `F`; empty without `E`.
+        kept_lookups: the same rows until the first stage's `B` or `I`, for backwards that read them
+            again.
+        scatters: the gradient of the rows, from the first stage's `B` or `I` to the `G`.
     """
 
     inputs: Slots
@@ -200,10 +202,10 @@ class _Life(NamedTuple):
 
 
 def assign_slots(schedule: Schedule) -> SlotPlan:
-    """Assigns a buffer slot to every value, as few as there are values alive at one time.
+    """Assigns a buffer slot to every value, with only as many slots as values alive at one time.
 
-    Values are intervals in time, and intervals coloured greedily by their start need exactly as
-    many colours as overlap at most. The sizes therefore depend on the schedule and not on the
+    The lives of values are intervals in time. Coloring intervals greedily by their start needs
+    exactly as many colors as intervals overlap. So the sizes depend on the schedule, not on the
     number of microbatches.
 
     Args:
@@ -225,24 +227,29 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
         stage, _, microbatch = placed.action
         for buffer, start, end in _lives(schedule, placed):
             lives[buffer].append(_Life(start, end, placed.device, (stage, microbatch)))
-    return SlotPlan(**{buffer: _colour(of, schedule.num_devices) for buffer, of in lives.items()})
+    num_devices = schedule.num_devices
+    return SlotPlan(
+        **{buffer: _color(intervals, num_devices) for buffer, intervals in lives.items()}
+    )
 
 
 def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, Moment, Moment]]:
-    """The lives that end or begin with an action: of what it reads, and what it stores."""
-    action, places = user.action, schedule.where
+    """Yields the lives of the values that an action reads or stores: buffer, start, end."""
+    action = user.action
+    places = schedule.where
     if action.phase in (*TOGETHER, Phase.W):
         return
-    stage, now = action.stage, _moment(user)
-    # The first stage makes its input.
+    stage = action.stage
+    now = _moment(user)
+    # The first stage's forward reads the batch, and computes its input itself.
     made = now
     if action.phase is not Phase.F or stage > 0:
-        # What another stage has made; the batch is read by the action itself.
+        # All other actions read a value that another stage has computed.
         source = places[dependencies(action, schedule.num_stages, places)[-1]]
-        is_here = source.device == user.device
-        made = _moment(source) if is_here else (source.tick, _ARRIVAL)
+        is_local = source.device == user.device
+        made = _moment(source) if is_local else (source.tick, _ARRIVAL)
     is_last = stage + 1 == schedule.num_stages
-    part = None
+    part = None  # the `V` of this device
     if is_last and schedule.splits_vocabulary:
         home = schedule.stages_of(user.device)[0]
         part = places.get(Action(home, Phase.V, action.microbatch))
@@ -275,7 +282,7 @@ def _moment(placed: PlacedAction) -> Moment:
     return placed.tick, placed.position
 
 
-def _colour(lives: list[_Life], num_devices: int) -> Slots:
+def _color(lives: list[_Life], num_devices: int) -> Slots:
     slot: dict[tuple[int, int], int] = {}
     free: list[list[int]] = [[] for _ in range(num_devices)]
     busy: list[list[tuple[Moment, int]]] = [[] for _ in range(num_devices)]

@@ -1,4 +1,4 @@
-"""GPipe, 1F1B and its descendants: interleaved, looped, and zero bubble, which splits B in two."""
+"""GPipe, 1F1B and its descendants: interleaved, looped, and zero bubble, which splits `B`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .table import Schedule, order_to_table
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds GPipe: every stage does all its forwards, then all its backwards.
 
-    Bubble `(S-1)(F+B)`, a fraction `(S-1)/(M+S-1)`; every stage keeps all `M` microbatches.
+    The bubble is `(S-1)(F+B)`, a fraction `(S-1)/(M+S-1)`. Every stage keeps all `M` microbatches.
 
     Args:
         num_stages: stages `S`, one per device.
@@ -44,9 +44,9 @@ def interleaved_1f1b(num_devices: int, num_microbatches: int, chunks: int = 2) -
     """Builds interleaved 1F1B: device `d` holds the stages `d, d+P, d+2P, ...`.
 
     Each device works through its chunks in groups of `P` microbatches. The bubble is
-    `(P-1)(F+B)/V`, the activations kept at most `2(P-d-1) + (V-1)P + 1` chunks, and `V` times as
-    much crosses between devices. A steady forward and backward share a tick, so that the bubble is
-    the same when devices are kept in step.
+    `(P-1)(F+B)/V`. Device `d` keeps activations of at most `2(P-d-1) + (V-1)P + 1` chunks. Devices
+    send each other `V` times as much as in 1F1B. In the steady state, a forward and a backward
+    share a tick, so that the bubble is the same if devices are kept in step.
 
     Args:
         num_devices: devices `P`.
@@ -76,11 +76,11 @@ def interleaved_1f1b(num_devices: int, num_microbatches: int, chunks: int = 2) -
 def check_groups(
     name: str, flat: str, num_devices: int, num_microbatches: int, chunks: int
 ) -> None:
-    """Refuses sizes that do not make groups of as many microbatches as devices, in several chunks.
+    """Raises unless there are several chunks, and microbatches are a multiple of the devices.
 
     Args:
-        name: what the schedule is called, for the message.
-        flat: what to use with one stage per device.
+        name: the name of the schedule, for the message.
+        flat: the schedule to use with one stage per device, for the message.
         num_devices: devices `P`.
         num_microbatches: microbatches `M`.
         chunks: stages per device `V`.
@@ -105,10 +105,10 @@ def check_groups(
 
 
 def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[list[Cell]]:
-    """Orders Megatron's 1F1B with the steady forward and backward of a device in one cell.
+    """Orders Megatron's 1F1B, with a steady forward and backward of a device in one cell.
 
     Device `d` does `2(P-1-d) + (V-1)P` forwards, then pairs of one forward and one backward, then
-    the backwards that are left. One chunk gives eager 1F1B.
+    the remaining backwards. One chunk gives eager 1F1B.
 
     Args:
         num_devices: devices `P`.
@@ -136,7 +136,7 @@ def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[l
 def _walks(
     device: int, num_devices: int, num_microbatches: int, chunks: int
 ) -> tuple[list[Action], list[Action]]:
-    """The forwards and the backwards of a device: groups of `P` microbatches, chunk by chunk."""
+    """Returns a device's forwards and backwards: groups of `P` microbatches, chunk by chunk."""
     visits = [
         (chunk, microbatch)
         for first in range(0, num_microbatches, num_devices)
@@ -152,9 +152,9 @@ def _walks(
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds 1F1B: stage `s` does `S-1-s` forwards, then alternates one forward, one backward.
 
-    The bubble is GPipe's, `(S-1)(F+B)`; what 1F1B saves is memory: stage `s` keeps
-    `min(S-s, M)` microbatches, however many there are. A round trip between neighbours takes two
-    ticks, so that an executor which keeps devices in step runs `eager_1f1b` faster.
+    The bubble is GPipe's, `(S-1)(F+B)`. 1F1B saves memory: stage `s` keeps only `min(S-s, M)`
+    microbatches. A round trip between neighbours takes two ticks, so an executor that keeps devices
+    in step runs `eager_1f1b` faster.
 
     Args:
         num_stages: stages `S`, one per device.
@@ -189,27 +189,28 @@ def turns(
     ahead: int,
     delay: int | None = None,
 ) -> list[Action]:
-    """Orders the actions of a device: some forwards, then a backward and a forward in turn.
+    """Orders the actions of a device: some forwards, then backwards and forwards in turn.
 
     Args:
-        device: its number in the pipeline.
+        device: the number of the device in the pipeline.
         num_devices: devices `P`.
         num_microbatches: microbatches `M`.
         chunks: stages per device `V`.
-        ahead: forwards before the first backward.
-        delay: by how many backwards `W` follows `I`; None keeps backwards whole.
+        ahead: the number of forwards before the first backward.
+        delay: the number of backwards by which `W` follows `I`; None does not split backwards.
 
     Returns:
         The actions, in the order of execution.
     """
     forwards, backwards = _walks(device, num_devices, num_microbatches, chunks)
     warmup = min(ahead, len(forwards))
-    order, waiting = forwards[:warmup], deque[Action]()
+    order = forwards[:warmup]
+    waiting: deque[Action] = deque()
     for number, backward in enumerate(backwards):
         order.append(backward if delay is None else backward._replace(phase=Phase.I))
         if delay is not None:
             waiting.append(backward._replace(phase=Phase.W))
-            # With few microbatches there is no tail to fill: W must then not wait for one.
+            # With few microbatches the cool-down has no bubble to fill, so W must not wait for it.
             if number >= min(delay, len(forwards) - warmup):
                 order.append(waiting.popleft())
         order += forwards[warmup + number : warmup + number + 1]
@@ -217,12 +218,12 @@ def turns(
 
 
 def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Builds 1F1B in step: a forward and a backward share a tick.
+    """Builds 1F1B for devices in step: a forward and a backward share a tick.
 
     Stage `s` does the forward of microbatch `t-s` and the backward of `t-(2(S-1)-s)` in tick `t`.
-    Forwards run ahead just far enough for every steady tick to be full. With devices kept in step
-    its bubble stays `(S-1)(F+B)`, which no schedule with one chunk and whole backwards undercuts;
-    stage `s` keeps `min(2(S-s)-1, M)` microbatches for it.
+    Forwards run ahead just far enough to fill every steady tick. With devices kept in step, the
+    bubble remains `(S-1)(F+B)`, the least of any schedule with one chunk and whole backwards. In
+    return, stage `s` keeps `min(2(S-s)-1, M)` microbatches.
 
     Args:
         num_stages: stages `S`, one per device.
@@ -249,11 +250,11 @@ def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """Builds looped BFS: all microbatches through chunk 0, then chunk 1, ..., and back reversed.
+    """Builds looped BFS: all microbatches through chunk 0, then chunk 1, ..., and back in reverse.
 
-    The bubble is `(P-1)(F+B)/V` for `M >= P`, and any `M` will do; all `M` microbatches stay alive
-    in every chunk. Each chunk runs in one piece, so that with sharded parameters it is gathered
-    once per step and not once per microbatch.
+    The bubble is `(P-1)(F+B)/V` for `M >= P`, and any `M` is allowed. All `M` microbatches stay
+    alive in every chunk. Each chunk runs its microbatches consecutively, so that sharded parameters
+    are gathered once per step, not once per microbatch.
 
     Args:
         num_devices: devices `P`; device `d` holds the stages `d, d+P, d+2P, ...`.
@@ -286,10 +287,10 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds ZB-H1: 1F1B whose weight gradients fill the bubble, in 1F1B's memory.
 
-    The backward is split into `I` (input gradient, on the critical path) and `W` (weight
-    gradient, free to wait). Stage `s` puts `W` off by `s` microbatches, so that every stage keeps
-    `S` microbatches in all: `S-s` before `I` and `s` between `I` and `W`. The bubble is
-    `(S-1)(F+I) - (min(S, M)-1)W`, which is the paper's `(S-1)(F+I-W)` from `M = S` on.
+    The backward is split into `I` (the input gradient, on the critical path) and `W` (the weight
+    gradient, which can wait). Stage `s` delays `W` by `s` microbatches, so that every stage keeps
+    `S` microbatches in total: `S-s` before `I` and `s` between `I` and `W`. The bubble is
+    `(S-1)(F+I) - (min(S, M)-1)W`, which is the paper's `(S-1)(F+I-W)` for `M >= S`.
 
     Args:
         num_stages: stages `S`, one per device.
@@ -313,19 +314,19 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
 def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds ZB-H2: forwards fill the warm-up too, for twice the memory.
 
-    Stage `s` keeps `2(S-s)-1` microbatches before `I` and `2s` between `I` and `W`, `2S-1` in all.
-    From `M = 2S-1` on each device's own span, first to last task, has a bubble of
-    `max(0, (S-1)(F+I-2W))`: none where `F = I = W`. The step as a whole still takes `(S-1)F` more,
-    because the last device starts so late: only an optimizer that lets devices step one by one can
-    hide that, and a global gradient norm forbids it.
+    Stage `s` keeps `2(S-s)-1` microbatches before `I` and `2s` between `I` and `W`, `2S-1` in
+    total. For `M >= 2S-1`, each device's own span, from its first to its last task, has a bubble of
+    `max(0, (S-1)(F+I-2W))`, which is zero if `F = I = W`. The step as a whole still takes `(S-1)F`
+    longer, because the last device starts that late. Only an optimizer that lets devices step one
+    by one could hide this, and a global gradient norm prevents that.
 
-    Takes, returns and raises what `zero_bubble_h1` does.
+    Arguments, results and errors are those of `zero_bubble_h1`.
 
     Example:
         >>> zero_bubble_h2(4, 8).num_ticks
         27
 
-    Source: the same paper.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
     return _table(
         "zero_bubble_h2", num_stages, num_microbatches, lambda stage: 2 * (num_stages - stage) - 1
@@ -335,7 +336,7 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
 def _table(
     name: str, num_stages: int, num_microbatches: int, ahead: Callable[[int], int]
 ) -> Schedule:
-    """Orders each stage from how many forwards it runs ahead; the first stage's is the most."""
+    """Builds a table from the number of forwards that each stage runs ahead, the first the most."""
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
     orders = [
         turns(s, num_stages, num_microbatches, ahead=ahead(s), delay=ahead(0) - ahead(s))
@@ -347,10 +348,10 @@ def _table(
 def interleaved_zero_bubble(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     """Builds interleaved 1F1B whose weight gradients fill the bubble; `V = 1` is ZB-H1.
 
-    Device `d` holds the stages `d, d+P, ...` and runs `(V-1)P + P-d` chunks ahead, half as far as
-    interleaved 1F1B, and puts each `W` off by `d` chunks. So every device keeps `VP` chunks in
-    all, which is 1F1B's memory, and the bubble is `((P-1)(F+I) - (min(P, VM)-1)W)/V`: from
-    `M = P` on `(P-1)(F+I-W)/V`, ZB-H1's divided by the chunks.
+    Device `d` holds the stages `d, d+P, ...`. It runs `(V-1)P + P-d` chunks ahead, half as far as
+    interleaved 1F1B, and delays each `W` by `d` chunks. So every device keeps `VP` chunks in total,
+    which is 1F1B's memory. The bubble is `((P-1)(F+I) - (min(P, VM)-1)W)/V`. For `M >= P` this is
+    `(P-1)(F+I-W)/V`, ZB-H1's bubble divided by the number of chunks.
 
     Args:
         num_devices: devices `P`.
@@ -369,8 +370,8 @@ def interleaved_zero_bubble(num_devices: int, num_microbatches: int, chunks: int
         25.5
 
     Source: the backward of Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, in the
-    order of Narayanan et al., arXiv:2104.04473; PyTorch's ScheduleInterleavedZeroBubble keeps as
-    much and has the same bubble.
+    order of Narayanan et al., arXiv:2104.04473. PyTorch's ScheduleInterleavedZeroBubble needs as
+    much memory and has the same bubble.
     """
     check_groups("interleaved_zero_bubble", "zero_bubble_h1", num_devices, num_microbatches, chunks)
     order = [

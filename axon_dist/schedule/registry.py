@@ -1,4 +1,4 @@
-"""All schedules by name, a row each, and what they cost side by side."""
+"""All schedules by name, and comparisons of their cost."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from .v_shaped import dual_pipe_v, v_half, v_min, zero_bubble_v
 class PipelineSchedule(NamedChoice):
     """The schedules that have a name.
 
-    `EAGER_1F1B` is the default: the step runs a table tick by tick, and a tick of `ONE_F_ONE_B` has
-    forwards on some ranks and backwards on others, which wait for each other.
+    `EAGER_1F1B` is the default, because the step runs a table tick by tick. A tick of `ONE_F_ONE_B`
+    has forwards on some ranks and backwards on others, which wait for each other.
     """
 
     GPIPE = "gpipe"
@@ -53,8 +53,8 @@ class Builder(NamedTuple):
 
     Args:
         build: `build(num_devices, num_microbatches)`, which returns a table.
-        chunks: stages per device, unless the caller chooses.
-        any_chunks: whether the caller may choose another number, which `build` then takes third.
+        chunks: the default number of stages per device.
+        any_chunks: whether the caller may choose another number, as the third argument of `build`.
     """
 
     build: Callable[..., Schedule]
@@ -89,15 +89,15 @@ def build_schedule(
         name: one of `PipelineSchedule`, or its text such as `"1f1b"`.
         num_stages: pipeline ranks, the devices of an axis `pp`; each has `chunks` stages.
         num_microbatches: microbatches per step.
-        chunks: stages per device. None takes what is usual for the schedule: 2 where it needs
-            several, else 1.
+        chunks: stages per device. None takes the default of the schedule: 2 if it needs several
+            stages per device, else 1.
 
     Returns:
         The table, of `num_stages * chunks` stages.
 
     Raises:
-        ScheduleError: an unknown name, sizes the schedule cannot do, or a number of chunks where
-            it has a fixed one.
+        ScheduleError: an unknown name, sizes that the schedule cannot have, or another number of
+            chunks than the schedule's fixed one.
 
     Example:
         >>> build_schedule("1f1b", num_stages=4, num_microbatches=8).num_ticks
@@ -126,19 +126,20 @@ class ScheduleSummary:
     """One row of a comparison. Memory is for the worst device.
 
     Args:
-        name: what the schedule is called.
+        name: the name of the schedule.
         chunks: stages per device.
         num_ticks: length of the table.
-        makespan: time of the step, devices running ahead freely.
+        makespan: time of the step if devices run ahead freely.
         bubble: idle share of that time.
         span_bubble: idle share of the longest device's own span (the zero-bubble papers' number).
         lockstep_makespan: time of the step with devices kept in step, tick by tick.
         lockstep_bubble: idle share of that time.
-        executed: time in step over the time that the busiest device computes: 1 is the least.
+        executed: `lockstep_makespan` divided by the time that the busiest device computes; at
+            least 1.
         peak_live: microbatches in flight (`F` to `B` or `I`), over all layers of a device; the
             papers' number.
-        num_inputs: slots for stage inputs, waiting ones included; each is one chunk's input.
-        num_held: slots for what passes from `I` to `W`; 0 with whole backwards.
+        num_inputs: slots for stage inputs, including waiting ones; each is one chunk's input.
+        num_held: slots for values from `I` to `W`; 0 with whole backwards.
         num_transfers: values sent between devices in a step.
     """
 
@@ -159,7 +160,7 @@ class ScheduleSummary:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """The row of a schedule that cannot be built for these sizes, with the reason."""
+    """The row of a schedule that cannot be built for these sizes, and the reason."""
 
     name: str
     reason: str
@@ -180,7 +181,8 @@ def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary
         >>> summarize(one_f_one_b(4, 8)).peak_live
         4.0
     """
-    freely, in_step = simulate(schedule, costs), simulate(schedule, costs, lockstep=True)
+    freely = simulate(schedule, costs)
+    in_step = simulate(schedule, costs, lockstep=True)
     plan = assign_slots(schedule)
     return ScheduleSummary(
         name=schedule.name,
@@ -207,15 +209,15 @@ def compare(
     Args:
         num_stages: length of the pipeline: the number of devices.
         num_microbatches: microbatches per step.
-        chunks: stages per device, for the schedules that leave it open.
-        costs: times per microbatch and device; the default is a backward of twice a forward.
+        chunks: stages per device, for schedules that allow any number.
+        costs: times per microbatch and device; by default a backward takes twice a forward.
 
     Returns:
-        One row per schedule, in the order of `SCHEDULES`; `Unavailable` where these sizes are
-        impossible.
+        One row per schedule, in the order of `SCHEDULES`; `Unavailable` for schedules that cannot
+        have these sizes.
 
     Raises:
-        ScheduleError: a number below 1, which no schedule can do.
+        ScheduleError: a number below 1.
 
     Example:
         >>> best = min(compare(4, 8), key=lambda row: row.makespan)
@@ -227,15 +229,15 @@ def compare(
 
 
 def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, ...]:
-    """Says when splitting the backward does not pay, with devices in step.
+    """Says if splitting the backward does not pay, with devices in step.
 
     Args:
         schedule: a valid table.
         costs: times per microbatch and device, as measured or estimated.
 
     Returns:
-        A sentence where a schedule with whole backwards and as many stages per device is faster;
-        else nothing.
+        A sentence if a schedule with whole backwards and as many stages per device is faster;
+        otherwise nothing.
 
     Example:
         >>> from axon_dist.schedule import zero_bubble_h1
@@ -247,13 +249,13 @@ def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, .
         return ()
     costs = Costs() if costs is None else costs
     flat = schedule.chunks == 1
-    joined = PipelineSchedule.EAGER_1F1B if flat else PipelineSchedule.INTERLEAVED_1F1B
-    sizes = schedule.num_devices, schedule.num_microbatches, schedule.chunks
-    other = _row(joined, *sizes, costs)
+    whole = PipelineSchedule.EAGER_1F1B if flat else PipelineSchedule.INTERLEAVED_1F1B
+    other = _row(whole, schedule.num_devices, schedule.num_microbatches, schedule.chunks, costs)
     makespan = simulate(schedule, costs, lockstep=True).makespan
     if isinstance(other, Unavailable) or other.lockstep_makespan >= makespan:
         return ()
-    halves, full = costs.i + costs.w, costs.of(Phase.B)
+    halves = costs.i + costs.w
+    full = costs.of(Phase.B)
     why = (
         f"I + W take {halves / full:.2f} of a whole B"
         if halves > full
@@ -282,7 +284,7 @@ def _row(
 
 
 def efficiency(num_microbatches: int, num_stages: int) -> float:
-    """The share of time that devices work under 1F1B or GPipe: `M / (M+S-1)`.
+    """Returns the share of time that devices work under 1F1B or GPipe: `M / (M+S-1)`.
 
     Args:
         num_microbatches: microbatches `M`.
@@ -303,11 +305,11 @@ def efficiency(num_microbatches: int, num_stages: int) -> float:
 
 
 def min_microbatches(num_stages: int, target: float) -> int:
-    """The fewest microbatches with which 1F1B or GPipe reaches an efficiency.
+    """Returns the fewest microbatches with which 1F1B or GPipe reaches an efficiency.
 
     Args:
         num_stages: stages `S`.
-        target: the efficiency wanted, in (0, 1).
+        target: the wanted efficiency, in (0, 1).
 
     Returns:
         The least `M` with `M / (M+S-1) >= target`.
@@ -325,19 +327,19 @@ def min_microbatches(num_stages: int, target: float) -> int:
             f"got an efficiency target of {target!r}. It must lie between 0 and 1, both excluded: "
             "a pipeline of several stages always has a bubble; try 0.9."
         )
-    exact = Fraction(str(target))  # what was typed: 0.9 is nine tenths here, unlike the float
+    exact = Fraction(str(target))  # via `str`, so that 0.9 is nine tenths, unlike the float
     return max(1, ceil(exact * (num_stages - 1) / (1 - exact)))
 
 
 def pipeline_advice(num_microbatches: int, num_stages: int) -> tuple[str, ...]:
-    """Says how busy a number of microbatches keeps the stages, where more of them would help.
+    """Says how busy a number of microbatches keeps the stages, if more of them would help.
 
     Args:
         num_microbatches: microbatches `M`.
         num_stages: stages `S`.
 
     Returns:
-        Sentences; empty from `M = 4S` on, where at least 80 % of the time is work.
+        Sentences; none if `M >= 4S`, because at least 80 % of the time is then work.
 
     Raises:
         ScheduleError: a number below 1.

@@ -1,7 +1,7 @@
-"""The best table for given costs and memory, when devices are kept in step.
+"""Searches the best table for given costs and memory, with devices kept in step.
 
-A tick lasts as long as its slowest cell. So a table is fast where all cells of a tick take
-equally long, whatever the critical path through them is.
+A tick lasts as long as its slowest cell. So a table is fast if all cells of a tick take equally
+long, whatever its critical path is.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Times = Mapping[tuple[int, Phase], float]
 """The time of each stage's phases."""
 
 _Entry = tuple[tuple[int, ...], Action]
-"""An action behind its urgency, the least first."""
+"""An action after its priority; the lowest is the most urgent."""
 
-_CLOSE = 1 + 1e-9  # sums of the same times in another order are the same length
+_CLOSE = 1 + 1e-9  # tolerance, because sums of the same times depend on their order
 _ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
@@ -37,11 +37,11 @@ class FillRule:
     Args:
         placement: the device of each stage.
         splits: whether backwards are split into `I` and `W`.
-        span: the length that a cell is filled to. A cell whose only action is longer is allowed,
-            and the others are then filled to that length.
-        forward_first: whether forwards come before backwards where both do not fit.
-        group: microbatches that pass a chunk before the next chunk follows.
-        most: chunks that a device may keep for their backward.
+        span: the length that a cell is filled to. A cell may be longer if it has only one action;
+            the other cells are then filled to that length.
+        forward_first: whether forwards precede backwards if only one of them fits.
+        group: the number of microbatches that pass a chunk before the next chunk starts.
+        most: the largest number of chunks that a device may keep for their backward.
     """
 
     placement: tuple[int, ...]
@@ -55,30 +55,31 @@ class FillRule:
 def greedy(
     name: str, num_microbatches: int, rule: FillRule, times: Times, limit: float
 ) -> Schedule | None:
-    """Builds a table tick by tick: every device takes what is ready, fits, and is most urgent.
+    """Builds a table tick by tick: every device takes the most urgent ready action that fits.
 
-    A cell has each phase at most once, in the order F, B or I, W: the executor's program then has
-    one branch per phase. Weight gradients fill what is left.
+    A cell has each phase at most once, in the order F, B or I, W, so that the executor's program
+    has one branch per phase. Weight gradients fill the remaining time.
 
     Args:
-        name: what the schedule is called.
+        name: the name of the schedule.
         num_microbatches: microbatches per step.
-        rule: how its cells are filled.
+        rule: how cells are filled.
         times: the time of each stage's phases.
-        limit: time in step from which on the table is of no interest.
+        limit: the search gives up if the table takes at least this time in step.
 
     Returns:
-        The table; None when it takes `limit` or longer, or memory stops it.
+        The table; None if it takes `limit` or longer, or the memory limit stops it.
     """
     state = _Devices.start(num_microbatches, rule, times)
     columns: list[list[Cell]] = []
-    clock, todo = 0.0, _work(num_microbatches, rule, times)
-    while state.left:
+    clock = 0.0
+    todo = _work(num_microbatches, rule, times)
+    while state.remaining:
         cells = state.tick()
         lengths = [_length(cell, times) for cell in cells]
         clock += max(lengths)
         todo = [work - length for work, length in zip(todo, lengths, strict=True)]
-        # The device with the most work left finishes it at best without idling again.
+        # A lower bound: the device with the most remaining work does not idle again.
         if clock + max(todo) >= limit or not any(cells):
             return None
         columns.append(cells)
@@ -87,7 +88,7 @@ def greedy(
 
 
 def _work(num_microbatches: int, rule: FillRule, times: Times) -> list[float]:
-    """The time that each device computes in a step."""
+    """Returns the time that each device computes in a step."""
     phases = (Phase.F, Phase.I, Phase.W) if rule.splits else (Phase.F, Phase.B)
     work = [0.0] * (1 + max(rule.placement))
     for stage, device in enumerate(rule.placement):
@@ -97,7 +98,7 @@ def _work(num_microbatches: int, rule: FillRule, times: Times) -> list[float]:
 
 @dataclass
 class _Devices:
-    """What every device has ready, by phase; heaps, the most urgent first."""
+    """The actions that each device has ready, by phase, as heaps with the most urgent first."""
 
     rule: FillRule
     times: Times
@@ -105,36 +106,36 @@ class _Devices:
     chunk: list[int]
     chunks: list[int]
     stash: list[int]
-    left: int
+    remaining: int
     arriving: list[Action] = field(default_factory=list)
 
     @classmethod
     def start(cls, num_microbatches: int, rule: FillRule, times: Times) -> _Devices:
-        """No action done, and every microbatch before the first stage."""
+        """Returns the initial state, with every microbatch ready for the first stage."""
         placement = rule.placement
         devices = 1 + max(placement)
-        made = cls(
+        state = cls(
             rule,
             times,
             ready=[{phase: [] for phase in Phase} for _ in range(devices)],
             chunk=[placement[:stage].count(home) for stage, home in enumerate(placement)],
             chunks=[placement.count(device) for device in range(devices)],
             stash=[0] * devices,
-            left=len(placement) * num_microbatches * (3 if rule.splits else 2),
+            remaining=len(placement) * num_microbatches * (3 if rule.splits else 2),
         )
         for m in range(num_microbatches):
-            made._push(Action(0, Phase.F, m))
-        return made
+            state._push(Action(0, Phase.F, m))
+        return state
 
     def tick(self) -> list[Cell]:
-        """Fills one tick: to the rule's span first, then to the longest cell."""
+        """Fills the cells of one tick, first to the rule's span, then to the longest cell."""
         stashed = [*self.stash]
         cells: list[list[Action]] = [[] for _ in self.ready]
         for span in (self.rule.span, None):
             longest = max(_length(cell, self.times) for cell in cells) if span is None else span
             for device, cell in enumerate(cells):
                 self._fill(device, cell, longest, stashed[device])
-        self.left -= sum(map(len, cells))
+        self.remaining -= sum(map(len, cells))
         for action in self.arriving:
             self._push(action)
         self.arriving.clear()
@@ -143,7 +144,7 @@ class _Devices:
     def _fill(self, device: int, cell: list[Action], span: float, stashed: int) -> None:
         backward = Phase.I if self.rule.splits else Phase.B
         first = [Phase.F, backward] if self.rule.forward_first else [backward, Phase.F]
-        # A backward may follow on the forward that was just placed: so it is tried again.
+        # Backwards are tried again, because the forward just placed may have made one ready.
         for phase in [*first, backward, Phase.W]:
             queue = self.ready[device][phase]
             if not queue or any(action.phase is phase for action in cell):
@@ -161,18 +162,19 @@ class _Devices:
 
     def _most_urgent(self, device: int, phase: Phase, stashed: int) -> _Entry | None:
         queue = self.ready[device][phase]
-        if phase is not Phase.F or self._has_room(device, queue[0][1].stage, stashed):
+        if phase is not Phase.F or self._fits_memory(device, queue[0][1].stage, stashed):
             return queue[0]
-        # Where an early chunk has no room, a later one may.
-        roomy = [entry for entry in queue if self._has_room(device, entry[1].stage, stashed)]
-        return min(roomy, default=None)
+        # If memory does not suffice for an early chunk, it may suffice for a later one.
+        allowed = [entry for entry in queue if self._fits_memory(device, entry[1].stage, stashed)]
+        return min(allowed, default=None)
 
-    def _has_room(self, device: int, stage: int, stashed: int) -> bool:
-        # A slot is left for each later chunk: else a device full of the first could never free any.
+    def _fits_memory(self, device: int, stage: int, stashed: int) -> bool:
+        # Reserve a slot for each later chunk. A device full of inputs of the first chunk could
+        # otherwise never free any.
         return stashed + self.chunks[device] - self.chunk[stage] <= self.rule.most
 
     def _done(self, action: Action, device: int) -> None:
-        """Notes what an action makes ready: phases of its stage at once, other stages later."""
+        """Adds the actions that become ready: of the same stage now, of others after the tick."""
         stage, phase, m = action
         last = stage + 1 == len(self.rule.placement)
         backward = Phase.I if self.rule.splits else Phase.B
@@ -189,7 +191,8 @@ class _Devices:
                 self.arriving.append(Action(stage - 1, phase, m))
 
     def _push(self, action: Action) -> None:
-        device, chunk = self.rule.placement[action.stage], self.chunk[action.stage]
+        device = self.rule.placement[action.stage]
+        chunk = self.chunk[action.stage]
         group = action.microbatch // self.rule.group
         order = chunk if action.phase is Phase.F else -chunk
         key = (group, order, action.microbatch)
@@ -197,10 +200,10 @@ class _Devices:
 
 
 def retimed(schedule: Schedule, times: Times, span: float) -> Schedule:
-    """Puts each device's actions, in their order, into cells of about one length.
+    """Puts each device's actions, in their order, into cells of about equal length.
 
     Args:
-        schedule: a valid table; its memory depends on the order alone, and stays.
+        schedule: a valid table. Its memory does not change, because it depends only on the order.
         times: the time of each stage's phases.
         span: the length that a cell is filled to, as in `FillRule`.
 
@@ -208,7 +211,8 @@ def retimed(schedule: Schedule, times: Times, span: float) -> Schedule:
         A table with the same order on every device.
     """
     orders = [deque(schedule.order(device)) for device in range(schedule.num_devices)]
-    places, done = schedule.where, set[Action]()
+    places = schedule.where
+    done: set[Action] = set()
     columns: list[list[Cell]] = []
     while any(orders):
         cells: list[list[Action]] = [[] for _ in orders]
@@ -238,7 +242,7 @@ def _fits(action: Action, cell: Sequence[Action], times: Times, span: float) -> 
 
 
 NAME = "searched"
-"""What tables are called that no builder made."""
+"""The name of tables that are not built by a named schedule."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +252,8 @@ class SearchResult:
     Args:
         schedule: the table.
         makespan: time of the step with devices in step.
-        memory: microbatches, over all layers of a device, that the fullest one keeps for their
-            backward.
+        memory: the largest number of microbatches, over all layers of a device, that a device
+            keeps for their backward.
     """
 
     schedule: Schedule
@@ -266,20 +270,21 @@ def search(
 ) -> SearchResult:
     """Finds the fastest table in step that memory allows; no named schedule is faster.
 
-    Candidates are all named schedules, as they are and with their cells filled evenly, and tables
-    that are built tick by tick under many rules. That is no proof that nothing faster exists.
+    Candidates are all named schedules, unchanged and with their cells filled evenly, and tables
+    built tick by tick under many rules. A faster table may still exist.
 
     Args:
         num_stages: length of the pipeline: the number of devices.
         num_microbatches: microbatches per step.
         costs: times per microbatch and device. Its `stage_weights` may be finer than the stages:
-            as many weights as pieces of the model, each stage taking equally many.
-        memory: the most microbatches, counted over all layers of a device, that it may keep for
-            their backward: from `F` to `B` or `W`.
-        chunks: the most stages per device.
+            one weight per piece of the model, with equally many pieces in each stage.
+        memory: the largest number of microbatches, counted over all layers of a device, that a
+            device may keep for their backward, from `F` to `B` or `W`.
+        chunks: the largest number of stages per device.
 
     Returns:
-        The best; among equals the one that keeps and sends least.
+        The fastest table. Among equally fast ones, it is the one that needs the least memory, then
+        the fewest stages.
 
     Raises:
         ScheduleError: a number below 1, less memory than any schedule needs, or weights that no
@@ -325,7 +330,7 @@ def _check_weights(costs: Costs, num_stages: int, chunks: int) -> None:
 
 
 def candidates(num_stages: int, num_microbatches: int, chunks: int) -> Iterator[Schedule]:
-    """All named schedules that these sizes allow, with up to so many stages per device."""
+    """Yields all named schedules that these sizes allow, with up to `chunks` stages per device."""
     for name, row in SCHEDULES.items():
         counts = range(1, chunks + 1) if row.any_chunks else [None]
         for count in counts:
@@ -343,7 +348,7 @@ def _measured(schedule: Schedule, costs: Costs) -> SearchResult:
 
 
 def _better(best: SearchResult | None, other: SearchResult) -> SearchResult:
-    # Sums of the same times in another order may differ in their last digit.
+    # Rounded, because sums of the same times in another order may differ in the last digit.
     def key(result):
         return (round(result.makespan, 9), result.memory, result.schedule.num_stages)
 
@@ -377,15 +382,16 @@ def _built(
         if stage_costs is None:
             continue
         shape = Schedule(NAME, num_microbatches, placement, ((),) * num_stages)
-        times, count = times_of(shape, stage_costs), shape.chunks
+        times = times_of(shape, stage_costs)
+        count = shape.chunks
         most = count * num_microbatches if memory == inf else int(memory * count)
         if most < count:
             continue
         for rule in _rules(placement, times, num_microbatches, most):
-            # A tie is kept for `_better` to decide: the other may keep less.
-            made = greedy(NAME, num_microbatches, rule, times, limit * (1 + 1e-9))
-            if made is not None:
-                result = _measured(made, stage_costs)
+            # Keep equally fast tables too, because `_better` prefers the one with less memory.
+            table = greedy(NAME, num_microbatches, rule, times, limit * (1 + 1e-9))
+            if table is not None:
+                result = _measured(table, stage_costs)
                 limit = min(limit, result.makespan)
                 yield result
 
@@ -403,7 +409,7 @@ def _rules(
 
 
 def _spans(times: Times, splits: bool) -> list[float]:
-    """Lengths of cells worth trying: of every choice of phases at the slowest stage; and none."""
+    """Returns cell lengths to try: zero, and those of every set of phases at the slowest stage."""
     phases = (Phase.F, Phase.I, Phase.W) if splits else (Phase.F, Phase.B)
     stages = {stage for stage, _ in times}
     sums = {
@@ -415,7 +421,7 @@ def _spans(times: Times, splits: bool) -> list[float]:
 
 
 def _placements(num_stages: int, chunks: int) -> Iterator[tuple[int, ...]]:
-    """Loops over the devices, and the V."""
+    """Yields loops over the devices, and the V."""
     ranks = (*range(num_stages),)
     for count in range(1, chunks + 1):
         yield ranks * count
@@ -424,14 +430,14 @@ def _placements(num_stages: int, chunks: int) -> Iterator[tuple[int, ...]]:
 
 
 def for_stages(costs: Costs, num_stages: int) -> Costs | None:
-    """Merges the weights of pieces of a model into those of its stages.
+    """Merges the weights of pieces of a model into weights of its stages.
 
     Args:
-        costs: with as many `stage_weights` as pieces, or none.
+        costs: costs with one `stage_weights` entry per piece, or none.
         num_stages: stages through the whole model.
 
     Returns:
-        The costs with a weight for each stage; None where the weights do not divide.
+        The costs with a weight for each stage; None if the weights do not divide evenly.
 
     Example:
         >>> for_stages(Costs(stage_weights=(1, 1, 1, 3)), 2).stage_weights

@@ -1,4 +1,4 @@
-"""Simulates a table: when every action starts and ends, and how much time is idle."""
+"""Simulates a table: computes when every action starts and ends, and how much time is idle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .table import PlacedAction, Schedule, earliest_starts
 
 
 class Payload(NamedChoice):
-    """What a transfer carries."""
+    """The value that a transfer carries."""
 
     ACTIVATION = "activation"
     """A stage's output, to the next stage."""
@@ -38,17 +38,17 @@ class Transfer(NamedTuple):
 
 
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """Lists everything that crosses between devices, in the order of ticks.
+    """Lists all transfers between devices, in the order of ticks.
 
     A forward of stage `k` sends its output to stage `k + 1`; a backward (`B` or `I`) sends the
-    gradient of its input to stage `k - 1`. Neighbouring stages on one device send nothing. What
-    devices exchange within an `E`, `V` or `G` that they do together is not listed.
+    gradient of its input to stage `k - 1`. Neighbouring stages on one device send nothing. The
+    collectives within an `E`, `V` or `G`, which devices run together, are not listed.
 
     Args:
         schedule: a valid table.
 
     Returns:
-        The transfers, sorted by tick; each is usable on its target from the next tick on.
+        The transfers, sorted by tick; each value can be used on its target from the next tick on.
 
     Example:
         >>> from axon_dist.schedule import gpipe
@@ -74,29 +74,28 @@ Span = tuple[float, float]
 _Times = dict[tuple[int, Phase], float]
 _Walk = tuple[tuple[tuple[tuple[Action, Span], ...], ...], float]
 
-
 _MOST_TIME = 1e100
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one microbatch on one device, over all the layers that device holds.
+    """Times of one microbatch on one device, over all layers of the device.
 
-    With `V` chunks on a device, an action of one chunk takes a `V`-th of it.
+    With `V` chunks on a device, an action of one chunk takes `1/V` of the time.
 
     Args:
-        f: a forward pass, in the unit of the others; only ratios matter.
+        f: a forward pass. The unit of time is arbitrary, because only ratios matter.
         i: the input gradient.
         w: the weight gradient.
-        b: a whole backward; None is `i + w`.
-        v: one rank's part of a split vocabulary, forward and backward, whatever its chunks.
+        b: a whole backward; None means `i + w`.
+        v: one rank's part of a split vocabulary, forward and backward, for any number of chunks.
         transfer: from the end of an action until another device can use its result.
-        stage_weights: relative cost of each stage, 1 being an equal share; empty if all are equal.
-        e: one rank's part of looking a microbatch up in a split embedding, and of adding its
-            gradients: next to nothing beside products, but for the transfers.
+        stage_weights: relative cost of each stage; 1 is an equal share. Empty if all are equal.
+        e: one rank's part of looking up a microbatch in a split embedding, and of adding its
+            gradients. Apart from the transfers, it is negligible compared to matrix products.
 
     Raises:
-        ScheduleError: a time or a weight that is negative or not finite, a forward that takes no
+        ScheduleError: a time or weight that is negative or not finite, a forward that takes no
             time, or weights that are all zero.
 
     Example:
@@ -144,7 +143,7 @@ class Costs:
             )
 
     def of(self, phase: Phase) -> float:
-        """The time of a phase over all layers of a device."""
+        """Returns the time of a phase over all layers of a device."""
         if phase is Phase.B:
             return self.i + self.w if self.b is None else self.b
         if phase in (Phase.E, Phase.G):
@@ -154,13 +153,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happens, and what it costs.
+    """The times of all actions of a schedule, and its cost.
 
     Args:
         spans: per device, each action with its start and end, in the order of execution.
         makespan: time from the start of the step to the end of the last device.
-        peak_live: per device, the most stage inputs between `F` and `B` (or `I`).
-        peak_stashed: the same up to `B` or `W`: what a split backward keeps longer.
+        peak_live: per device, the largest number of stage inputs between `F` and `B` (or `I`).
+        peak_stashed: the same between `F` and `B` (or `W`), which is longer in a split backward.
         lockstep: whether devices were kept in step.
     """
 
@@ -172,14 +171,14 @@ class Timeline:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """The time each device computes."""
+        """The time that each device computes."""
         return tuple(sum(end - start for _, (start, end) in row) for row in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of all devices' time, from the start of the step to its very end.
+        """The idle share of all devices' time, from the start to the end of the step.
 
-        This is the right one for a jitted step: all devices wait for the last one.
+        This is the right measure for a jitted step, where all devices wait for the last one.
         """
         available = len(self.spans) * self.makespan
         return (available - sum(self.work)) / available
@@ -195,7 +194,7 @@ class Timeline:
         return (longest - work) / longest
 
     def span(self, action: Action) -> Span:
-        """Start and end of one action.
+        """Returns the start and end of one action.
 
         Raises:
             ConfigError: the schedule does not have the action.
@@ -212,14 +211,14 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: bool = False) -> Timeline:
     """Computes when a schedule's actions run.
 
-    By default devices run ahead independently, as separate programs would: the table gives each
-    device's order only. With `lockstep` a tick lasts as long as its slowest device's cell, which is
-    how one scan over the ticks runs it.
+    By default devices run ahead independently, like separate programs; the table determines only
+    the order of each device. With `lockstep` a tick lasts as long as its slowest device's cell, as
+    in one scan over the ticks.
 
     Args:
         schedule: a valid table.
-        costs: times per microbatch and device; the default is a backward of twice a forward.
-        lockstep: reads the table tick by tick. The transfers of a tick then add
+        costs: times per microbatch and device; by default a backward takes twice a forward.
+        lockstep: whether to keep devices in step, tick by tick. The transfers of a tick then add
             `costs.transfer` once.
 
     Returns:
@@ -249,10 +248,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: bool = Fa
 
 
 def times_of(schedule: Schedule, costs: Costs) -> _Times:
-    """The time of each stage's phases.
+    """Returns the time of each stage's phases.
 
     Args:
-        schedule: for its stages and devices.
+        schedule: a table, for its stages and devices.
         costs: times per microbatch and device.
 
     Returns:

@@ -1,6 +1,6 @@
-"""The schedule itself: a table of devices and ticks, and how an order of actions becomes one.
+"""The schedule, a table of devices and ticks, and its construction from an order of actions.
 
-Builders differ only in the order; `order_to_table` turns any order into the table of earliest
+Builders differ only in the order. `order_to_table` turns any order into the table of earliest
 ticks, and `simulate` runs the same code with durations instead of ticks.
 """
 
@@ -17,11 +17,12 @@ from .action import Action, Boundaries, Cell, Phase, dependencies, partition
 
 _LABEL = len("device 10")
 _MARGIN = 6  # ticks shown on each side of a marked cell
-_MOST_ROWS, _LONGEST = 64, 40  # devices, and letters of a cell, where one is marked
+_MOST_ROWS = 64  # devices shown in a grid with marks
+_LONGEST = 40  # letters shown of a cell in a grid with marks
 
 
 def cell_text(cell: Cell) -> str:
-    """Writes a cell as in the CSV form: actions joined by `+`, nothing when idle."""
+    """Returns a cell in the CSV form: actions joined by `+`, nothing if idle."""
     return "+".join(map(str, cell))
 
 
@@ -30,8 +31,8 @@ def render_grid(rows: Sequence[Sequence[Cell]], marks: Collection[tuple[int, int
 
     Args:
         rows: the cells of each device, tick by tick; rows may differ in length.
-        marks: (device, tick) of the cells to point at, shown as `[2B0]`. A grid with marks is cut
-            to the ticks around them.
+        marks: (device, tick) of the cells to point out, shown as `[2B0]`. A grid with marks shows
+            only the ticks around them.
 
     Returns:
         The lines, without a newline at the end.
@@ -46,7 +47,7 @@ def render_grid(rows: Sequence[Sequence[Cell]], marks: Collection[tuple[int, int
     ticks = _window(max(map(len, rows), default=0), marks)
     header = [str(tick) for tick in ticks]
     marked = {device for device, _ in marks}
-    # An error about one of very many devices shows that one.
+    # With very many devices, show only the marked ones.
     shown = sorted(marked) if marks and len(rows) > _MOST_ROWS else range(len(rows))
     body = [[_entry(rows, device, tick, marks) for tick in ticks] for device in shown]
     widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
@@ -80,7 +81,7 @@ def _entry(
 
 
 def write_rows(rows: Sequence[Sequence[Cell]]) -> str:
-    """Writes the cells of a table.
+    """Returns the cells of a table as CSV text.
 
     Args:
         rows: `rows[device][tick]`.
@@ -96,11 +97,13 @@ def write_rows(rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def read_rows(text: str) -> tuple[tuple[Cell, ...], ...]:
-    """Reads cells; short lines are filled with idle ticks at the end, as spreadsheets drop them.
+    """Reads the cells of a table from CSV text.
+
+    Short lines are filled with idle ticks, because spreadsheets drop empty cells at the end.
 
     Args:
-        text: what `write_rows` writes. Blanks around actions and blank lines are dropped; a device
-            that does nothing is a line of commas.
+        text: CSV text as returned by `write_rows`. Blanks around actions and blank lines are
+            ignored. A device that does nothing is a line of commas.
 
     Returns:
         `rows[device][tick]`, of equal lengths.
@@ -142,7 +145,7 @@ def _read_cell(entry: str, device: int, tick: int) -> Cell:
 
 
 def infer_placement(rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
-    """Finds the device of each stage from where its actions stand.
+    """Finds the device of each stage, from the rows of its actions.
 
     Args:
         rows: `rows[device][tick]`.
@@ -151,7 +154,7 @@ def infer_placement(rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
         The device of each stage.
 
     Raises:
-        ScheduleError: a stage stands on several devices or on none.
+        ScheduleError: a stage has actions on several devices, or on none.
     """
     first_ticks: dict[int, dict[int, int]] = {}  # stage -> device -> first tick
     for device, row in enumerate(rows):
@@ -171,7 +174,7 @@ def infer_placement(rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
 
 
 class PlacedAction(NamedTuple):
-    """An action and where the table has it: device, tick, and position within the cell."""
+    """An action and its place in the table: device, tick, and position within the cell."""
 
     action: Action
     device: int
@@ -181,17 +184,17 @@ class PlacedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule: what every device does in every tick.
+    """A pipeline schedule: the actions of every device in every tick.
 
-    In each tick every device does the actions of its cell, left to right; after the tick everything
-    produced for another device is sent. So a result is usable on the same device by any later
-    action, and on another device from the next tick on. A table is only a claim until
+    In each tick every device runs the actions of its cell, left to right. After the tick, all
+    results for other devices are sent. So later actions of the same device can use a result at
+    once, and other devices can use it from the next tick on. A table may be invalid until
     `validate` has accepted it.
 
     Args:
-        name: what the schedule is called.
+        name: the name of the schedule.
         num_microbatches: microbatches per step.
-        placement: the one device of each stage, `placement[stage]`; stages count through the model.
+        placement: `placement[stage]` is the device of a stage; stages count through the model.
         rows: `rows[device][tick]` is a cell; all rows have the same length.
 
     Raises:
@@ -234,7 +237,7 @@ class Schedule:
 
     @staticmethod
     def check(value: object, what: str = "a schedule") -> None:
-        """Raises `ScheduleError` for what is no `Schedule`."""
+        """Raises `ScheduleError` unless the value is a `Schedule`."""
         if not isinstance(value, Schedule):
             raise ScheduleError(
                 f"got {value!r:.60}, a {type(value).__name__}, for {what}. Give a Schedule, such "
@@ -252,12 +255,13 @@ class Schedule:
     def from_csv(cls, text: str, name: str = "custom") -> Schedule:
         """Reads a table that was written by `to_csv`, by hand or by another program.
 
-        Stages, microbatches and placement are read off the actions. The table is not validated.
+        Stages, microbatches and placement are inferred from the actions. The table is not
+        validated.
 
         Args:
             text: one line per device, one cell per tick, with stages counted through the model;
                 several actions in a tick are joined by `+`, and an idle tick is an empty cell.
-            name: what to call the schedule.
+            name: the name of the schedule.
 
         Returns:
             The table.
@@ -274,21 +278,21 @@ class Schedule:
         return cls(name, num_microbatches, infer_placement(rows), rows)
 
     def to_csv(self) -> str:
-        """Writes the table: one line per device, one cell per tick, such as `2F0+2B0`."""
+        """Returns the table as CSV: one line per device, one cell per tick, such as `2F0+2B0`."""
         return write_rows(self.rows)
 
     @property
     def num_stages(self) -> int:
-        """Stages through the whole model: devices times chunks."""
+        """The number of stages through the whole model: devices times chunks."""
         return len(self.placement)
 
     @property
     def num_devices(self) -> int:
-        """Devices along the pipeline, one row each."""
+        """The number of devices along the pipeline; each has one row."""
         return len(self.rows)
 
     def in_order(self, stage: int, phases: Collection[Phase]) -> bool:
-        """Whether a stage takes its microbatches in their order, in actions of some phases.
+        """Whether a stage runs actions of the given phases in the order of the microbatches.
 
         Example:
             >>> from axon_dist.schedule import gpipe
@@ -301,12 +305,12 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
-        """Length of the table."""
+        """The length of the table."""
         return len(self.rows[0])
 
     @property
     def chunks(self) -> int:
-        """Stages that one device holds (the most, should they differ)."""
+        """The number of stages on one device (the largest, if devices differ)."""
         return max(self.placement.count(device) for device in range(self.num_devices))
 
     @property
@@ -316,16 +320,16 @@ class Schedule:
 
     @cached_property
     def splits_vocabulary(self) -> bool:
-        """Whether head and loss are actions of their own, `V`, of all devices."""
+        """Whether head and loss are split over all devices, as actions `V`."""
         return any(placed.action.phase is Phase.V for placed in self.placed())
 
     @cached_property
     def splits_embedding(self) -> bool:
-        """Whether looking microbatches up is an action of its own, `E`, of all devices."""
+        """Whether the embedding is split over all devices, as actions `E` and `G`."""
         return any(placed.action.phase is Phase.E for placed in self.placed())
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """The stages that a device holds, in the order of the model."""
+        """Returns the stages of a device, in the order of the model."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == device)
 
     def partition(
@@ -334,19 +338,19 @@ class Schedule:
         costs: Sequence[float] | None = None,
         boundaries: Sequence[int] | None = None,
     ) -> Boundaries:
-        """Divides a chain of layers into its stages, as the function `partition` does."""
+        """Divides a chain of layers into the stages, like the function `partition`."""
         return partition(num_layers, self.num_stages, costs, boundaries)
 
     def tick(self, tick: int) -> tuple[Cell, ...]:
-        """The cell of every device in one tick."""
+        """Returns the cell of every device in one tick."""
         return tuple(row[tick] for row in self.rows)
 
     def order(self, device: int) -> tuple[Action, ...]:
-        """A device's actions in the order in which it does them, without the idle ticks."""
+        """Returns a device's actions in the order of execution."""
         return tuple(action for cell in self.rows[device] for action in cell)
 
     def placed(self) -> Iterator[PlacedAction]:
-        """All actions with their places, device by device, in the order of execution."""
+        """Yields all actions with their places, device by device, in the order of execution."""
         for device, row in enumerate(self.rows):
             for tick, cell in enumerate(row):
                 for position, action in enumerate(cell):
@@ -354,7 +358,7 @@ class Schedule:
 
     @cached_property
     def where(self) -> dict[Action, PlacedAction]:
-        """The place of each action (the last one, in an invalid table that repeats it)."""
+        """The place of each action (the last one, if an invalid table repeats it)."""
         return {placed.action: placed for placed in self.placed()}
 
 
@@ -370,13 +374,13 @@ def order_to_table(
 ) -> Schedule:
     """Places every action of an order at its earliest tick.
 
-    A cell waits for the device's previous cell, and for everything its actions need; what another
-    device makes is usable one tick after the tick that makes it.
+    A cell waits for the device's previous cell, and for the results that its actions need. A result
+    of another device can be used from the next tick on.
 
     Args:
-        name: what the schedule is called.
-        order: per device, its actions in the order of execution. Actions that are to share a
-            tick are given as one tuple.
+        name: the name of the schedule.
+        order: per device, its actions in the order of execution. Actions that share a tick are
+            grouped in a tuple.
         placement: the device of each stage.
         num_microbatches: microbatches per step.
 
@@ -384,7 +388,7 @@ def order_to_table(
         The shortest table with this order.
 
     Raises:
-        ScheduleError: the order deadlocks; the message says what each device waits for.
+        ScheduleError: the order deadlocks; the message names the action each device waits for.
 
     Example:
         >>> order = [[Action.parse("0F0"), Action.parse("0B0")]]
@@ -393,7 +397,9 @@ def order_to_table(
         tick        0    1
         device 0  0F0  0B0
     """
-    cells = [[(c,) if isinstance(c, Action) else c for c in device] for device in order]
+    cells = [
+        [(cell,) if isinstance(cell, Action) else cell for cell in of_device] for of_device in order
+    ]
     starts = earliest_starts(name, cells, len(placement), lambda cell: 1)
     num_ticks = 1 + max((int(of_device[-1]) for of_device in starts if of_device), default=-1)
     rows: list[list[Cell]] = [[()] * num_ticks for _ in cells]
@@ -410,13 +416,13 @@ def earliest_starts(
     duration: Callable[[Cell], float],
     transfer: float = 0,
 ) -> list[list[float]]:
-    """Runs an order with every device as early as it can, and returns when each cell starts.
+    """Runs every cell of an order as early as possible, and returns its start.
 
     Args:
-        name: what the schedule is called, for the message.
+        name: the name of the schedule, for the message.
         order: per device, its cells in the order of execution.
         num_stages: stages through the whole model.
-        duration: the time a cell takes.
+        duration: returns the time that a cell takes.
         transfer: the time until a result reaches another device.
 
     Returns:
@@ -435,7 +441,7 @@ def earliest_starts(
         device = ready.popleft()
         while (done := len(starts[device])) < len(order[device]):
             cell = order[device][done]
-            # An action may use what stands left of it in its cell.
+            # An action may use results of the actions before it in its cell.
             needed = [
                 needed
                 for position, action in enumerate(cell)
@@ -454,7 +460,7 @@ def earliest_starts(
                 ends[action] = clock[device]
                 ready.extend(waiting.pop(action, ()))
     if waiting:
-        raise ScheduleError(_deadlock(name, order, starts, waiting, home))
+        raise ScheduleError(_deadlock(name, order, starts, waiting, home), code="deadlock")
     return starts
 
 
@@ -465,12 +471,14 @@ def _deadlock(
     waiting: dict[Action, list[int]],
     home: dict[Action, int],
 ) -> str:
-    """Says what each stuck device waits for, over the grid of what could run."""
+    """Returns a message with the action each stuck device waits for, and a grid of the progress."""
     stuck = {device: action for action, devices in waiting.items() for device in devices}
-    lines, rows, marks = [], [], []
+    lines = []
+    rows = []
+    marks = []
     for device, cells in enumerate(order):
         done = len(starts[device])
-        # The devices' progress, not their times: a simulation's times are no columns of a grid.
+        # Columns show each device's progress, not times, because a simulation has no ticks.
         rows.append([*cells[: done + 1]])
         if device in stuck:
             missing = stuck[device]
@@ -479,10 +487,10 @@ def _deadlock(
             lines.append(f"  device {device} waits at {head} for {missing}, {owner}")
             marks.append((device, done))
     return (
-        f"schedule {name!r} deadlocks: these devices wait for each other for ever.\n"
+        f"schedule {name!r} deadlocks: these devices wait for each other forever.\n"
         + "\n".join(lines)
-        + "\nEvery action must come after all it needs: F(k) after F(k-1), B(k) after F(k) and "
-        "B(k+1), W after I. Move the action that is waited for to before the one that waits "
-        "(cells in the order of execution, up to where each device stops):\n"
+        + "\nEvery action must follow all actions it needs: F(k) after F(k-1), B(k) after F(k) and "
+        "B(k+1), W after I. Move the action that is waited for before the one that waits "
+        "(cells are in the order of execution, up to where each device stops):\n"
         + render_grid(rows, marks)
     )

@@ -1,9 +1,10 @@
 """Schedules whose second chunk runs back over the ranks: V-Half, V-Min, DualPipeV, ZB-V.
 
-Device `d` of `P` holds the stages `d` and `2P-1-d`. Going down the V, up, and back the same way,
-every hop between neighbours takes a fixed number of ticks; the next microbatch follows 6 ticks
-later, for a device has 6 tasks per microbatch. What is in flight on a device is then the block's
-lifespan over 6, however many microbatches there are.
+Device `d` of `P` holds the stages `d` and `2P-1-d`. A microbatch goes down the V, up, and back the
+same way. In a building block, every hop between neighbours takes a fixed number of ticks. The next
+microbatch follows 6 ticks later, because a device has 6 tasks per microbatch. So the number of
+microbatches in flight on a device is the lifespan of the block divided by 6, for any number of
+microbatches.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362.
 """
@@ -22,13 +23,13 @@ _PERIOD = 6  # F, I and W of two stages
 
 
 class Hops(NamedTuple):
-    """Ticks from one device to the next, on each of the four ways through the V.
+    """Ticks from one device to the next, on each of the four paths through the V.
 
     Args:
-        down: of forwards, from the first device to the last.
-        up: of forwards, back to the first device.
-        back_down: of input gradients, from the first device to the last.
-        back_up: of input gradients, back to the first device.
+        down: forwards from the first device to the last.
+        up: forwards back to the first device.
+        back_down: input gradients from the first device to the last.
+        back_up: input gradients back to the first device.
     """
 
     down: int
@@ -40,15 +41,17 @@ class Hops(NamedTuple):
 def v_schedule(
     name: str, num_devices: int, num_microbatches: int, hops: Hops, most: int
 ) -> Schedule:
-    """Builds the schedule of a block: forwards and input gradients in the order in which repeated
-    blocks have them, each as early as memory allows, weight gradients where a device would wait.
+    """Builds the schedule of a repeated building block.
+
+    Forwards and input gradients are in the order of the repeated blocks, each as early as memory
+    allows. Weight gradients run when a device would otherwise wait.
 
     Args:
-        name: what the schedule is called.
+        name: the name of the schedule.
         num_devices: devices `P`, with two stages each.
         num_microbatches: microbatches `M`.
-        hops: the slopes of the block.
-        most: chunks that a device may keep from `F` to `W`.
+        hops: the hops of the block.
+        most: the largest number of chunks that a device may keep from `F` to `W`.
 
     Returns:
         The table, of `2P` stages.
@@ -68,7 +71,7 @@ def _placement(num_devices: int) -> tuple[int, ...]:
 
 
 class _Moments(NamedTuple):
-    """When a device works for the first microbatch: forwards and input gradients, both stages."""
+    """The ticks of a device's forwards and input gradients of the first microbatch."""
 
     f0: int
     f1: int
@@ -77,24 +80,24 @@ class _Moments(NamedTuple):
 
 
 def _block(num_devices: int, hops: Hops) -> list[_Moments]:
-    """The shortest block in which no device does two tasks in one tick of the period."""
+    """Returns the shortest block in which no device has two tasks in one tick of the period."""
     waits = sorted(product(range(_PERIOD), repeat=3), key=lambda waits: (sum(waits), waits))
     blocks = (_with_waits(num_devices, hops, *turns) for turns in waits)
 
-    def apart(moments):
+    def are_disjoint(moments):
         return len({tick % _PERIOD for tick in moments}) == len(moments)
 
-    return next(block for block in blocks if all(map(apart, block)))
+    return next(block for block in blocks if all(map(are_disjoint, block)))
 
 
 def _with_waits(
     num_devices: int, hops: Hops, at_bottom: int, at_top: int, at_turn: int
 ) -> list[_Moments]:
-    """The block with so many idle ticks at the ends and the turn of the V."""
+    """Returns the block with the given idle ticks at the ends and the turn of the V."""
     last = num_devices - 1
-    f1 = last * hops.down + 1 + at_bottom  # the last device's
-    i1 = f1 + last * hops.up + 1 + at_top  # the first device's
-    i0 = i1 + last * hops.back_down + 1 + at_turn  # the last device's
+    f1 = last * hops.down + 1 + at_bottom  # on the last device
+    i1 = f1 + last * hops.up + 1 + at_top  # on the first device
+    i0 = i1 + last * hops.back_down + 1 + at_turn  # on the last device
     return [
         _Moments(
             d * hops.down,
@@ -118,21 +121,24 @@ def _order(device: int, moments: _Moments, num_devices: int, num_microbatches: i
 
 
 def _fill(orders: list[list[Action]], num_stages: int, most: int) -> tuple[tuple[Cell, ...], ...]:
-    """Runs orders without weight gradients tick by tick, and puts these where they fit."""
+    """Runs orders of forwards and input gradients tick by tick, and fills in weight gradients."""
     scheduled = {action for order in orders for action in order}
     waiting = [deque(order) for order in orders]
     weights: list[deque[Action]] = [deque() for _ in orders]
-    stashed, done = [0] * len(orders), set()
+    stashed = [0] * len(orders)
+    done: set[Action] = set()
     rows: list[list[Cell]] = [[] for _ in orders]
     while any(waiting) or any(weights):
         made: list[Action] = []
         for device, row in enumerate(rows):
             todo = waiting[device]
-            full = bool(todo) and todo[0].phase is Phase.F and stashed[device] == most
-            ready = (
-                todo and not full and done.issuperset(dependencies(todo[0], num_stages, scheduled))
+            is_full = bool(todo) and todo[0].phase is Phase.F and stashed[device] == most
+            is_ready = (
+                todo
+                and not is_full
+                and done.issuperset(dependencies(todo[0], num_stages, scheduled))
             )
-            if ready:
+            if is_ready:
                 action = todo.popleft()
                 stashed[device] += action.phase is Phase.F
                 if action.phase is Phase.I:
@@ -149,10 +155,10 @@ def _fill(orders: list[list[Action]], num_stages: int, most: int) -> tuple[tuple
 
 
 def v_half(num_devices: int, num_microbatches: int) -> Schedule:
-    """Builds V-Half: device `d` holds the stages `d` and `2P-1-d`; the way up takes twice as long.
+    """Builds V-Half: device `d` holds the stages `d` and `2P-1-d`; hops up take twice as long.
 
     A device keeps `floor((P+2)/2)` whole microbatches from `F` to `W`, where 1F1B keeps `P`. With
-    `F = I = W` the bubble is `(3P/2 - 2)F` from three devices on: the paper's "about half of
+    `F = I = W` the bubble is `(3P/2 - 2)F` for at least three devices: the paper's "about half of
     1F1B's", `3(P-1)F`.
 
     Args:
@@ -180,9 +186,9 @@ def v_min(num_devices: int, num_microbatches: int) -> Schedule:
     """Builds V-Min: device `d` holds the stages `d` and `2P-1-d`, and every hop takes one tick.
 
     A device keeps `floor((P+4)/3)` whole microbatches from `F` to `W`, where 1F1B keeps `P`. With
-    `F = I = W` the bubble is `(2P - 5/2)F`, and `F` more where 3 divides `P`: the paper's "about
-    two thirds of 1F1B's", `3(P-1)F`. With unequal times each device waits a little in every
-    microbatch, so that the bubble grows with their number: V-Half does not pay that.
+    `F = I = W` the bubble is `(2P - 5/2)F`, and `F` more if 3 divides `P`: the paper's "about two
+    thirds of 1F1B's", `3(P-1)F`. With unequal times each device waits a little in every
+    microbatch, so the bubble grows with their number; V-Half does not have this cost.
 
     Args:
         num_devices: devices `P`, with two stages each.
@@ -206,14 +212,15 @@ def v_min(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
-    """Builds DualPipeV: device `d` holds the stages `d` and `2P-1-d`, a half of DualPipe's V.
+    """Builds DualPipeV: device `d` holds the stages `d` and `2P-1-d`, one half of DualPipe.
 
     In the steady state each tick pairs a forward of one chunk with a whole backward of the other,
-    so that the transfers of one are hidden behind the other; backwards are split into `I` and `W`
-    at the ends alone, where `W` fills the bubble. Every device keeps at most `2P+1` chunks. Its
-    authors' bubble is `(P-1)(F&B + B - 3W)` in times of chunks, `F&B` for a pair: with pairs that
-    take `F + B` and no time won by overlap, `(P-1)(F + 2I - W)/2`, in times of whole devices.
-    Devices that need not stay in step lose less: with `F = I = W` `(P-1)F/2`, as ZB-V.
+    so that the transfers of one are hidden behind the other. Backwards are split into `I` and `W`
+    only at the ends, where `W` fills the bubble. Every device keeps at most `2P+1` chunks. The
+    authors' bubble is `(P-1)(F&B + B - 3W)` in times of chunks, with `F&B` for a pair. If pairs
+    take `F + B`, without a gain by overlap, this is `(P-1)(F + 2I - W)/2` in times of whole
+    devices. If devices need not stay in step, the bubble is smaller: `(P-1)F/2` with `F = I = W`,
+    like ZB-V.
 
     Args:
         num_devices: devices `P`, with two stages each.
@@ -231,23 +238,24 @@ def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
         tick         0    1    2    3        4    5    6    7
         device 0   0F0  1F0  0F1  1B0  1F1+0B0  1B1  0I1  0W1
 
-    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv:2412.19437, and Sea AI Lab's cut in
-    half of it, which DeepSeek's DualPipe repository documents.
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv:2412.19437; DeepSeek's DualPipe
+    repository documents the half of it that Sea AI Lab proposed.
     """
 
     def steps(device: int, total: int) -> Iterator[str]:
-        down = num_devices - 1 - device  # devices from the next to the turn of the V
+        down = num_devices - 1 - device  # devices after this one, down to the turn of the V
         here = device + 1
         yield from ["F0"] * (2 * down)
         yield from ["F0", "F1"] * here
         yield from ["I1", "W", "F1"] * down
         for number in range(total - 2 * num_devices + here):
-            # The last device makes its input of chunk 1: pairing would delay its first gradient.
+            # The last device computes the input of its chunk 1 itself. A pair would delay its
+            # first gradient.
             yield from ["F0", "B1"] if number == 0 and down == 0 else ["F0 B1"]
             yield "F1 B0"
         yield from ["B1", "F1 B0"] * down
         for number in range(2 * here):
-            # The second half is split: what other devices wait for goes first.
+            # Backwards of the second half are split, so that `I`, which others wait for, is first.
             phase = "I" if number >= here else "B"
             yield f"{phase}{1 - number % 2}"
         yield from ["W", "I0"] * down
@@ -259,10 +267,10 @@ def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
 def zero_bubble_v(num_devices: int, num_microbatches: int) -> Schedule:
     """Builds ZB-V: device `d` holds the stages `d` and `2P-1-d`, and 1F1B's memory suffices.
 
-    The first and the last stage share device 0, so that a microbatch's first gradient is ready
-    where its forward began: every device keeps `2P` chunks, as much as `P` whole microbatches.
-    With `F = I = W` and `M >= 2P-1` no device is idle between its first and last task, and the
-    step takes `(P-1)F/2` more than its work; no schedule with two chunks can take less.
+    The first and the last stage share device 0, so a microbatch's first gradient is computed where
+    its forward began. Every device keeps `2P` chunks, as much as `P` whole microbatches. With
+    `F = I = W` and `M >= 2P-1` no device is idle between its first and last task. The step then
+    takes `(P-1)F/2` longer than its work; no schedule with two chunks can take less.
 
     Args:
         num_devices: devices `P`, with two stages each.
@@ -283,16 +291,16 @@ def zero_bubble_v(num_devices: int, num_microbatches: int) -> Schedule:
     """
 
     def steps(device: int, total: int) -> list[str]:
-        down = num_devices - device  # devices from here to the turn of the V, this one included
+        down = num_devices - device  # devices from this one, inclusive, to the turn of the V
         return (
             # Warm-up: the first microbatch goes down the V and comes back up.
             ["F0"] * (2 * down - 1)
             + ["F1", "F0"] * device
             + ["F1", "I1", "W1"] * down
-            # Steady: six tasks for each microbatch.
+            # Steady state: six tasks for each microbatch.
             + ["F0", "I0", "W0", "F1", "I1", "W1"] * (total - 2 * num_devices + 1 + device)
             + ["I0", "W0", "F1", "I1", "W1"] * (down - 1)
-            # Cool-down: what others wait for first, the weight gradients put off last.
+            # Cool-down: first the gradients that other devices wait for, delayed `W` last.
             + ["I0", "I1"] * device
             + ["I0", "W0"] * down
             + ["W1"] * device
@@ -309,15 +317,17 @@ def _by_steps(
     least: int,
     steps: Callable[[int, int], Iterable[str]],
 ) -> Schedule:
-    """Builds a pattern that needs at least so many microbatches, and drops those beyond `M`.
+    """Builds a schedule from a pattern of cells.
+
+    The pattern needs at least `least` microbatches; those beyond `M` are dropped.
 
     Args:
-        name: what the schedule is called.
+        name: the name of the schedule.
         num_devices: devices `P`, with two stages each.
         num_microbatches: microbatches `M`.
-        least: the microbatches that the pattern needs.
-        steps: (device, microbatches of the pattern) -> its cells, each of phases and chunks such as
-            `F1 B0`; `W` alone is the longest waiting weight gradient.
+        least: the number of microbatches that the pattern needs.
+        steps: (device, microbatches of the pattern) -> its cells. A cell is a text of phases and
+            chunks such as `F1 B0`; `W` alone is the weight gradient that has waited longest.
     """
     check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
     order = []
@@ -338,7 +348,7 @@ def _cells(device: int, num_devices: int, steps: Iterable[str]) -> Iterator[Cell
             if task == "W":
                 cell.append(weights.popleft())
                 continue
-            # A backward is the next one, whole or split.
+            # Whole and split backwards of a chunk share one count of microbatches.
             kind = task.replace("I", "B")
             cell.append(Action(stages[task[1]], Phase(task[0]), seen[kind]))
             seen[kind] += 1

@@ -1,4 +1,4 @@
-"""Checks a table before anything runs it: what it accepts, the executor can run."""
+"""Checks a table before anything runs it. The executor can run every table that passes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from .table import PlacedAction, Schedule, earliest_starts, render_grid
 def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) -> None:
     """Raises unless a table is a complete, executable pipeline step.
 
-    Every stage has to do every microbatch's `F` once, and its `B`, or `I` and `W`, once; all
-    devices have to do its `V` together, and its `E` and `G`, or none of them; every action has to
-    stand on its stage's device; and everything that an action needs has to be there: from an
-    earlier action of the device, or from another device in an earlier tick.
+    These rules must hold:
+
+    - Every stage runs every microbatch's `F` once, and either its `B`, or its `I` and `W`, once.
+    - Either no device runs `V`, or all devices run it together; the same for `E` and `G`.
+    - Every action is on its stage's device.
+    - Every result that an action needs is from an earlier action of the device, or from another
+      device in an earlier tick.
 
     Args:
         schedule: the table.
-        max_live: the most microbatches a device may keep for its backward (from `F` to `B` or
-            `W`), for all devices or for each; None sets no limit.
+        max_live: the largest number of microbatches that a device may keep for their backward (from
+            `F` to `B` or `W`), for all devices or for each; None sets no limit.
 
     Raises:
-        ScheduleError: the table breaks a rule; the message shows the grid, the cell marked.
+        ScheduleError: the table breaks a rule; the message shows the grid with the cell marked.
 
     Example:
         >>> from axon_dist.schedule import zero_bubble_v
@@ -55,7 +58,7 @@ def _at(placed: PlacedAction) -> str:
 
 
 def _check_names(schedule: Schedule) -> None:
-    """Every action is one of the step, and stands in the table once."""
+    """Checks that every action exists in the step, and is in the table only once."""
     seen: dict[Action, PlacedAction] = {}
     for placed in schedule.placed():
         stage, _, microbatch = placed.action
@@ -96,30 +99,31 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _wrong(present: Sequence[Action], f: Action, b: Action, i: Action, w: Action) -> str:
-    """Says what is wrong with the actions of one stage and microbatch."""
+    """Returns a text that says what is wrong with the actions of one stage and microbatch."""
     if f not in present:
         return f"has no {f}"
     if b in present and (i in present or w in present):
         return f"has a whole backward {b} and a split one ({i if i in present else w}) too"
     if i in present or w in present:
-        there, lacking = (i, w) if i in present else (w, i)
-        return f"has {there} but no {lacking}"
+        found, missing = (i, w) if i in present else (w, i)
+        return f"has {found} but no {missing}"
     return f"has no backward: neither {b} nor {i} and {w}"
 
 
 def _check_vocabulary(schedule: Schedule, used: Sequence[Phase]) -> None:
-    """What all devices do together, they do in one tick, and at one place within its cells."""
+    """Checks that all devices run an `E`, `V` or `G` in one tick, in the same order in cells."""
     if used not in ([Phase.V], list(TOGETHER)):
         raise ScheduleError(
-            f"schedule {schedule.name!r} has {' and '.join(used)}, and what is split by the "
-            "vocabulary is the head, V, or head and embedding, E, V and G. Add what is missing, as "
-            "with_vocabulary does to a table without any."
+            f"schedule {schedule.name!r} has {' and '.join(used)}. A table must split either the "
+            "head alone, V, or head and embedding, E, V and G. Add the missing actions, as "
+            "with_vocabulary does to a table without any.",
+            code="vocabulary-phases",
         )
     stages = [schedule.stages_of(device) for device in range(schedule.num_devices)]
     if not all(stages):
         raise _fail(
             schedule,
-            f"device {stages.index(())} has no stage, and {used[0]} is of all devices. Leave the "
+            f"device {stages.index(())} has no stage, but all devices must run {used[0]}. Leave "
             f"{used[0]} out, or place a stage on every device.",
         )
     for phase in used:
@@ -127,24 +131,25 @@ def _check_vocabulary(schedule: Schedule, used: Sequence[Phase]) -> None:
             _check_together(schedule, {Action(home[0], phase, microbatch) for home in stages})
     order = list(Phase)
 
-    # Actions that all devices do together are in the order of their microbatches, too.
-    def place(a):
-        return (order.index(a.phase), a.microbatch if a.phase in TOGETHER else 0)
+    # Actions that all devices run together must be in the order of their microbatches too.
+    def place(action):
+        microbatch = action.microbatch if action.phase in TOGETHER else 0
+        return (order.index(action.phase), microbatch)
 
     for device, row in enumerate(schedule.rows):
         for tick, cell in enumerate(row):
             if list(cell) != sorted(cell, key=place):
                 raise _fail(
                     schedule,
-                    f"device {device} does {'+'.join(map(str, cell))} in tick {tick}. In a table "
-                    f"with {used[0]} the actions of a cell stand in the order {', '.join(order)}, "
-                    "so that all devices come to it at once.",
+                    f"device {device} runs {'+'.join(map(str, cell))} in tick {tick}. In a table "
+                    f"with {used[0]} the actions of a cell must be in the order "
+                    f"{', '.join(order)}, so that all devices reach it together.",
                     PlacedAction(cell[0], device, tick, 0),
                 )
 
 
 def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
-    """One microbatch's actions of one phase, one on each device."""
+    """Checks one microbatch's actions of one phase: one on each device, in one tick."""
     _, phase, microbatch = next(iter(wanted))
     present = {action for action in schedule.where if action[1:] == (phase, microbatch)}
     parts = sorted((schedule.where[action] for action in present), key=lambda part: part.device)
@@ -155,7 +160,7 @@ def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
 
         raise _fail(
             schedule,
-            f"microbatch {microbatch} has {names(present)}, and {phase} is of all devices, each "
+            f"microbatch {microbatch} has {names(present)}, but all devices must run {phase}, each "
             f"named after its first stage. It needs {names(wanted)}.",
             *parts,
         )
@@ -163,22 +168,23 @@ def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
     if len(ticks) != 1:
         raise _fail(
             schedule,
-            f"the {phase} of microbatch {microbatch} stand in the ticks {ticks}. The devices wait "
+            f"the {phase} of microbatch {microbatch} are in the ticks {ticks}. The devices wait "
             "for each other in it: put them in one tick.",
             *parts,
         )
 
 
 def _check_order(schedule: Schedule) -> None:
-    """Every action stands on its stage's device, after all that it needs."""
-    places, pairs = schedule.where, []
+    """Checks that every action is on its stage's device, after all actions that it needs."""
+    places = schedule.where
+    pairs = []
     for placed in schedule.placed():
         home = schedule.placement[placed.action.stage]
         if home != placed.device:
             raise _fail(
                 schedule,
-                f"{_at(placed)} stands on the wrong device: stage {placed.action.stage} lives on "
-                f"device {home}. Move the action, or change the placement.",
+                f"{_at(placed)} is on the wrong device: stage {placed.action.stage} is on device "
+                f"{home}. Move the action, or change the placement.",
                 placed,
             )
         needed = dependencies(placed.action, schedule.num_stages, places)
@@ -202,7 +208,7 @@ def _check_order(schedule: Schedule) -> None:
             raise _fail(
                 schedule,
                 f"{_at(user)} needs {_at(made)}, whose result arrives for tick {made.tick + 1}: "
-                "what another device makes is there one tick later. Delay the action, or let "
+                "results of another device arrive one tick later. Delay the action, or let "
                 "order_to_table place the same order at its earliest ticks.",
                 user,
                 made,
@@ -231,23 +237,23 @@ def _check_memory(schedule: Schedule, max_live: int | Sequence[int]) -> None:
 
 
 _TRIED = 4
-"""How many delays of the backwards are compared: the least one, and those after it."""
+"""The number of delays of the backwards to compare, from the least possible one up."""
 
 
 def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """Takes embedding and head from the end stages, and gives each device a part of the vocabulary.
+    """Splits embedding and head over all devices, by vocabulary.
 
-    In the tick after the last stage's forward of a microbatch all devices do its `V` together,
-    each for its part of the vocabulary: the head no longer makes the last stage the slowest.
-    Backwards start later by as many ticks as that takes, one or two, and every stage keeps as many
-    inputs more. In the tick before the first stage's forward they look the microbatch up together,
-    `E`, and in the tick after its backward each adds the gradients of its part of the embedding,
-    `G`: the table is one tick longer at its start, where everything else waits, and one at its end.
+    In the tick after the last stage's forward of a microbatch, all devices run its `V` together,
+    each for its part of the vocabulary. So the head no longer makes the last stage the slowest.
+    Backwards start one or two ticks later, and every stage keeps as many more inputs. In the tick
+    before the first stage's forward, all devices look the microbatch up together, `E`. In the tick
+    after its backward, each adds the gradients of its part of the embedding, `G`. So the table is
+    one tick longer at its start, where everything else waits, and one at its end.
 
     Args:
-        schedule: a valid table; one that has all three is returned as it is, and one that has `V`
-            alone keeps it.
-        costs: times per microbatch and device; of several delays the fastest in step is taken.
+        schedule: a valid table. If it has `E`, `V` and `G`, it is returned unchanged. If it has
+            only `V`, only `E` and `G` are added.
+        costs: times per microbatch and device, by which the fastest of several delays is chosen.
 
     Returns:
         The table.
@@ -269,10 +275,11 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     if schedule.splits_embedding:
         return schedule
     if schedule.splits_vocabulary:
-        both = _delayed(schedule, 0)
-        validate(both)
-        return both
-    last, places = schedule.num_stages - 1, schedule.where
+        table = _delayed(schedule, 0)
+        validate(table)
+        return table
+    last = schedule.num_stages - 1
+    places = schedule.where
     ends = [places[Action(last, Phase.F, m)].tick for m in range(schedule.num_microbatches)]
     least = max(0, *(end + 2 - _back(schedule, last, m) for m, end in enumerate(ends)))
     tables = [_delayed(schedule, least + more) for more in range(_TRIED)]
@@ -282,8 +289,9 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 
 def _delayed(schedule: Schedule, delay: int) -> Schedule:
-    """The table one tick later, its backwards `delay` more, with what all do together added."""
-    last, places = schedule.num_stages - 1, schedule.where
+    """Returns the table one tick later, its backwards `delay` more, with `E`, `V` and `G` added."""
+    last = schedule.num_stages - 1
+    places = schedule.where
     # In the new table a forward is one tick later, and a backward `delay + 1` ticks.
     ticks = {
         Phase.E: lambda m: places[Action(0, Phase.F, m)].tick,
@@ -309,12 +317,12 @@ def _delayed(schedule: Schedule, delay: int) -> Schedule:
             if tick in microbatches[phase]
         }
 
-        def of_all(phase):
+        def added(phase):
             return expected.get(phase, [])
 
         forwards = [action for action in at(device, tick - 1) if action.phase is Phase.F]
-        late = [a for a in at(device, tick - 1 - delay) if a.phase is not Phase.F]
-        return (*of_all(Phase.E), *forwards, *of_all(Phase.V), *late, *of_all(Phase.G))
+        others = [a for a in at(device, tick - 1 - delay) if a.phase is not Phase.F]
+        return (*added(Phase.E), *forwards, *added(Phase.V), *others, *added(Phase.G))
 
     rows = tuple(
         tuple(cell(device, tick) for tick in range(length))
@@ -324,6 +332,6 @@ def _delayed(schedule: Schedule, delay: int) -> Schedule:
 
 
 def _back(schedule: Schedule, stage: int, microbatch: int) -> int:
-    """The tick in which a stage makes the gradient of its input."""
+    """Returns the tick in which a stage computes the gradient of its input."""
     actions = (Action(stage, phase, microbatch) for phase in (Phase.I, Phase.B))
     return next(schedule.where[action].tick for action in actions if action in schedule.where)

@@ -246,17 +246,17 @@ class StagedPlan:
         programs = self.programs(trace)
         count = spec.num_microbatches
         # The buffers that the loss changes, and the stage that changes each.
-        learned = {i: stage for one in programs for i, stage in one.learns.items()}
+        mutable = {i: stage for one in programs for i, stage in one.buffer_stages.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
         paths = [path for path, _ in leaves_with_paths(drawing)]
-        means = {i for i in learned if draws is not None and paths[i] in draws.means}
-        once = {i for i in learned if paths[i] in unchanged} | means
-        in_turn = {i: stage for i, stage in learned.items() if i not in once}
+        averaged = {i for i in mutable if draws is not None and paths[i] in draws.means}
+        shared = {i for i in mutable if paths[i] in unchanged} | averaged
+        in_turn = {i: stage for i, stage in mutable.items() if i not in shared}
         if in_turn:
             check_order(trace, drawing, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
         ahead = {keys: rest[i] for keys, i in unsplit.items()}
-        over_time, changed = buffers_over_time(trace, drawing, count, learned, unchanged, ahead)
+        over_time, changed = buffers_over_time(trace, drawing, count, mutable, unchanged, ahead)
         leaves = jax.tree.leaves(batch)
         first = jax.tree.leaves(drawing)
 
@@ -278,17 +278,17 @@ class StagedPlan:
             rest=params[1],
             data=data,
             scale=scale if weight is None else (1.0 if scale is None else scale) / weight,
-            keeps=self.pipeline.keeps_residuals,
+            saves_residuals=self.pipeline.keeps_residuals,
             frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
-            learned={i: first[i] for i in learned},
-            once=once,
-            means=means,
-            parted=split_dims,
+            mutable_buffers={i: first[i] for i in mutable},
+            shared_buffers=shared,
+            averaged_buffers=averaged,
+            partitioned=split_dims,
             lookups=lookups,
         ).run()
         leaves, structure = jax.tree.flatten(changed)
-        after = structure.unflatten(sums.learned.get(i, x) for i, x in enumerate(leaves))
+        after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.depths else after
         unit = jnp.ones(()) if weight is None else weight
         reduced = self._reduce(sums, split_dims)

@@ -115,7 +115,7 @@ def run(schedule: Schedule, scale=None, keeps=False):
             rest=rest,
             data=functools.partial(data_at, batch),
             scale=scale,
-            keeps=keeps,
+            saves_residuals=keeps,
         ).run()
         return jax.tree.map(lambda x: x[None], sums)
 
@@ -202,7 +202,7 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
         wire, left = Wire([x], []), []
         for stage in range(size):
             wire = remembers([[kernels[stage]]], {}, Data(numbers, []), stage, wire)
-            left.append(wire.left[stage])
+            left.append(wire.new_buffers[stage])
         return leave({}, None, wire).total, left
 
     gradient = jax.jit(jax.grad(total, has_aux=True))
@@ -221,10 +221,10 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
             data=lambda index: Data(
                 [jnp.float32(s) for s in range(size)], [jnp.stack(batch)[index]]
             ),
-            keeps=keeps,
-            learned={stage: jnp.float32(stage) for stage in range(size)},
+            saves_residuals=keeps,
+            mutable_buffers={stage: jnp.float32(stage) for stage in range(size)},
         ).run()
-        return sums.rows[0][0][None], sums.learned
+        return sums.rows[0][0][None], sums.mutable_buffers
 
     mesh, spec = World.emulate(size, f"pp={size}").mesh, PartitionSpec("pp")
     run = jax.shard_map(

@@ -72,7 +72,7 @@ def test_the_stages_tell_the_loss_and_keep_their_own(kind, placed):
             program = owners[stage]
             weights = [[leaf[device] for leaf in rows[row]] for row in program.rows]
             wire = program.middle(weights, dict(enumerate(rest)), data, jnp.int32(stage), wire)
-            mine = zip(program.learns.items(), wire.left, strict=True)
+            mine = zip(program.buffer_stages.items(), wire.new_buffers, strict=True)
             left |= {number: value for (number, home), value in mine if home == stage}
             wire = wire.sent
         return program.last(dict(enumerate(rest)), data, wire).total, left
@@ -95,7 +95,9 @@ def test_a_buffer_that_two_stages_read_is_no_stages_own():
     storage = stored(params, *PLACED["two_ranks"])
     trace, _ = traced(borrowing_loss, params, buffers, microbatch(0))
     assert UniformStages.find(trace, storage) is None
-    learned = {i for program in SwitchStages(trace, storage).programs() for i in program.learns}
+    learned = {
+        i for program in SwitchStages(trace, storage).programs() for i in program.buffer_stages
+    }
     assert learned == {1, 2, 3, 4}
     with pytest.raises(
         UnsupportedError, match=r"'own0' follows from the batch.*not one stage's alone.*LayerNorm"

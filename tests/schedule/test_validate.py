@@ -177,7 +177,7 @@ def test_what_is_wrong_is_said_and_marked(text, what, remedy, marked):
 
 def test_an_action_on_another_stages_device():
     message = rejected("0F0,,,0B0\n,1F0,1B0,", placement=(0, 0))
-    assert "1F0 (device 1, tick 1) stands on the wrong device: stage 1 lives on device 0" in message
+    assert "1F0 (device 1, tick 1) is on the wrong device: stage 1 is on device 0" in message
     assert "Move the action, or change the placement" in message
     assert "[1F0]" in message
 

@@ -157,17 +157,17 @@ def test_lookups_cost_what_is_said_of_them_and_the_transfers():
     [
         (
             "0F0,,0V0,,0B0\n,1F0,,1B0,",
-            "microbatch 0 has 0V0, and V is of all devices",
+            "microbatch 0 has 0V0, but all devices must run V",
             "It needs 0V0, 1V0",
         ),
         (
             "0F0,,0V0,,,0B0\n,1F0,,1V0,1B0,",
-            "the V of microbatch 0 stand in the ticks [2, 3]",
+            "the V of microbatch 0 are in the ticks [2, 3]",
             "put them in one tick",
         ),
         (
             "0F0,,0V0,,0B0\n,1F0,1V0,1B0,\n,,,,",
-            "device 2 has no stage, and V is of all devices",
+            "device 2 has no stage, but all devices must run V",
             "place a stage on every device",
         ),
         (
@@ -177,8 +177,8 @@ def test_lookups_cost_what_is_said_of_them_and_the_transfers():
         ),
         (
             "0F0,0F1,0V0,0V1,,0B0,0B1\n,1F0,1V0+1F1,1V1,1B0,1B1,",
-            "device 1 does 1V0+1F1 in tick 2",
-            "stand in the order E, F, V, B, I, W, G",
+            "device 1 runs 1V0+1F1 in tick 2",
+            "must be in the order E, F, V, B, I, W, G",
         ),
         (
             "0F0,0V0,,0B0\n,1F0+1V0,1B0,",
@@ -187,12 +187,12 @@ def test_lookups_cost_what_is_said_of_them_and_the_transfers():
         ),
         (
             "0E0,0F0,,0V0,,0B0\n1E0,,1F0,1V0,1B0,",
-            "has E and V, and what is split",
+            "has E and V. A table must split",
             "head and embedding, E, V and G",
         ),
         (
             "0E0,0F0,,0V0,,0B0,0G0\n,1E0,1F0,1V0,1B0,,1G0",
-            "the E of microbatch 0 stand in the ticks [0, 1]",
+            "the E of microbatch 0 are in the ticks [0, 1]",
             "put them in one tick",
         ),
         (
@@ -208,8 +208,8 @@ def test_lookups_cost_what_is_said_of_them_and_the_transfers():
         (
             "0E0+0E1,0F0,0F1,0V0,0V1,,0B0,0B1,0G0+0G1\n"
             "1E1+1E0,,1F0,1F1+1V0,1V1,1B0,1B1,,1G0+1G1",
-            "device 1 does 1E1+1E0 in tick 0",
-            "so that all devices come to it at once",
+            "device 1 runs 1E1+1E0 in tick 0",
+            "so that all devices reach it together",
         ),
     ],
 )  # fmt: skip
