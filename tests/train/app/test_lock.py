@@ -70,7 +70,7 @@ def test_without_locks_it_says_so(tmp_path, monkeypatch):
     said = []
     with locked(tmp_path, "run_dir", said.append):
         pass
-    assert "has no locks; see to it that no other run writes there" in said[0]
+    assert "has no locks; make sure that no other run writes there" in said[0]
 
 
 def test_a_lock_that_was_given_back_meanwhile_is_taken_anew(tmp_path, monkeypatch):
