@@ -263,11 +263,11 @@ class DryRun:
             *_differing(self.config),
             "---",
             *self.opening,
-            f"{si(count)} {item} in all",
+            f"{si(count)} {item} in total",
             *self.ranks,
             "memory per device, read from the compiled step:",
             *(f"  {label:<{width}}  {byte_size(size):>8}" for label, size in memory.items()),
-            f"  {'in all':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
+            f"  {'in total':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
             *self.program["warnings"],
             "would write:",
             *(f"  {file}" for file in self.files),
@@ -286,7 +286,7 @@ def _differing(config: Mapping[str, object]) -> list[str]:
     return [
         *(f"{key} = {yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"
           for key, x in changed.items()),
-        f"{unchanged} as by default: axon config --full lists all",
+        f"{unchanged} with the default value: axon config --full lists all",
     ]  # fmt: skip
 
 

@@ -82,10 +82,10 @@ def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
     with pytest.raises(ConfigError, match="which is no folder"):
         check_copies(asked, {"AXON_MEMORY": str(tmp_path / "gone")}, "auto")
     memory = {"AXON_MEMORY": str(tmp_path)}
-    with pytest.raises(ConfigError, match="only with --resume auto; add that"):
+    with pytest.raises(ConfigError, match="only with --resume auto; add it"):
         check_copies(asked, memory, None)
     nowhere = RunConfig.from_dict({"checkpoint": {"memory_every": 2}})
-    with pytest.raises(ConfigError, match="only with a run_dir, in which it goes on; add that"):
+    with pytest.raises(ConfigError, match="only with a run_dir; add it"):
         check_copies(nowhere, memory, "auto")
     check_copies(asked, memory, "auto")
     check_copies(RunConfig(), {}, None)

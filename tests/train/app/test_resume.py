@@ -209,7 +209,7 @@ def test_what_cannot_be_resumed(config, tmp_path):
     manifest = whole.directory.checkpoints / "step_00000002"
     with mock.patch("axon_dist.train.app.resume.read_manifest") as read:
         read.return_value = mock.Mock(meta={})
-        with pytest.raises(CheckpointError, match="does not say how far in the data"):
+        with pytest.raises(CheckpointError, match="has no position in the data"):
             train(config("d"), resume=str(manifest))
 
 
