@@ -366,8 +366,8 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
     if folder is None:
         raise ConfigError(
             f"checkpoint.memory_every: got {steps}, and nothing keeps copies in the memory of this "
-            "host; start the run with axon launch --max-restarts 3 -- axon train ... on a host that "
-            f"has /dev/shm, set {MEMORY} to a folder in memory that outlives a process, or leave "
+            "host; start the run with axon launch --max-restarts 3 -- axon train ... where "
+            f"/dev/shm exists, set {MEMORY} to a folder in memory that outlives a process, or leave "
             "it at 0"
         )
     if not Path(folder).is_dir():
