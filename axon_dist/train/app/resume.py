@@ -367,8 +367,8 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
         raise ConfigError(
             f"checkpoint.memory_every: got {steps}, and nothing keeps copies in the memory of this "
             "host; start the run with axon launch --max-restarts 3 -- axon train ... where "
-            f"/dev/shm exists, set {MEMORY} to a folder in memory that outlives a process, or leave "
-            "it at 0"
+            f"/dev/shm exists, set {MEMORY} to a folder in memory that outlives a process, or "
+            "leave it at 0"
         )
     if not Path(folder).is_dir():
         raise ConfigError(f"{MEMORY} names {folder!r}, which is no folder; make it, or unset it")
