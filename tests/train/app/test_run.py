@@ -356,4 +356,4 @@ def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
         assert words in out, words
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["train", str(path), "--dry-run", "--resume", "auto"]) == 2
-    assert "--resume auto beside --dry-run" in capsys.readouterr().err
+    assert "--resume auto with --dry-run" in capsys.readouterr().err
