@@ -148,7 +148,7 @@ class SavedStates:
         copy = self._newest_copy(tell)
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
             self.run.loader.restore(copy.meta["data"])
-            tell(f"going on after step {copy.step} from the copies in memory")
+            tell(f"resuming after step {copy.step} from the copies in memory")
             return form.take_up(copy.state)
         if resume == AUTO:
             restored = checkpoints.restore_newest(form.target)
@@ -165,7 +165,7 @@ class SavedStates:
             )
         self.run.loader.restore(restored.manifest.meta["data"])
         state = form.take_up(restored.state)
-        tell(f"going on after step {int(state.step)} from {str(restored.path)!r}")
+        tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")
         for line in changes_around(restored):

@@ -115,7 +115,7 @@ class Run:
             return None
         narrow = {str(x.dtype) for x in find_tensors(files).values()} & {"bfloat16", "float16"}
         return next(
-            (f"the files are {x}; frozen_dtype: {x} keeps what is frozen so" for x in narrow), None
+            (f"the files are {x}; frozen_dtype: {x} keeps the frozen weights so" for x in narrow), None
         )
 
     @property
@@ -433,9 +433,9 @@ def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None])
             reasons.append(str(error))
         else:
             if reasons:
-                tell(f"{fewer} processes would go on if one were lost, not more: {reasons[0]}")
+                tell(f"if one process is lost, only {fewer} can continue: {reasons[0]}")
             return
-    tell(f"no fewer processes could go on if one were lost: {reasons[0]}")
+    tell(f"if one process is lost, the others cannot continue: {reasons[0]}")
 
 
 def world_of_first(config: RunConfig, world: World, count: int) -> World:

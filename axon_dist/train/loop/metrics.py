@@ -119,8 +119,8 @@ class JsonlWriter:
             self._close_file()
             if not self._is_refused:
                 self._tell(
-                    f"{self._path.name}: lines wait to be written ({error.strerror}); the run goes "
-                    "on"
+                    f"{self._path.name}: lines wait to be written ({error.strerror}); the run "
+                    "continues"
                 )
             self._is_refused = True
 
@@ -169,7 +169,7 @@ class LastingWriter:
         except Exception as error:  # trackers raise all kinds of errors
             if not self._has_failed:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._tell(f"{self._name}: metrics are not kept ({reason:.300}); the run goes on")
+                self._tell(f"{self._name}: metrics are not kept ({reason:.300}); the run continues")
             self._has_failed = True
 
 

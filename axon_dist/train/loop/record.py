@@ -298,7 +298,7 @@ class Record:
         self.step = step
         if lost or values.get(SPIKE):
             self.skipped_steps += 1
-            why = f"step {step}: the loss {values['loss']:.4g} or its gradient stands out"
+            why = f"step {step}: the loss {values['loss']:.4g} or its gradient is a spike"
             self._skipped.append(str(NonfiniteLoss(step, values["loss"])) if lost else why)
         else:
             self._window.append({n: x for n, x in values.items() if n not in (FLAG, SPIKE)})

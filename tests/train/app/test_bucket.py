@@ -178,7 +178,7 @@ def test_a_store_that_holds_no_conditions_is_refused(folder, store, monkeypatch)
     monkeypatch.setattr(
         type(store), "write", lambda self, name, body, wanted: write(self, name, body, None)
     )
-    with pytest.raises(ConfigError, match="two runs could write there at once; name a folder of anoth"):
+    with pytest.raises(ConfigError, match="two runs could write there at once; name a folder"):
         Lease(folder, "run_dir", print)
 
 

@@ -117,6 +117,6 @@ def test_what_is_compiled_ahead_is_for_the_most_processes_that_can_go_on(monkeyp
         runs._compile_ahead(RunConfig(), world, told.append)
     assert [call.args for call in steps.__getitem__.call_args_list] == [(7,), (4,)]
     assert told == [
-        "4 processes would go on if one were lost, not more: 7 do not divide",
-        "no fewer processes could go on if one were lost: 7 do not divide",
+        "if one process is lost, only 4 can continue: 7 do not divide",
+        "if one process is lost, the others cannot continue: 7 do not divide",
     ]

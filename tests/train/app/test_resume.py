@@ -136,7 +136,7 @@ def test_auto_falls_back_to_the_newest_good_checkpoint_and_says_so(config):
     text = console.file.getvalue()
     assert "step_00000004': file arrays/" in text
     assert "going back to the one before it" in text
-    assert "going on after step 2" in text
+    assert "resuming after step 2" in text
     assert bits(resumed.result.state) == good
 
 
@@ -357,7 +357,7 @@ def test_a_resumed_run_says_what_it_changes(config, tiny):
     saved_by_others(folder / "step_00000002")
     train(changed, console, resume=str(folder / "2"))
     text = console.file.getvalue()
-    assert "going on after step 2 from" in text
+    assert "resuming after step 2 from" in text
     assert "config: train.steps: 4 -> 6" in text
     assert re.search(
         r"config: learning rate: \S+ in step 2, (\S+) in step 3; before .* be (?!\1)", text

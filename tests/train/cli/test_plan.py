@@ -88,7 +88,7 @@ def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     config = str(CONFIGS / "fsdp8.yaml")
     text = out_of(capsys, config, *TINY, "--target", "cpu:8", "--compile", "1")
-    assert "compiled: of the program that would run" in " ".join(text.split())
+    assert "compiled: read from the compiled program" in " ".join(text.split())
     (row,) = [line for line in text.splitlines() if " yes " in line]
     state, temp, peak, _, sent, _, _, _, compiled, compiled_sent = row.split()[-10:]
     # Nor does it know in which order XLA:CPU works, and what it fuses.
