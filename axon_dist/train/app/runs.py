@@ -115,7 +115,8 @@ class Run:
             return None
         narrow = {str(x.dtype) for x in find_tensors(files).values()} & {"bfloat16", "float16"}
         return next(
-            (f"the files are {x}; frozen_dtype: {x} keeps the frozen weights so" for x in narrow), None
+            (f"the files are {x}; frozen_dtype: {x} keeps the frozen weights so" for x in narrow),
+            None,
         )
 
     @property

@@ -107,7 +107,7 @@ def test_what_is_no_other_run_is_not_called_one(tmp_path, monkeypatch, number):
 def test_what_lies_in_place_of_the_lock_stays(tmp_path, make):
     make(tmp_path / "run.lock")
     with (
-        pytest.raises(ConfigError, match=r"run_dir: cannot open .*run.lock', which says who"),
+        pytest.raises(ConfigError, match=r"run_dir: cannot open the lock file .*run.lock'"),
         locked(tmp_path, "run_dir", print),
     ):
         pass
