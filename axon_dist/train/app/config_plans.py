@@ -112,7 +112,7 @@ class ConfigPlans:
     """The plans of a config, best first.
 
     Args:
-        work: what is trained.
+        work: the workload: model, loss and batch.
         hardware: the rates used to estimate times.
         num_devices: the number of devices.
         plans: sorted: those that fit come first, then by predicted step time; among equally fast
@@ -229,7 +229,7 @@ class _Search:
 
     @functools.cached_property
     def work(self) -> Workload:
-        """What is trained, read from the abstract model and its loss."""
+        """The workload, read from the abstract model and its loss."""
         return workload_of(
             functools.partial(model_of, self.config),
             self.config.kind.task.loss_fn,
@@ -253,7 +253,8 @@ class _Search:
         Raises:
             ConfigError: if no mesh of all the devices divides the batch.
         """
-        count, batch = self.num_devices, self.work.global_batch
+        count = self.num_devices
+        batch = self.work.global_batch
         if not 1 <= count <= MOST_DEVICES:
             raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
         kinds: dict[str, list[Candidate]] = {}
@@ -281,7 +282,8 @@ class _Search:
 
     def with_other_numbers(self) -> Iterator[_Search]:
         """Yields the same config in a narrower precision, and with replicas that rarely sync."""
-        current, narrow = MixedPrecision.of(self.config.precision), MixedPrecision.bf16()
+        current = MixedPrecision.of(self.config.precision)
+        narrow = MixedPrecision.bf16()
         if self.hardware.rate(narrow.compute) > self.hardware.rate(current.compute):
             config = dataclasses.replace(self.config, precision="bf16")
             yield dataclasses.replace(self, config=config, changed="precision bf16")
@@ -310,7 +312,8 @@ def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
         config: a checked run.
         candidate: the mesh and strategies to use.
     """
-    plain, lines = config.to_dict(), candidate.to_config()
+    plain = config.to_dict()
+    lines = candidate.to_config()
     strategies = plain.get("parallel") or {}
     lines["parallel"] = {
         name: {**strategies.get(name, {}), **options} for name, options in lines["parallel"].items()
@@ -373,9 +376,12 @@ def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str
 def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan | None:
     """Traces a candidate until it fits: smaller microbatches first, then recomputed blocks."""
     plan: ReadPlan | None = None
-    one, config, step = split.candidate, split.config, split.step
+    one = split.candidate
+    config = split.config
+    step = split.step
     for tried in range(TRIES):
-        number, remat = f"K={one.num_microbatches}", ", remat" * one.remat
+        number = f"K={one.num_microbatches}"
+        remat = ", remat" * one.remat
         also = f", {search.changed}" if search.changed else ""
         search.tell(one.name, f"traced on {one.mesh} with {number}{remat}{also}")
         try:
@@ -441,7 +447,8 @@ def _with_outer_step(
 
 
 def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
-    work, hardware = search.work, search.hardware
+    work = search.work
+    hardware = search.hardware
     counted = {}
     if candidate.pp > 1:
         # A pipeline's actions are branches of a conditional, which the traced counts leave out.
@@ -478,5 +485,6 @@ def _measured(plan: ReadPlan, target: str | None) -> ReadPlan:
     config = plan.config
     if target is not None and target.startswith("cpu:"):
         emulated = dataclasses.replace(config.devices, emulate=plan.candidate.num_devices)
-        config, target = dataclasses.replace(config, devices=emulated), None
+        config = dataclasses.replace(config, devices=emulated)
+        target = None
     return dataclasses.replace(plan, measured=examine(config, target).report)

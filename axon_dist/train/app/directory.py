@@ -113,7 +113,8 @@ class RunDirectory:
         if self.address is None:
             return
         for name in RECORDS:
-            contents, path = (self.address / name).read(), self.path / name
+            contents = (self.address / name).read()
+            path = self.path / name
             if contents is not None:
                 with (
                     reworded(f"cannot write {str(path)!r}", "make room there", StoreError),

@@ -114,7 +114,8 @@ def evaluate(
     tell(f"data: {loader.description}")
     _check_count(loader, num_batches)
     num_samples = loader.num_validated(num_batches)
-    state, sums = load_state(checkpoint, built), MetricSums()
+    state = load_state(checkpoint, built)
+    sums = MetricSums()
     batches = loader.validation_batches(num_batches)
     for batch_sums in delayed((built.evaluate_sums(state, batch) for batch in batches), LAG):
         sums.add(batch_sums)

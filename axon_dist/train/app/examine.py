@@ -320,8 +320,10 @@ def dry_run(config: RunConfig) -> DryRun:
 
 def _shares(run: Run) -> list[str]:
     """Describes how a global batch is divided over ranks and processes."""
-    axes, mesh = run.step.strategy.batch_axes, run.world.mesh
-    rows, accumulate = run.config.train.global_batch, run.config.train.accumulate
+    axes = run.step.strategy.batch_axes
+    mesh = run.world.mesh
+    rows = run.config.train.global_batch
+    accumulate = run.config.train.accumulate
     index, count = run.world.share_of_batch(axes)
     ranks = math.prod(mesh.shape[axis] for axis in axes)
     each = rows // ranks

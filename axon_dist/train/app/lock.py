@@ -217,7 +217,8 @@ class Lease:
 
     def _take(self, tell: Callable[[str], None]) -> bytes:
         """Takes the lease, and returns the version that it replaced."""
-        watched, end = None, 0.0
+        watched = None
+        end = 0.0
         while True:
             contents, version = self._object.read_versioned()
             holder = _read(contents)
@@ -235,7 +236,8 @@ class Lease:
                     return version
                 watched = None
             elif watched is None:
-                watched, end = version, time.monotonic() + self._seconds
+                watched = version
+                end = time.monotonic() + self._seconds
                 tell(
                     f"{self._key}: {str(self._folder)!r} was in use by {_who(holder)}; waiting up "
                     f"to {self._seconds:g} s to see whether that is alive"

@@ -115,7 +115,8 @@ def _ragged(x: Array, kernel: Array) -> Array:
 
 
 def _segments(x: Array, kernel: Array) -> Array:
-    y, numbers = x @ kernel, _numbers(x)
+    y = x @ kernel
+    numbers = _numbers(x)
     return jax.vmap(lambda y, numbers: jax.ops.segment_sum(y, numbers, FEATURES))(y, numbers)
 
 
@@ -308,7 +309,8 @@ class Guarded(nnx.Module):
         def draw(*shape):
             return nnx.Param(0.5 * jax.random.normal(rngs.params(), shape))
 
-        self.inner, self.kernel = draw(FEATURES, FEATURES), draw(*sentinel.kernel)
+        self.inner = draw(FEATURES, FEATURES)
+        self.kernel = draw(*sentinel.kernel)
         self.run = sentinel.run
 
     def __call__(self, x: Array) -> Array:

@@ -296,7 +296,8 @@ def _memory(one: Recorded) -> str | None:
     if not sizes:
         return None
     words = {name: byte_size(size) for name, size in sizes.items()}
-    chip, capacity = one.program.get("chip"), one.program.get("chip_bytes")
+    chip = one.program.get("chip")
+    capacity = one.program.get("chip_bytes")
     of = f" of {byte_size(float(capacity))} of a {chip}" if chip and capacity else ""
     total = f"{byte_size(sum(sizes.values()))} per device at the peak of a step{of}"
     return f"<p>{escape(total)}</p>{bars(sizes, words)}"
@@ -356,7 +357,8 @@ def _parameters(runs: Runs) -> str | None:
 
 
 def _mesh(runs: Runs) -> str | None:
-    shape, devices = runs[0].program.get("mesh"), runs[0].program.get("devices")
+    shape = runs[0].program.get("mesh")
+    devices = runs[0].program.get("devices")
     if not shape or not devices:
         return None
     axes = ", ".join(f"{axis}={size}" for axis, size in shape.items())

@@ -261,7 +261,8 @@ def changes_around(restored: Restored) -> list[str]:
         A line for each library with another version, for another mesh, and for each changed
         setting of JAX or XLA. Checkpoints of older versions of this library lack some of them.
     """
-    here, manifest = installed_versions(), restored.manifest
+    here = installed_versions()
+    manifest = restored.manifest
     lines = [
         f"{name} {version} -> {here.get(name, 'not installed')}"
         for name, version in manifest.versions.items()
@@ -270,7 +271,8 @@ def changes_around(restored: Restored) -> list[str]:
     mesh = mesh_shape(jax.tree.leaves(restored.state))
     if dict(manifest.mesh) != mesh:
         lines.append(f"mesh {_shown(manifest.mesh)} -> {_shown(mesh)}")
-    before, now = manifest.meta.get("settings"), read_settings(os.environ, jax.config.values)
+    before = manifest.meta.get("settings")
+    now = read_settings(os.environ, jax.config.values)
     if isinstance(before, dict):
         lines += [
             f"{name} {before.get(name, 'not set')} -> {now.get(name, 'not set')}"

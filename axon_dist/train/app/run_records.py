@@ -106,7 +106,8 @@ class Recorded:
         rates = [n for n in self.metrics("time/") if n.endswith("_per_second")]
         item = rates[0].removeprefix("time/").removesuffix("_per_second") if rates else "items"
         speed = known.get("items_per_second") or (self.last(rates[0]) if rates else None)
-        mfu, norm = self.last("time/model_flops_utilization"), self.last("train/grad_norm")
+        mfu = self.last("time/model_flops_utilization")
+        norm = self.last("train/grad_norm")
         seconds = sum(float(before["time/elapsed_seconds"]) for before, _ in self._legs)
         spent = sum(map(float, (known.get("seconds") or {}).values()))
         seconds += spent or self.last("time/elapsed_seconds") or 0.0
@@ -278,9 +279,13 @@ def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = 
     drawn = {name: _thinned(curve) for name, curve in curves.items() if curve}
     xs = [x for curve in drawn.values() for x, _ in curve]
     ys = [y for curve in drawn.values() for _, y in curve]
-    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+    left = min(xs)
+    right = max(xs)
+    low = min(ys)
+    high = max(ys)
     pad = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
-    low, high = low - pad, high + pad
+    low = low - pad
+    high = high + pad
 
     def across(x):
         return _LEFT + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT - 16)
@@ -323,7 +328,8 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
         words: the sizes as text.
     """
     total = sum(parts.values()) or 1
-    cells, rows = [], []
+    cells = []
+    rows = []
     for number, (name, size) in enumerate(parts.items()):
         tooltip = escape(f"{name}: {words[name]}")
         share = 100 * size / total

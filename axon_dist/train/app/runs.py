@@ -165,7 +165,8 @@ class Run:
             copy: copies the state to the memory of the hosts; see `Trainer`.
             **others: fields of the `Trainer`: `go_back`, `history`, `on_compiled`, `profile_dir`.
         """
-        config, train = self.config, self.config.train
+        config = self.config
+        train = self.config.train
         traced = train.profile or ProfileConfig(at=0)
         sets = {"": self.loader, **self.validation}
         return Trainer(
@@ -287,7 +288,8 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
     """
     if not files:
         return config
-    data, named = config.data, ", ".join(files)
+    data = config.data
+    named = ", ".join(files)
     if not hasattr(data, "validation_files"):
         raise ConfigError(
             f"got {key} {named} for a run whose data are not read from files; leave them out, or "

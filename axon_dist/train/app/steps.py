@@ -233,7 +233,8 @@ def what_is_trained(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_batch(config: RunConfig, step: TrainStep) -> None:
-    batch, divisor = config.train.global_batch, step.layout.divisor
+    batch = config.train.global_batch
+    divisor = step.layout.divisor
     if batch % divisor:
         raise ConfigError(
             f"train.global_batch: got {batch} samples, which do not divide over mesh "

@@ -31,7 +31,8 @@ from .steps import build_step
 
 def opening_lines(run: Run) -> list[str]:
     """Describes a run before it starts; all processes must call this."""
-    train, spec = run.config.train, run.world.spec
+    train = run.config.train
+    spec = run.world.spec
     kind = run.world.runtime_info()["device_kind"]
     parameters = parameters_of(run.step.parts)
     batch = run.config.kind.task.batch(train.global_batch, run.config.data)
@@ -56,7 +57,8 @@ def opening_lines(run: Run) -> list[str]:
 
 def _epochs_of(run: Run) -> str:
     """Describes how often a run sees its samples, and its validation data."""
-    train, samples = run.config.train, run.loader.num_samples
+    train = run.config.train
+    samples = run.loader.num_samples
     when = f"every {plural(train.eval_every, 'step')}" if train.eval_every else "at the end"
     validated = run.loader.num_validated(train.eval_batches)
     batches = -(-validated // train.global_batch)
@@ -145,7 +147,9 @@ def summary_table(summary: JsonDict) -> Table:
     """
     total_seconds = sum(summary["seconds"].values())
     since = f" since step {summary['first_step']}" if summary["first_step"] else ""
-    unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
+    unit = summary["unit"]
+    item = summary["item"]
+    speed = summary["items_per_second"]
     rows = {
         "ended": f"{summary['ended']} after {plural(summary['steps'], 'step')}",
         "training loss": _loss(summary["train_loss"], unit),
@@ -199,7 +203,8 @@ def remat_line(config: RunConfig, step: TrainStep) -> str | None:
     plain = build_step(dataclasses.replace(config, remat=None), step.world)
     if not leaves_remat_open(plain):
         return None
-    batch, usable = abstract_batch(config), usable_bytes(step.world)
+    batch = abstract_batch(config)
+    usable = usable_bytes(step.world)
     recomputed = build_step(dataclasses.replace(config, remat=LADDER["every block"]), step.world)
     return recomputing_line(
         step.strategy.remat, read_step(step, batch), read_step(recomputed, batch), usable

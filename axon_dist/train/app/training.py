@@ -315,7 +315,8 @@ def _writers(
 
 
 def _open_writer(logger: object, config: RunConfig, folder: Path) -> MetricWriter:
-    name, plain = config.name, config.to_dict()
+    name = config.name
+    plain = config.to_dict()
     match logger:
         case TensorBoard():
             return TensorBoardWriter(folder / "tensorboard")
@@ -394,7 +395,8 @@ def advice(run: Run) -> list[str]:
     Returns:
         Clauses that name config keys.
     """
-    config, mesh = run.config, run.world.mesh
+    config = run.config
+    mesh = run.world.mesh
     clauses = list(_plan_advice(run))
     claims = run.step.claims
     share = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
@@ -418,7 +420,8 @@ def _plan_advice(run: Run) -> Iterator[str]:
     plans = plan_here(run.config, run.world)
     if plans is None:
         return
-    best, chip = plans.best, plans.hardware
+    best = plans.best
+    chip = plans.hardware
     if plans.fits:
         yield (
             f"axon plan would take {best.candidate.name} on mesh {best.candidate.mesh}, "

@@ -211,7 +211,8 @@ def tiny(config: RunConfig) -> RunConfig:
     microbatches = max(config.train.accumulate, pipeline.get("num_microbatches", 1))
     plain["devices"]["emulate"] = None
     plain["train"]["global_batch"] = min(config.train.global_batch, size * microbatches)
-    model, data = plain["model"], plain["data"]
+    model = plain["model"]
+    data = plain["data"]
     if "sequence_length" in data and "factory" not in data:
         data["sequence_length"] = min(data["sequence_length"], _POSITIONS * size)
     # Explicit boundaries and costs refer to single layers, so the number of layers must stay.

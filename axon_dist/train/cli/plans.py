@@ -309,7 +309,8 @@ def _title(plan: ReadPlan) -> str:
 
 
 def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
-    reading, candidate = plan.reading, plan.candidate
+    reading = plan.reading
+    candidate = plan.candidate
     sizes = (reading.state + reading.batch, reading.temporaries, reading.peak)
     measured = ("", "") if is_measured else ()
     if plan.measured is not None:

@@ -132,7 +132,8 @@ def generate_texts(arguments: argparse.Namespace) -> int:
     for number, completion in enumerate(completions):
         if number:
             console.rule()
-        prompt, text = printable(completion.prompt), printable(completion.text)
+        prompt = printable(completion.prompt)
+        text = printable(completion.text)
         console.print(Text.assemble((prompt, "bold"), text))
     _write_json(arguments, [dataclasses.asdict(completion) for completion in completions])
     return 0

@@ -182,14 +182,16 @@ def _folded(rows: Sequence[Sequence[str]], width: float) -> Iterator[str]:
     """Yields the lines of a table; columns that do not fit go below, after the first one again."""
     first, *sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = 2 if first + sum(sizes) + 2 * len(sizes) <= width else 1
-    begin, used = 0, first
+    begin = 0
+    used = first
     for end, size in enumerate([*sizes, math.inf]):
         used += gap + size
         if used > width or end == len(sizes):
             band = range(begin, end)
             for name, *cells in rows:
                 yield name.ljust(first) + "".join(cells[n].rjust(gap + sizes[n]) for n in band)
-            begin, used = end, first + gap + size
+            begin = end
+            used = first + gap + size
 
 
 _ALONE = {

@@ -310,7 +310,8 @@ class Record:
     def _speed(self) -> dict[str, float]:
         if not self._recent:
             return {}
-        seconds, items = statistics.fmean(self._recent), self.options.items_per_step
+        seconds = statistics.fmean(self._recent)
+        items = self.options.items_per_step
         speed = {"time/step_seconds": seconds}
         if items is not None:
             rate = speed[f"time/{self.options.item}_per_second"] = items / seconds

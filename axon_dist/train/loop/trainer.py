@@ -405,7 +405,8 @@ class Trainer:
     def _validation_means(
         self, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
-        validation, means = self.validation, {}
+        validation = self.validation
+        means = {}
         assert validation is not None
         sets = validation if isinstance(validation, Mapping) else {"": validation}
         for name, make in sets.items():
