@@ -175,7 +175,7 @@ def lose_one(runs: Runs, name: str, kind: str, chance: random.Random) -> Loss:
     os.kill(pid_of(launcher, rank), signal.SIGKILL)
     if launcher.wait():
         raise SystemExit(runs.log(name))
-    found = re.search(r"going on after step (\d+) from the copies in memory", runs.log(name))
+    found = re.search(r"resuming after step (\d+) from the copies in memory", runs.log(name))
     if found is None:
         return Loss(kind, at, -1, float("nan"), False)
     copied = int(found[1])
@@ -218,7 +218,7 @@ class Hosts:
 def lose_hosts(runs: Runs, name: str, count: int, chance: random.Random) -> list[Loss]:
     """Loses one host after the other at random steps; what became of the run each time."""
     hosts, losses, at = Hosts(runs, name), [], 0
-    copies = re.compile(r"going on after step (\d+) from the copies in memory")
+    copies = re.compile(r"resuming after step (\d+) from the copies in memory")
     try:
         for number in range(count):
             wanted = at + chance.randrange(EVERY + 1, (STEPS - 1) // count)

@@ -33,7 +33,7 @@ def lines(name):
     state = {label: size for label, size in found["memory"].items() if "state" in label}
     yield f"{name} on {mesh}, bytes per device and step"
     for label, size in {"parameters": found["memory"]["parameters"], **state}.items():
-        if label != "outputs beside the state":
+        if label != "outputs other than the state":
             yield f"  {label:<16} {byte_size(size):>8}"
     for axis, size in found["wire_bytes_by_axis"].items():
         yield f"  {'sent over ' + axis:<16} {byte_size(size):>8}"

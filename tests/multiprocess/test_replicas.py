@@ -148,7 +148,7 @@ def test_elastic_bits_go_on_with_as_many_as_divide_the_logical_shards(tmp_path):
     assert launcher.wait(300) == 0, runs.log("run")
     assert runs.log("run").count("3 processes cannot go on with this run; trying 2") == 1
     assert "2 of 4 processes: 2 microbatches" in runs.log("run")
-    assert "going on after step" in runs.log("run")
+    assert "resuming after step" in runs.log("run")
     assert final_bits(tmp_path / "run") == runs.finish("alone", 4)
 
 
@@ -185,4 +185,4 @@ def test_a_run_shrinks_onto_a_program_compiled_ahead_and_grows_again(tmp_path, m
     assert "cache hit for 'jit_train_step'" in fewer
     # What was stopped between two steps goes on after the very step.
     ended = re.search(r"ended +SIGTERM after (\d+) steps", fewer)
-    assert f"going on after step {ended[1]} from the copies in memory" in whole
+    assert f"resuming after step {ended[1]} from the copies in memory" in whole

@@ -97,7 +97,7 @@ def test_a_killed_rank_restarts_the_run(start, tmp_path, options, processes, los
     assert f"rank {lost} was killed by SIGKILL" in err
     assert f"restart 1 of 1, with {processes} processes" in err
     assert steps_in(tmp_path) == list(range(1, 301))
-    assert re.search(r"going on after step \d+0 from", out)
+    assert re.search(r"resuming after step \d+0 from", out)
 
 
 def test_sigterm_saves_everywhere_and_is_for_the_scheduler_to_start_again(start, tmp_path):

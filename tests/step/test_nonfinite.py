@@ -275,7 +275,7 @@ def test_layer_scan_back_goes_on_past_the_batches(steps):
     result = trainer.fit()
     assert (result.num_steps, result.rollbacks) == (8, 1)
     assert notes == [
-        "step 5: the loss is nan: went back to step 3, and on with the batches after that one "
+        "step 5: the loss is nan: went back to step 3, continuing with the next batches "
         "(rollback 1 of 3)"
     ]
     # Steps 1 to 3; batches 4 to 6 are given up, the last of them because save 6 looked first.

@@ -1,6 +1,6 @@
-"""What a verb of the command does: run, resume, report, verify, examine, load, evaluate, export.
+"""Implements the commands: run, resume, report, verify, examine, load, evaluate, export.
 
-Imports every room below `cli`. Start reading in `steps.py`, `runs.py`, then `training.py`.
+Imports every package below `cli`. Start reading in `steps.py`, `runs.py`, then `training.py`.
 """
 
 from ..config import abstract_batch as abstract_batch

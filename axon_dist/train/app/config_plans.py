@@ -40,49 +40,49 @@ from .examine import examine
 from .steps import build_step, model_of
 
 MOST = 10
-"""How many kinds of plans are traced, the simplest first."""
+"""How many kinds of plans to trace, simplest first."""
 
 FEW = 2
-"""How many kinds are traced of each variant that trains to other numbers."""
+"""How many kinds of plans to trace for each variant with different numerics."""
 
-ALIKE = 0.03
-"""Steps whose predicted times differ by less are as fast."""
+TIE = 0.03
+"""Plans whose predicted step times differ by less than this fraction count as equally fast."""
 
 TRIES = 5
-"""How often a candidate is traced until it fits."""
+"""How often a candidate is traced, at most, to make it fit."""
 
 _BEFORE_REMAT = 2
-"""How many of these tries lower the microbatch before blocks are recomputed."""
+"""How many of these tries shrink the microbatch before blocks are recomputed."""
 
 SIMPLICITY = ("ddp", "zero2", "zero1", "full_shard", "hybrid_shard")
-"""Data-parallel strategies from the simplest on; others follow. ZeRO-1 stores more than ZeRO-2; it
-pays where a step has so many microbatches that reducing the gradients of each takes time."""
+"""Data-parallel strategies, simplest first; the others follow. ZeRO-1 stores more than ZeRO-2. It
+pays off when a step has so many microbatches that reducing the gradients of each one is slow."""
 
 
 Tell: TypeAlias = Callable[[str, str], None]
-"""Takes the name of a candidate, and a clause about it."""
+"""Takes the name of a candidate and a clause about it."""
 
 
 def silent(name: str, clause: str) -> None:
-    """Says nothing."""
+    """Reports nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """One way to run a config: what its traced step costs and, where it was compiled, its program.
+    """One way to run a config: the cost of its traced step and, if compiled, its report.
 
     Args:
-        candidate: the axes and what is split over them.
+        candidate: the mesh axes and what is split over them.
         config: the config with these axes and strategies.
         reading: what a device holds, computes and sends.
-        time: of a step, by cause.
-        device_bytes: what a device has.
-        measured: the report of the compiled step; None where it was not compiled.
-        changed: why it trains to other numbers than the config says; None where it does not.
+        time: the time of a step, by cause.
+        device_bytes: the memory of a device.
+        measured: the report of the compiled step; None if it was not compiled.
+        changed: why its numerics differ from the config's; None if they do not.
         outer_bytes: bytes that a device sends in an outer step, divided by the steps between two.
         loops: which equal blocks run as a loop, and why.
-        utilization: MFU: the share of the chip's bfloat16 peak that the step reaches, what is
-            masked or computed again left out.
+        utilization: MFU, the share of the chip's bfloat16 peak that the step reaches; masked and
+            recomputed FLOPs do not count.
     """
 
     candidate: Candidate
@@ -98,12 +98,12 @@ class ReadPlan:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in a step, its share of an outer step included."""
+        """Bytes that a device sends in a step, including its share of an outer step."""
         return self.reading.wire_bytes + self.outer_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether all of it fits into the usable memory."""
+        """Whether the peak memory fits into the usable memory."""
         return self.reading.peak <= USABLE * self.device_bytes
 
 
@@ -112,12 +112,13 @@ class ConfigPlans:
     """The plans of a config, best first.
 
     Args:
-        work: what is trained.
-        hardware: the rates that times are estimated with.
-        num_devices: how many devices.
-        plans: what fits first, then by the predicted time of a step; of steps as fast the simplest.
+        work: the workload: model, loss and batch.
+        hardware: the rates used to estimate times.
+        num_devices: the number of devices.
+        plans: sorted: those that fit come first, then by predicted step time; among equally fast
+            ones the simplest comes first.
         refused: names of candidates that the step refuses, and why.
-        others: plans that fit, are faster than all these, and train to other numbers.
+        others: plans with different numerics that fit and are faster than all of `plans`.
     """
 
     work: Workload
@@ -129,7 +130,7 @@ class ConfigPlans:
 
     @property
     def best(self) -> ReadPlan:
-        """The best plan; where none fits, the one with the least memory."""
+        """The best plan; if none fits, the one that needs the least memory."""
         return self.plans[0]
 
     @property
@@ -151,35 +152,35 @@ def plan_config(
 ) -> ConfigPlans:
     """Ranks the ways to run a config on some devices.
 
-    Of each kind of candidate the one is taken that splits the model least and whose train state
-    fits as the sharding policies split it. Its step is built on an abstract mesh and traced, and
-    its memory, bytes and products are read from the program; where it does not fit, it is traced
-    again with smaller microbatches and with every block recomputed. The best `num_compiled` are
-    compiled. Stacked experts are split where the model has some. `diloco` and `local_sgd` stay
-    where the config has them.
+    From each kind of candidate, takes the one that splits the model least and whose train state
+    fits under the sharding policies. Builds its step on an abstract mesh, traces it, and reads
+    memory, bytes and matrix products from the program. A candidate that does not fit is traced
+    again with smaller microbatches, then with every block recomputed. The best `num_compiled` are
+    compiled. Stacked experts are split if the model has any. `diloco` and `local_sgd` are kept if
+    the config has them.
 
-    Plans that train to other numbers are listed separately, where they are faster than all others:
-    a narrower precision, and replicas that synchronize seldom over the links between nodes.
+    Plans with different numerics are listed separately if they are faster than all others: a
+    narrower precision, and replicas that rarely synchronize over the links between nodes.
 
     Args:
         config: a run as YAML describes it; its mesh, strategies, rematerialisation and
             microbatches are replaced.
         hardware: the chip.
-        num_devices: all of them are used.
-        device_bytes: memory of a device; None takes the chip's.
+        num_devices: the number of devices; all are used.
+        device_bytes: memory of a device; None uses the chip's.
         target: the machine to compile for, such as `"h100:8"`.
-        num_compiled: how many of the best to compile.
+        num_compiled: how many of the best plans to compile.
         tell: takes the name of each plan that is traced or compiled, and a clause about it.
 
     Returns:
         The plans.
 
     Raises:
-        ConfigError: where no mesh of all the devices divides the batch, or each is refused.
+        ConfigError: if no mesh of all the devices divides the batch, or every plan is refused.
     """
     size = hardware.memory_bytes if device_bytes is None else device_bytes
-    apart = _outer_loop_of(config, hardware.num_nodes(num_devices))
-    search = _Search(config, hardware, num_devices, size, *apart, tell=tell)
+    outer = _outer_loop_of(config, hardware.num_nodes(num_devices))
+    search = _Search(config, hardware, num_devices, size, *outer, tell=tell)
     refused: dict[str, str] = {}
     plans = search.plans(MOST, refused)
     if not plans:
@@ -188,7 +189,7 @@ def plan_config(
     ranked = _ranked(plans)
     others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
     limit = ranked[0].time.total if ranked[0].fits else float("inf")
-    faster = [plan for plan in others if plan.fits and (1 + ALIKE) * plan.time.total < limit]
+    faster = [plan for plan in others if plan.fits and (1 + TIE) * plan.time.total < limit]
     for place, plan in enumerate(ranked[:num_compiled]):
         tell(plan.candidate.name, f"compiled for {plan.candidate.mesh}")
         ranked[place] = _measured(plan, target)
@@ -198,16 +199,16 @@ def plan_config(
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """One search: a config, and how its replicas over slow links synchronize.
+    """One search: a config, and how its replicas synchronize over slow links.
 
     Args:
-        config: a run, checked.
+        config: a checked run.
         hardware: the chip.
-        num_devices: all of them are used.
+        num_devices: the number of devices; all are used.
         device_bytes: memory of a device.
-        apart: how replicas synchronize that have outer steps; None without them.
-        replicas: how many of them.
-        changed: why it trains to other numbers than the config says; None where it does not.
+        outer: how replicas synchronize in outer steps; None without outer steps.
+        replicas: the number of replicas.
+        changed: why its numerics differ from the config's; None if they do not.
         tell: takes the name of each plan that is traced, and a clause about it.
     """
 
@@ -215,20 +216,20 @@ class _Search:
     hardware: Hardware
     num_devices: int
     device_bytes: int
-    apart: SlowReplicas | None = None
+    outer: SlowReplicas | None = None
     replicas: int = 1
     changed: str | None = None
     tell: Tell = silent
 
     @property
     def platform(self) -> str:
-        """What JAX calls the platform; a chip that cannot be compiled for is taken for a GPU."""
+        """JAX's name of the platform; chips without a compile target count as GPUs."""
         wiring = self.hardware.wiring
         return "gpu" if wiring is None or wiring.platform == "cuda" else wiring.platform
 
     @functools.cached_property
     def work(self) -> Workload:
-        """What is trained, read from the abstract model and its loss."""
+        """The workload, read from the abstract model and its loss."""
         return workload_of(
             functools.partial(model_of, self.config),
             self.config.kind.task.loss_fn,
@@ -243,20 +244,21 @@ class _Search:
         return USABLE * self.device_bytes
 
     def plans(self, most: int, refused: dict[str, str]) -> list[ReadPlan]:
-        """Traces the simplest kinds whose train state fits; the smallest where none does.
+        """Traces the simplest kinds whose train state fits; if none fits, the smallest.
 
         Args:
-            most: of how many kinds.
-            refused: takes the names of those that the step refuses, and why.
+            most: how many kinds to trace.
+            refused: is filled with the names of candidates that the step refuses, and why.
 
         Raises:
-            ConfigError: for a batch that no mesh of all the devices divides.
+            ConfigError: if no mesh of all the devices divides the batch.
         """
-        count, batch = self.num_devices, self.work.global_batch
+        count = self.num_devices
+        batch = self.work.global_batch
         if not 1 <= count <= MOST_DEVICES:
             raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
         kinds: dict[str, list[Candidate]] = {}
-        for one in candidates(self.work, count, self.hardware, self.apart, self.replicas):
+        for one in candidates(self.work, count, self.hardware, self.outer, self.replicas):
             kinds.setdefault(one.name, []).append(one)
         if not kinds:
             raise ConfigError(
@@ -279,37 +281,39 @@ class _Search:
         return [plan for plan in plans if plan is not None]
 
     def with_other_numbers(self) -> Iterator[_Search]:
-        """The same config in a narrower precision, and with replicas that seldom synchronize."""
-        current, narrow = MixedPrecision.of(self.config.precision), MixedPrecision.bf16()
+        """Yields the same config in a narrower precision, and with replicas that rarely sync."""
+        current = MixedPrecision.of(self.config.precision)
+        narrow = MixedPrecision.bf16()
         if self.hardware.rate(narrow.compute) > self.hardware.rate(current.compute):
             config = dataclasses.replace(self.config, precision="bf16")
             yield dataclasses.replace(self, config=config, changed="precision bf16")
         nodes = self.hardware.num_nodes(self.num_devices)
         shares = not (self.num_devices % nodes or self.work.global_batch % nodes)
-        if self.apart is None and nodes > 1 and shares:
-            apart = SlowReplicas()
-            changed = f"replicas synchronize every {apart.every} steps"
-            yield dataclasses.replace(self, apart=apart, replicas=nodes, changed=changed)
+        if self.outer is None and nodes > 1 and shares:
+            outer = SlowReplicas()
+            changed = f"replicas synchronize every {outer.every} steps"
+            yield dataclasses.replace(self, outer=outer, replicas=nodes, changed=changed)
 
 
 def _outer_loop_of(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
-    """How the replicas of a config that have outer steps synchronize, and how many they are."""
+    """Returns how a config's replicas synchronize in outer steps, and how many there are."""
     named = next((name for name in OUTER_LOOPS if name in (config.parallel or {})), None)
     if named is None:
         return None, 1
     options = config.parallel[named]
-    apart = SlowReplicas(named, options["every"], options.get("axis", "nodes"))
-    return apart, max(config.mesh[apart.axis], nodes)
+    outer = SlowReplicas(named, options["every"], options.get("axis", "nodes"))
+    return outer, max(config.mesh[outer.axis], nodes)
 
 
 def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
-    """The config with the mesh and strategies of a candidate; other options of these stay.
+    """Returns the config with a candidate's mesh and strategies; keeps their other options.
 
     Args:
-        config: a run, checked.
-        candidate: for as many devices.
+        config: a checked run.
+        candidate: the mesh and strategies to use.
     """
-    plain, lines = config.to_dict(), candidate.to_config()
+    plain = config.to_dict()
+    lines = candidate.to_config()
     strategies = plain.get("parallel") or {}
     lines["parallel"] = {
         name: {**strategies.get(name, {}), **options} for name, options in lines["parallel"].items()
@@ -317,12 +321,17 @@ def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
     train = {**plain["train"], "accumulate": 1, **lines.pop("train", {})}
     configured = None if config.remat == AUTO else plain.get("remat")
     remat = configured or {"interval": 1} if candidate.remat else None
-    here = {"emulate": None}
-    return RunConfig.from_dict({**plain, **lines, "train": train, "remat": remat, "devices": here})
+    devices = {"emulate": None}
+    return RunConfig.from_dict(
+        {**plain, **lines, "train": train, "remat": remat, "devices": devices}
+    )
 
 
 def _complexity(one: Candidate) -> int:
-    """How much is combined; smaller is simpler."""
+    """Ranks a candidate by the parallelisms it combines; smaller is simpler.
+
+    Each model-parallel axis is one bit above the rank of the data-parallel strategy.
+    """
     axes = dict.fromkeys(("tp", "cp", "pp", "ep", *AXES))
     model = [n for n, a in enumerate(axes) if a not in ("dp", "fsdp") and getattr(one, a) > 1]
     order = [*dict.fromkeys((*SIMPLICITY, *DATA_PARALLEL))]
@@ -338,7 +347,7 @@ def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A candidate, its step, and the bytes of its train state on a device."""
+    """A candidate, its step, and the bytes of its train state per device."""
 
     candidate: Candidate
     config: RunConfig
@@ -347,7 +356,7 @@ class _Split:
 
 
 def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str]) -> _Split | None:
-    """The first of a kind whose train state fits, or the smallest; None where all are refused."""
+    """Returns the first candidate whose train state fits, else the smallest; None if all fail."""
     best: _Split | None = None
     for one in sorted(group, key=lambda one: one.num_devices // (one.replicas * one.shard_ranks)):
         try:
@@ -367,9 +376,12 @@ def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str
 def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan | None:
     """Traces a candidate until it fits: smaller microbatches first, then recomputed blocks."""
     plan: ReadPlan | None = None
-    one, config, step = split.candidate, split.config, split.step
+    one = split.candidate
+    config = split.config
+    step = split.step
     for tried in range(TRIES):
-        number, remat = f"K={one.num_microbatches}", ", remat" * one.remat
+        number = f"K={one.num_microbatches}"
+        remat = ", remat" * one.remat
         also = f", {search.changed}" if search.changed else ""
         search.tell(one.name, f"traced on {one.mesh} with {number}{remat}{also}")
         try:
@@ -401,13 +413,14 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
 
 
 def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Candidate | None:
-    """The candidate to trace after one that does not fit; None where nothing is left to try."""
-    one, reading = plan.candidate, plan.reading
-    room = search.usable - reading.state - reading.batch
-    if room <= 0:
+    """Returns the next candidate to trace after one that does not fit; None if none is left."""
+    one = plan.candidate
+    reading = plan.reading
+    available = search.usable - reading.state - reading.batch
+    if available <= 0:
         return None
     # Activations for the backward pass grow with the samples of a microbatch.
-    least = math.ceil(one.num_microbatches * reading.temporaries / room)
+    least = math.ceil(one.num_microbatches * reading.temporaries / available)
     more = more_microbatches(one, search.work, max(least, 2 * one.num_microbatches))
     if more is None or (tried >= _BEFORE_REMAT and not one.remat):
         return None if one.remat else dataclasses.replace(one, remat=True)
@@ -415,10 +428,10 @@ def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Candidate | None:
 
 
 def _with_outer_step(
-    time: StepCost, step: Any, reading: Reading, search: _Search, apart: SlowReplicas | None
+    time: StepCost, step: Any, reading: Reading, search: _Search, outer: SlowReplicas | None
 ) -> tuple[StepCost, float]:
-    """The time of a step with its share of an outer step, and that share of the bytes."""
-    if apart is None:
+    """Adds a step's share of an outer step to its time; also returns that share of the bytes."""
+    if outer is None:
         return time, 0.0
     readings = [
         read_program(program, arguments, len(arguments), reading.mesh, search.platform)
@@ -426,17 +439,19 @@ def _with_outer_step(
     ]
     # Nothing else runs during an outer step.
     waits = [one.step_time(search.hardware, search.work.policy.compute) for one in readings]
-    waited = sum(one.communication for one in waits) / apart.every
-    sent = sum(one.wire_bytes for one in readings) / apart.every
-    communication, exposed = time.communication + waited, time.exposed + waited
+    waited = sum(one.communication for one in waits) / outer.every
+    sent = sum(one.wire_bytes for one in readings) / outer.every
+    communication = time.communication + waited
+    exposed = time.exposed + waited
     return dataclasses.replace(time, communication=communication, exposed=exposed), sent
 
 
 def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
-    work, hardware = search.work, search.hardware
+    work = search.work
+    hardware = search.hardware
     counted = {}
     if candidate.pp > 1:
-        # A pipeline's actions are branches of a conditional, and the program does not count them.
+        # A pipeline's actions are branches of a conditional, which the traced counts leave out.
         counted["flops"] = 4 / 3 * work.flops / candidate.num_devices  # every stage is recomputed
         sizes = candidate.pp, candidate.num_microbatches
         counted["idle"] = idle_share(candidate.schedule, *sizes, 1)
@@ -444,19 +459,21 @@ def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
 
 
 def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
-    """Fits, fast, simple; of what does not fit, the smallest first."""
-    left = sorted(plans, key=lambda p: (not p.fits, p.time.total if p.fits else p.reading.peak))
+    """Sorts plans that fit by time, ties by simplicity; then the others by memory."""
+    remaining = sorted(
+        plans, key=lambda p: (not p.fits, p.time.total if p.fits else p.reading.peak)
+    )
     ranked: list[ReadPlan] = []
-    while left:
-        limit = (1 + ALIKE) * left[0].time.total
-        alike = [p for p in left if p.fits and p.time.total <= limit] or left[:1]
-        ranked.append(min(alike, key=lambda p: (_complexity(p.candidate), p.candidate.remat)))
-        left.remove(ranked[-1])
+    while remaining:
+        limit = (1 + TIE) * remaining[0].time.total
+        tied = [p for p in remaining if p.fits and p.time.total <= limit] or remaining[:1]
+        ranked.append(min(tied, key=lambda p: (_complexity(p.candidate), p.candidate.remat)))
+        remaining.remove(ranked[-1])
     return ranked
 
 
 def plan_here(config: RunConfig, world: World) -> ConfigPlans | None:
-    """The plans of a config on the machine of a world; None of one that no table describes."""
+    """Plans a config for the machine of a world; None if the chip is unknown or planning fails."""
     chip = machine_of(world.mesh)
     try:
         return None if chip is None else plan_config(config, hardware(chip.name), world.size)
@@ -468,5 +485,6 @@ def _measured(plan: ReadPlan, target: str | None) -> ReadPlan:
     config = plan.config
     if target is not None and target.startswith("cpu:"):
         emulated = dataclasses.replace(config.devices, emulate=plan.candidate.num_devices)
-        config, target = dataclasses.replace(config, devices=emulated), None
+        config = dataclasses.replace(config, devices=emulated)
+        target = None
     return dataclasses.replace(plan, measured=examine(config, target).report)

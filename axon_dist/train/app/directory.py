@@ -39,12 +39,12 @@ from ..config import RunConfig
 from .lock import LOCK, Lease, locked
 
 AUTO = "auto"
-"""Where to resume from: the newest good checkpoint of the run itself, if there is one."""
+"""Value of `resume` that selects the newest good checkpoint of the run itself, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """A file or folder of a run by its name; read on a `RunDirectory` it is the path."""
+    """Descriptor of a file or folder of a run; on a `RunDirectory` it returns the path."""
 
     name: str
 
@@ -53,7 +53,7 @@ class _Entry:
 
 
 def changed_keys(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """The keys of two flat configs that differ, with both values, a line each.
+    """Returns a line for each key that differs between two flat configs, with both values.
 
     Example:
         >>> changed_keys({"train.steps": 100}, {"train.steps": 200})
@@ -65,14 +65,14 @@ def changed_keys(before: Mapping[str, object], after: Mapping[str, object]) -> l
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
-    """What a run leaves behind.
+    """The files that a run writes.
 
     Args:
-        path: the folder of the run; of a run in a bucket, the local folder that process 0 copies
-            to the bucket, or that has copies from there.
-        address: of a run in a bucket, to which files are copied whole whenever the run saves, and
-            at its end.
-        leases: of its folders in buckets, which process 0 holds while the run writes.
+        path: the folder of the run. For a run in a bucket, a local folder: process 0 copies it to
+            the bucket, or it has copies from there.
+        address: the bucket address, if any. Whole files are copied there whenever the run saves,
+            and at its end.
+        leases: the leases of its folders in buckets; process 0 holds them while the run writes.
     """
 
     path: Path
@@ -81,21 +81,21 @@ class RunDirectory:
     _copied: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict, compare=False)
 
     config = _Entry("config.yaml")
-    """The config, every default spelled out."""
+    """The config with every default spelled out."""
     metrics = _Entry("metrics.jsonl")
-    """Metrics, a JSON object a line."""
+    """Metrics, one JSON object per line."""
     summary = _Entry("summary.json")
-    """What the run came to, as JSON."""
+    """The results of the run, as JSON."""
     program = _Entry("program.json")
-    """What the compiled step is made of, as JSON."""
+    """Memory, collectives and FLOPs of the compiled step, as JSON."""
     profile = _Entry("profile")
     """Traces of the steps that `train.profile` asks for."""
     waterfall = _Entry("waterfall.json")
-    """Where the time of a step goes, as `axon profile` measured it, as JSON."""
+    """Where the time of a step goes, measured by `axon profile`, as JSON."""
     plot = _Entry("loss.png")
     """The loss curves."""
     memory = _Entry("memory.prof")
-    """What was in the memory of the devices when it was full; `pprof` reads it."""
+    """The contents of device memory when it ran out, for `pprof`."""
 
     @property
     def place(self) -> Place:
@@ -104,7 +104,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Place:
-        """The checkpoints, where the config does not put them elsewhere."""
+        """The checkpoint folder, unless the config names another one."""
         return self.place / "checkpoints"
 
     def fetch(self) -> None:
@@ -112,7 +112,8 @@ class RunDirectory:
         if self.address is None:
             return
         for name in RECORDS:
-            contents, path = (self.address / name).read(), self.path / name
+            contents = (self.address / name).read()
+            path = self.path / name
             if contents is not None:
                 with (
                     reworded(f"cannot write {str(path)!r}", "make room there", StoreError),
@@ -122,7 +123,7 @@ class RunDirectory:
                 self._copied[name] = path.stat().st_mtime_ns, path.stat().st_size
 
     def copy(self) -> None:
-        """Writes what has changed on this machine into the bucket, file by file.
+        """Writes the files that changed on this machine into the bucket, one by one.
 
         Raises:
             ConfigError: when another run has taken the folder over.
@@ -132,12 +133,12 @@ class RunDirectory:
             lease.check()
         if self.address is None:
             return
-        there = {
+        local_files = {
             str(path.relative_to(self.path)): path
             for path in self.path.rglob("*")
             if path.is_file() and not path.is_symlink() and not path.name.endswith(TEMPORARY)
         }
-        for name, path in there.items():
+        for name, path in local_files.items():
             with reworded(f"cannot read {str(path)!r}", "look at the disk", StoreError):
                 stamp = path.stat().st_mtime_ns, path.stat().st_size
                 if self._copied.get(name) == stamp:
@@ -146,16 +147,17 @@ class RunDirectory:
                     contents = file.read()
             (self.address / name).write(contents)
             self._copied[name] = stamp
-        self.address.remove(gone := self._copied.keys() - there.keys())
-        for name in gone:
+        removed = self._copied.keys() - local_files.keys()
+        self.address.remove(removed)
+        for name in removed:
             del self._copied[name]
 
     @contextmanager
     def copied_to_bucket(self) -> Iterator[None]:
-        """Copies to the bucket in the end; what cannot be copied stays on this machine.
+        """Copies to the bucket on exit; files that cannot be copied stay on this machine.
 
         Raises:
-            StoreError: when it cannot; not in place of another error.
+            StoreError: when the copy fails; it never replaces an error of the context.
         """
         try:
             yield
@@ -168,38 +170,41 @@ class RunDirectory:
             self.copy()
         except StoreError as error:
             raise StoreError(
-                f"the last records of the run are in {str(self.path)!r} alone, for {error}; copy "
-                f"them to {self.place}"
+                f"the last records of the run are only in {str(self.path)!r}: {error}; copy them "
+                f"to {self.place}",
+                code="records-not-copied",
             ) from error
         shutil.rmtree(self.path, ignore_errors=True)
 
     def check_files(self) -> None:
-        """Checks that what a run writes replaces nothing but files, and follows no link.
+        """Checks that the run's writes only replace regular files and follow no link.
 
         Raises:
-            ConfigError: naming what is there instead, such as a pipe that nobody reads.
+            ConfigError: naming what is there instead, such as a pipe.
         """
         files = (self.config, self.metrics, self.summary, self.program, self.plot, self.memory)
         for path in files:
             if (kind := kind_at(path)) not in (None, "a file"):
                 raise ConfigError(
-                    f"run_dir: {str(path)!r} is {kind} and no file, and a run writes it: "
-                    "remove it, or name another folder"
+                    f"run_dir: {str(path)!r} is {kind}, and a run must write a file there; "
+                    "remove it, or name another folder",
+                    code="not-a-file",
                 )
         for path in (*files, *(self.path / name for name in (*_WRITTEN_INTO, LOCK))):
             if path.is_symlink():
                 raise ConfigError(
-                    f"run_dir: {str(path)!r} is a link, and a run writes there: what it leads to "
-                    "would be overwritten. Remove it, or name another folder; checkpoint.dir puts "
-                    "checkpoints elsewhere"
+                    f"run_dir: {str(path)!r} is a link, and a run would overwrite its target; "
+                    "remove it, or name another folder. To put checkpoints elsewhere, set "
+                    "checkpoint.dir",
+                    code="is-a-link",
                 )
 
     def begin_config(self, config: RunConfig) -> None:
         """Writes `config.yaml` of a new run.
 
         Raises:
-            FileExistsError: when there is one.
-            OSError: when it cannot be written; nothing of it stays.
+            FileExistsError: when the file exists.
+            OSError: when it cannot be written; a partial file is removed.
         """
         text = to_yaml(config.to_dict())
         descriptor = open_regular(self.config, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -207,38 +212,38 @@ class RunDirectory:
             with open(descriptor, "wb") as file:
                 file.write(text.encode())
         except OSError:
-            # Else half a config would say that there is a run already.
+            # A partial config would make the folder look as if it held a run.
             with suppress(OSError):
                 self.config.unlink()
             raise
 
     def write_config(self, config: RunConfig) -> None:
-        """Writes `config.yaml`, whole or not at all."""
+        """Writes `config.yaml` atomically."""
         self._replace(self.config, to_yaml(config.to_dict()))
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Writes `summary.json`, whole or not at all."""
+        """Writes `summary.json` atomically."""
         self._replace(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def write_missing(self, config: RunConfig, summary: Mapping[str, object]) -> None:
-        """Writes `config.yaml` and `summary.json` where a run that was cut off left none."""
+        """Writes `config.yaml` and `summary.json` if an interrupted run left none."""
         if kind_at(self.config) is None:
             self.write_config(config)
         if kind_at(self.summary) is None:
             self.write_summary(summary)
 
     def write_program(self, program: Mapping[str, object]) -> None:
-        """Writes `program.json`, whole or not at all."""
+        """Writes `program.json` atomically."""
         self._replace(self.program, json.dumps(program) + "\n")
 
     def changes(self, config: RunConfig) -> list[str]:
-        """The keys in which a config differs from the one stored here, a line each.
+        """Returns a line for each key in which a config differs from the one stored here.
 
         Args:
-            config: the one that the run continues with.
+            config: the config that the run continues with.
 
         Returns:
-            Such as `train.steps: 100 -> 200`; empty where no config is stored here yet.
+            Lines such as `train.steps: 100 -> 200`; empty if no config is stored here yet.
         """
         try:
             if kind_at(self.config) is None:
@@ -250,11 +255,11 @@ class RunDirectory:
         return changed_keys(before, after)
 
     def take_metrics(self, step: int, tell: Callable[[str], None]) -> list[JsonDict]:
-        """Reads the metrics up to a step, and drops those of steps that are to be taken again.
+        """Reads the metrics up to a step, and drops those of steps that will be repeated.
 
         Args:
-            step: the last one whose metrics stay.
-            tell: takes a sentence about lines that cannot be read; they are dropped, too.
+            step: the last step whose metrics are kept.
+            tell: takes a sentence about lines that cannot be read; they are dropped too.
 
         Returns:
             A dict per line, with its `step`.
@@ -265,7 +270,7 @@ class RunDirectory:
         contents = read_bytes(self.metrics, str(self.metrics), most=most, links=False)
         lines = contents.decode(errors="replace").splitlines(keepends=True)
         rows = [_row(line) for line in lines]
-        # A run that was killed leaves half a last line, which is no damage.
+        # A killed run leaves a partial last line; that is expected, so it is not reported.
         broken = [number for number, row in enumerate(rows[:-1], 1) if row is None]
         if broken:
             tell(
@@ -281,8 +286,8 @@ class RunDirectory:
                 self._replace(self.metrics, text)
             except OSError as error:
                 tell(
-                    f"{self.metrics.name}: the lines of steps after {step} stay, for it cannot be "
-                    f"written ({error.strerror}); of two lines of a step the later one counts"
+                    f"{self.metrics.name}: cannot be written ({error.strerror}), so the lines of "
+                    f"steps after {step} stay; if a step has two lines, the later one counts"
                 )
         return [row for _, row in pairs]
 
@@ -292,26 +297,26 @@ class RunDirectory:
 
 
 _WRITTEN_INTO = ("checkpoints", "profile", "tensorboard", "wandb", "mlflow.db")
-"""Folders and files in that of a run that checkpoints, traces and loggers write to."""
+"""Entries of a run's folder that checkpoints, traces and loggers write to."""
 
 
 RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json", "waterfall.json")
-"""What is read of a run, and copied from a bucket before."""
+"""The files that are read from a run; for a run in a bucket they are first copied from there."""
 
 
 def create_directory(config: RunConfig, resume: str | None = None) -> RunDirectory:
-    """Makes the folder of a new run, with its config in it, or opens that of a run to resume.
+    """Makes the folder of a new run and writes its config, or opens the folder of a run to resume.
 
     The config of a resumed run is not written here: a refused resume must change nothing.
 
     Args:
-        config: where `run_dir` says so, or as `runs/<name>-<time>` where it does not.
-        resume: None for a new run, whose folder must not hold one; `"auto"` to resume in the folder
-            of the config, or in the newest of that name with a checkpoint; a path to resume from
-            there, in the folder of the config or in a new one.
+        config: a run; its folder is `run_dir`, or `runs/<name>-<time>` by default.
+        resume: None for a new run, whose folder must not hold a run yet. `"auto"` resumes in the
+            folder of the config, or in the newest folder of that name with a checkpoint. A path
+            resumes from there, in the folder of the config or in a new one.
 
     Raises:
-        ConfigError: when there is a run in it already, or it cannot be made.
+        ConfigError: when the folder already holds a run, or it cannot be made.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     newest = _newest_run(config.name) if resume == AUTO else None
@@ -323,7 +328,8 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
         if resume is None:
             directory.write_config(config)
         return directory
-    path, directory = place, RunDirectory(place)
+    path = place
+    directory = RunDirectory(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         directory.check_files()
@@ -339,10 +345,10 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
 
 
 def check_directory(config: RunConfig) -> None:
-    """Checks that `create_directory` could make the folder of a new run, and makes nothing.
+    """Checks that `create_directory` could make the folder of a new run; makes nothing.
 
     Raises:
-        ConfigError: when there is a run in it already, or it cannot be made.
+        ConfigError: when the folder already holds a run, or it cannot be made.
     """
     folders = {"run_dir": config.run_dir or "runs", "checkpoint.dir": config.checkpoint.dir}
     for key, folder in folders.items():
@@ -350,11 +356,11 @@ def check_directory(config: RunConfig) -> None:
             path = as_place(folder, key)
             if isinstance(path, Address):
                 continue
-            places = (path, *path.absolute().parents)
-            there = next(place for place in places if os.path.lexists(place))
-            _check_folder(key, there)
-            if not os.access(there, os.W_OK | os.X_OK):
-                raise _cannot_write(key, path, f"{str(there)!r} may not be written to")
+            candidates = (path, *path.absolute().parents)
+            existing = next(one for one in candidates if os.path.lexists(one))
+            _check_folder(key, existing)
+            if not os.access(existing, os.W_OK | os.X_OK):
+                raise _cannot_write(key, path, f"{str(existing)!r} may not be written to")
     place = as_place(config.run_dir, "run_dir") if config.run_dir else None
     if place is not None and _has_run(place):
         raise _holds_a_run(place)
@@ -363,7 +369,10 @@ def check_directory(config: RunConfig) -> None:
 def _check_folder(key: str, path: Path) -> None:
     if (kind := kind_at(path)) != "a folder":
         kind = kind or "a link to nothing"
-        raise ConfigError(f"{key}: {str(path)!r} is {kind} and no folder; name another")
+        raise ConfigError(
+            f"{key}: {str(path)!r} is {kind}, and must be a folder; name another",
+            code="not-a-folder",
+        )
 
 
 def _cannot_write(key: str, path: Path, why: str | None) -> ConfigError:
@@ -371,7 +380,7 @@ def _cannot_write(key: str, path: Path, why: str | None) -> ConfigError:
 
 
 def directory_at(path: Path, config: RunConfig) -> RunDirectory:
-    """The folder of a run on this host, and its address where `run_dir` names a bucket."""
+    """Returns the folder of a run on this host, with its address if `run_dir` is in a bucket."""
     place = None if config.run_dir is None else as_place(config.run_dir, "run_dir")
     return RunDirectory(path, place if isinstance(place, Address) else None)
 
@@ -384,8 +393,9 @@ def _has_run(place: Place) -> bool:
 
 def _holds_a_run(path: Place) -> ConfigError:
     return ConfigError(
-        f"run_dir: {str(path)!r} holds a run already; name another, remove it, or go on with it: "
-        "--resume auto"
+        f"run_dir: {str(path)!r} holds a run already; name another, remove it, or continue the "
+        "run with --resume auto",
+        code="holds-a-run",
     )
 
 
@@ -395,16 +405,16 @@ def take_folders(
     stack: ExitStack,
     tell: Callable[[str], None],
 ) -> None:
-    """Keeps other runs out of the folders that this one writes to, for as long as a stack is open.
+    """Locks the folders that this run writes to, until a stack closes.
 
     Args:
         config: a run as YAML describes it.
-        directory: of the run.
+        directory: the folder of the run.
         stack: releases the folders when it closes.
-        tell: takes a sentence where the file system has no locks.
+        tell: takes a sentence if the file system has no locks.
 
     Raises:
-        ConfigError: when another run is at work in one of them, or it cannot be written.
+        ConfigError: when another run uses one of them, or it cannot be written.
     """
     _take_folder(directory, directory.place, "run_dir", stack, tell)
     remove_abandoned(directory.path)
@@ -437,13 +447,13 @@ def _take_folder(
 
 
 def open_directory(run: str | Place) -> RunDirectory:
-    """The folder of a run, to read it: of one in a bucket, copies of its records.
+    """Opens the folder of a run for reading; for a run in a bucket, copies of its records.
 
     Args:
         run: its path, or its address.
 
     Raises:
-        ConfigError: when it can be neither.
+        ConfigError: when `run` is neither a valid path nor a valid address.
         StoreError: when there is nothing at the address, or it cannot be read.
     """
     place = as_place(run, "the run")
@@ -453,10 +463,10 @@ def open_directory(run: str | Place) -> RunDirectory:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes a folder and a file in it, which is removed again.
+    """Makes a folder, and checks that a file can be made in it; the file is removed again.
 
     Raises:
-        OSError: when either cannot be made.
+        OSError: when the folder or the file cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
@@ -470,27 +480,27 @@ def _newest_run(name: str) -> Path | None:
 
 
 def _row(line: str) -> JsonDict | None:
-    """One line of `metrics.jsonl`, or None where it is none."""
+    """Parses a line of `metrics.jsonl`; None if it is not a complete record."""
     row = json_section(line) if line.endswith("\n") else None
     return row if row is not None and is_whole(row.get("step")) else None
 
 
 def _without_retaken(pairs: list[tuple[str, JsonDict]]) -> list[tuple[str, JsonDict]]:
-    """Lines and rows without those of steps that were taken again, by lines behind them."""
-    last: list[tuple[str, JsonDict]] = []
+    """Drops lines of steps that were repeated: those before a line with a smaller step."""
+    kept: list[tuple[str, JsonDict]] = []
     for line, row in pairs:
-        while last and last[-1][1]["step"] > row["step"]:
-            last.pop()
-        last.append((line, row))
-    return last
+        while kept and kept[-1][1]["step"] > row["step"]:
+            kept.pop()
+        kept.append((line, row))
+    return kept
 
 
 _WHOLE = (("mesh",), ("parallel",))
-"""Sections that are compared as one value: their keys are names of axes and strategies."""
+"""Sections that are compared as one value, since their keys name axes and strategies."""
 
 
 def flat(config: JsonDict) -> dict[str, object]:
-    """The values of nested dicts by dotted path.
+    """Flattens nested dicts to values by dotted path.
 
     Example:
         >>> flat({"train": {"steps": 1}, "parallel": {"ddp": {}}})

@@ -1,4 +1,4 @@
-"""The model of a run in use: `evaluate` measures it, `generate_text` continues texts with it."""
+"""Uses the model of a run: `evaluate` measures it, `generate_text` continues texts with it."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from .steps import build_step, build_world
 SCORES: MappingProxyType[Callable, Callable] = MappingProxyType(
     {next_token_loss: next_token_scores}
 )
-"""Losses that have metrics which are too dear for training, and what measures both."""
+"""Losses whose extra metrics cost too much for training, mapped to functions that return both."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What was measured, and on what.
+    """The metrics of a checkpoint, and the data they were measured on.
 
     Args:
         checkpoint: the folder of the checkpoint.
-        step: how many steps it had taken; None where its name does not say.
-        data: what the data is, in one sentence.
-        num_samples: over how many samples; images, or windows of a text.
+        step: the number of steps taken; None if the folder's name does not tell.
+        data: the data in one sentence.
+        num_samples: the number of samples: images, or windows of a text.
         strategy: the name of the strategy.
         mesh: its mesh, as text.
-        unit: what the loss is measured in.
+        unit: the unit of the loss.
         metrics: `loss`, the metrics of the loss function, and for text `perplexity` and
             `bits_per_byte`.
     """
@@ -63,7 +63,7 @@ class Evaluation:
     metrics: dict[str, float]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as JSON holds it."""
+        """Returns the values as plain data for JSON."""
         return {**dataclasses.asdict(self), "checkpoint": str(self.checkpoint)}
 
 
@@ -79,29 +79,29 @@ def evaluate(
     tell: Callable[[str], None] = lambda text: None,
     trust: bool = False,
 ) -> Evaluation:
-    """Measures the model of a run over its validation data, each sample once.
+    """Measures the model of a run over its validation data, using each sample once.
 
-    Every number is that of plain JAX with the model in eval mode, `sum(totals) / sum(weights)` over
-    all samples, whatever the mesh and the batches are, also where the last batch is smaller.
+    Every number equals that of plain JAX with the model in eval mode: `sum(totals) / sum(weights)`
+    over all samples. It does not depend on the mesh or the batches, even if the last batch is
+    smaller.
 
     Args:
         run: the folder of a run.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
-        overrides: changes of the run's config, such as `"mesh=dp=4"`; any mesh and strategy will
-            do.
-        files: paths or globs to measure on in place of the run's validation data.
-        num_batches: so many batches alone, spread as in training; None for everything.
-        one_device: on one device, whatever the config says.
-        tell: takes a sentence about each damaged checkpoint that is passed over, and about the
-            data, before anything is compiled.
+        overrides: changes to the run's config, such as `"mesh=dp=4"`; any mesh and strategy works.
+        files: paths or globs to measure on instead of the run's validation data.
+        num_batches: use only this many batches, spread as in training; None for all.
+        one_device: use one device, whatever the config says.
+        tell: takes a sentence about each damaged checkpoint that is skipped, and one about the
+            data before anything is compiled.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
-        The numbers.
+        The metrics.
 
     Raises:
         ConfigError: when there is no run in the folder, or the data or an override is wrong.
-        CheckpointError: when the run has no such checkpoint, or that is damaged.
+        CheckpointError: when the run has no such checkpoint, or it is damaged.
     """
     config = run_config(run, overrides, trust=trust)
     config, world = world_of(measured_on(config, files), one_device)
@@ -114,7 +114,8 @@ def evaluate(
     tell(f"data: {loader.description}")
     _check_count(loader, num_batches)
     num_samples = loader.num_validated(num_batches)
-    state, sums = load_state(checkpoint, built), MetricSums()
+    state = load_state(checkpoint, built)
+    sums = MetricSums()
     batches = loader.validation_batches(num_batches)
     for batch_sums in delayed((built.evaluate_sums(state, batch) for batch in batches), LAG):
         sums.add(batch_sums)
@@ -133,11 +134,11 @@ def evaluate(
 
 
 def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
-    """The devices of a run, or one of them; and its config as it is there.
+    """Returns a run's devices, or one of them, and the config to use there.
 
     Args:
-        config: of a run.
-        one_device: take one device, on which nothing is split.
+        config: the config of a run.
+        one_device: use one device, on which nothing is split.
     """
     if not one_device:
         return config, build_world(config)
@@ -152,14 +153,14 @@ def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
 
 
 def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
-    """The state of a step that trains nothing, with the parameters of a checkpoint.
+    """Loads the parameters of a checkpoint into the state of a step that only evaluates.
 
     Args:
-        checkpoint: the folder of one, of any mesh and strategy.
-        step: of the same model; its optimizer keeps nothing, as `optax.identity()` does.
+        checkpoint: the folder of a checkpoint, saved on any mesh with any strategy.
+        step: a step of the same model; its optimizer has no state, such as `optax.identity()`.
 
     Returns:
-        The state, to evaluate with.
+        The state to evaluate with.
     """
     targets: Any = step.weight_targets
     shardings = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
@@ -168,7 +169,7 @@ def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
 
 
 def _check_count(loader: Loader, num_batches: int | None) -> None:
-    """Raises where more batches are asked for than there are."""
+    """Raises if more batches are requested than there are."""
     count = getattr(loader.samples, "num_validation", None)
     if num_batches is None or count is None:
         return
@@ -176,13 +177,14 @@ def _check_count(loader: Loader, num_batches: int | None) -> None:
     if num_batches > most:
         raise ConfigError(
             f"got {num_batches} batches of {loader.global_batch} samples, and there are "
-            f"{count} for validation; ask for at most {most}, or leave it out for all of them, "
-            "once each"
+            f"{count} for validation; ask for at most {most}, or leave it out to use each sample "
+            "once",
+            code="too-many-batches",
         )
 
 
 def of_text(loss: float, loader: Loader) -> dict[str, float]:
-    """Further metrics of a text, from the mean loss per token in nats."""
+    """Computes further metrics of text from the mean loss per token in nats."""
     metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
     text = getattr(loader.samples, "text", None)
     if text is not None and text.validation_bytes:
@@ -196,10 +198,10 @@ class Completion:
     """A continued text.
 
     Args:
-        prompt: its beginning, which was given.
-        text: what follows.
-        num_tokens: how many tokens that is, the end of the document included.
-        is_ended: whether the model has ended the document.
+        prompt: the prompt.
+        text: the generated text after the prompt.
+        num_tokens: the number of generated tokens, including the end of the document.
+        is_ended: whether the model ended the document.
     """
 
     prompt: str
@@ -225,34 +227,35 @@ def generate_text(
     tell: Callable[[str], None] = lambda text: None,
     trust: bool = False,
 ) -> list[Completion]:
-    """Continues texts with the model of a run; each begins a document.
+    """Continues texts with the model of a run; each prompt begins a document.
 
-    The parameters are split as the strategy of the run, or the one named in its place, splits them;
-    those of a pipeline over all devices. The texts are those of one device, in the precision of the
-    run: `overrides=["precision=float32"]` for another.
+    The parameters are split by the strategy of the run, or by its override; a pipeline splits them
+    over all devices. The texts equal those of one device in the precision of the run; to change
+    the precision, pass `overrides=["precision=float32"]`.
 
     Args:
         run: the folder of a run.
         prompts: texts to continue, none of them empty.
-        num_tokens: how many tokens to add to each at most.
+        num_tokens: the most tokens to add to each prompt.
         temperature: 0 takes the likeliest token; see `axon_dist.models.Sampling`.
-        top_k: draw among this many of the likeliest tokens; None for all.
-        top_p: draw among the fewest that together have at least this probability; None for all.
-        seed: of the draws.
-        stops: end a text where the model ends the document, if its tokenizer has an end.
+        top_k: sample among this many of the likeliest tokens; None for all.
+        top_p: sample among the fewest tokens that together have at least this probability; None
+            for all.
+        seed: the seed of the sampling.
+        stops: end a text where the model ends the document, if its tokenizer has an end token.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
-        overrides: changes of the run's config, such as `"mesh=tp=4"` and `"parallel=tensor"`.
-        one_device: on one device, whatever the config says.
-        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+        overrides: changes to the run's config, such as `"mesh=tp=4"` and `"parallel=tensor"`.
+        one_device: use one device, whatever the config says.
+        tell: takes a sentence about each newer checkpoint that is damaged and skipped.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
         One completion for each prompt.
 
     Raises:
-        ConfigError: when there is no run in the folder, its model is none of text, a prompt is
-            empty or too long, or a value is out of range.
-        CheckpointError: when the run has no such checkpoint, or that is damaged.
+        ConfigError: when there is no run in the folder, its model is not a text model, a prompt
+            is empty or too long, or a value is out of range.
+        CheckpointError: when the run has no such checkpoint, or it is damaged.
     """
     config = run_config(run, overrides, trust=trust)
     tokenizer = tokenizer_of(run, config)
@@ -274,18 +277,19 @@ def generate_text(
 
 
 def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:
-    """The model of a checkpoint, its parameters split as the strategy splits them."""
+    """Loads the model of a checkpoint, with its parameters split by the strategy."""
     step = build_step(config, world, optax.identity(), trains=False)
     targets: Any = step.weight_targets
 
-    # In device memory, also under a strategy that offloads them.
+    # Without a memory kind: in device memory even if the strategy offloads parameters.
     def place(path, _):
         return NamedSharding(world.mesh, targets[path].sharding.spec)
 
     shardings = map_with_path(place, step.parts.weights)
     replicated = NamedSharding(world.mesh, PartitionSpec())
-    # Widened and cast once rather than for every token.
-    parts, precision = dataclasses.replace(step.parts, int8={}), step.strategy.precision
+    # Dequantize and cast the weights once, not for every token.
+    parts = dataclasses.replace(step.parts, int8={})
+    precision = step.strategy.precision
     weights, buffers = load_arrays(checkpoint, parts, shardings, replicated)
     model = parts.merge(step.spec.changes.cast(weights), buffers)
     return autocast(model, precision) if precision is not None and precision.is_mixed else model
@@ -296,7 +300,7 @@ def _completion(
 ) -> Completion:
     is_ended = end is not None and tokens[-1] == end
     new = np.array(tokens[:-1] if is_ended else tokens, np.int64)
-    # Some tokenizers write a token otherwise where it is the first.
+    # Some tokenizers decode the first token differently, so decode the prompt and text together.
     before, both = (tokenizer.decode(ids) for ids in (encoded, np.concatenate([encoded, new])))
     text = both[len(before) :] if both.startswith(before) else tokenizer.decode(new)
     return Completion(prompt, text, len(tokens), is_ended)

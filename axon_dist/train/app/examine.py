@@ -1,4 +1,4 @@
-"""What a run would do and cost, read from its compiled step; nothing is trained or written."""
+"""Reads what a run would do and cost from its compiled step; nothing is trained or written."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from .summary import attention_line, opening_lines, parameters_of, remat_line
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """The report of a step and where it was compiled for.
+    """The report of a step and the machine it was compiled for.
 
     Args:
         report: memory, collectives and FLOPs per device.
         mesh: the axes and sizes.
         strategy: the name of the strategy.
-        parameters: how many there are, how many are trained, and in what others are kept.
+        parameters: the number of all and of trained parameters, and the dtypes of frozen ones.
         target: the machine, or None for the devices of this one.
         attention: which attention runs, which blocks are a loop, and what `remat: auto` recomputes,
-            in sentences; None where there is nothing to say.
-        outer_steps: of replicas with outer steps (`diloco`, `local_sgd`), the report of the outer
+            in sentences; None if there is nothing to report.
+        outer_steps: for replicas with outer steps (`diloco`, `local_sgd`), the report of the outer
             step of each fragment.
-        every: after how many steps each fragment synchronizes; 0 where there is one replica.
+        every: the number of steps between synchronizations of a fragment; 0 for one replica.
     """
 
     report: Report
@@ -58,13 +58,13 @@ class Examination:
     every: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The reports as plain values."""
+        """Returns the reports as plain values."""
         reports = [one.to_dict() for one in self.outer_steps]
         outer = {"outer_steps": reports, "every": self.every} if reports else {}
         return self.report.to_dict() | outer
 
     def outer_step_lines(self) -> list[str]:
-        """The bytes of each outer step, and their sum per step; empty without outer steps."""
+        """Describes the bytes of each outer step and their sum; empty without outer steps."""
         sent = [one.collectives.by_link() for one in self.outer_steps]
         lines = [
             f"outer step of fragment {number}, every {self.every} steps: "
@@ -73,22 +73,22 @@ class Examination:
             for number, links in enumerate(sent)
         ]
         if lines:
-            a_step = sum(links.get("slow", 0) for links in sent) // self.every
-            lines.append(f"all of them: {byte_size(a_step)} a step over slow links")
+            per_step = sum(links.get("slow", 0) for links in sent) // self.every
+            lines.append(f"all of them: {byte_size(per_step)} a step over slow links")
         return lines
 
 
 @in_own_context
 @checked(config=CONFIG)
 def examine(config: RunConfig, target: str | None = None) -> Examination:
-    """Compiles the very step that a config would train with, and reads the program.
+    """Compiles the step that a config would train with, and reads the compiled program.
 
-    Nothing is trained and no parameter is made. The batch is the config's global batch.
+    Nothing is trained and no parameter is allocated. The batch is the config's global batch.
 
     Args:
-        config: a run as YAML describes it, checked.
-        target: a machine such as `"h100:8"` or `"v5p:2x2x2"`, which need not be there; None
-            takes the config's own devices.
+        config: a checked run, as YAML describes it.
+        target: a machine such as `"h100:8"` or `"v5p:2x2x2"`, which need not be present; None
+            uses the config's own devices.
 
     Returns:
         The examination.
@@ -129,26 +129,26 @@ def _target_world(config: RunConfig, target: Target) -> World:
 
 
 def compiled_report(step: TrainStep, config: RunConfig) -> Report:
-    """Compiles a step for the batch of its config, and compares its products with those traced."""
+    """Compiles a step for its config's batch, and compares its FLOPs with the traced ones."""
     batch = abstract_batch(config)
     compiled = step.lower(batch).compile()
     return report(compiled, step.world.mesh, traced_flops=read_step(step, batch).flops)
 
 
 def read_program(run: Run) -> dict[str, Any]:
-    """Compiles the step of a run, if that is not done yet, and reads what it costs.
+    """Compiles the step of a run, if not done yet, and reads its costs.
 
     Args:
-        run: its parts; nothing of it is changed.
+        run: the run; it is not changed.
 
     Returns:
-        What JSON can hold: `memory`, bytes per device by category; `collectives`, equal ones
-        joined; `flops`; `leaves`, how every parameter is split and why; `mesh`; `schedule`, the
-        table of a pipeline as CSV, or None; `warnings`, sentences about what is amiss.
+        Plain data for JSON: `memory`, bytes per device by category; `collectives`, with equal ones
+        merged; `flops`; `leaves`, how every parameter is split and why; `mesh`; `schedule`, the
+        table of a pipeline as CSV, or None; `warnings`, sentences about problems.
     """
     step_report = compiled_report(run.step, run.config)
-    plan = run.step.strategy.pipeline
-    table = None if plan is None else plan.schedule
+    pipeline = run.step.strategy.pipeline
+    table = None if pipeline is None else pipeline.schedule
     return {
         "strategy": run.step.strategy.name,
         "mesh": dict(run.world.mesh.shape),
@@ -175,13 +175,15 @@ def read_program(run: Run) -> dict[str, Any]:
 
 
 def memory_by_category(run: Run, step_report: Report) -> dict[str, int]:
-    """Bytes on the fullest device while a step runs, by what they are; the sum is the peak.
+    """Splits the peak memory of the fullest device during a step into categories.
 
     Args:
-        run: its parts.
+        run: the run.
         step_report: the report of its compiled step.
     """
-    state, memory, kinds = run.step.form.placed_shapes, step_report.memory, {}
+    state = run.step.form.placed_shapes
+    memory = step_report.memory
+    kinds = {}
     for name, label in _KINDS.items():
         kinds[label] = bytes_per_device(getattr(state, name), None)
     rest = memory.arguments + memory.host_arguments - sum(kinds.values())
@@ -189,7 +191,7 @@ def memory_by_category(run: Run, step_report: Report) -> dict[str, int]:
         **{label: size for label, size in kinds.items() if size},
         "batch and padding": max(rest, 0),
         "gradients, activations and other temporaries": memory.temporaries,
-        "outputs beside the state": max(memory.outputs - memory.aliased, 0),
+        "outputs other than the state": max(memory.outputs - memory.aliased, 0),
     }
 
 
@@ -205,13 +207,13 @@ _KINDS: Mapping[str, str] = {
 
 
 def _combined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Collectives that differ in nothing but their name, as one row with a count."""
+    """Merges collectives that differ only in their name into one row with a count."""
     total: Counter[str] = Counter()
     for row in rows:
         names = ("kind", "axis", "dtypes", "wire_bytes", "exposure", "source")
         total[json.dumps({name: row[name] for name in names})] += row["count"]
-    joined = [{**json.loads(text), "count": count} for text, count in total.items()]
-    return sorted(joined, key=lambda row: -row["wire_bytes"] * row["count"])
+    merged = [{**json.loads(text), "count": count} for text, count in total.items()]
+    return sorted(merged, key=lambda row: -row["wire_bytes"] * row["count"])
 
 
 def _leaves(claims: Claims) -> list[dict[str, Any]]:
@@ -232,15 +234,15 @@ def _leaves(claims: Claims) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What `dry_run` reports.
+    """The report of `dry_run`.
 
     Args:
         config: every value of the config, defaults spelled out.
-        opening: what the run says of itself at its start.
-        program: what `read_program` reads from its compiled step.
-        items: what a sample is counted in, and how many the whole run takes.
-        ranks: of each process the ranks and the rows of a global batch that it brings.
-        files: what would be written, and how large it gets where that is known.
+        opening: the lines that the run prints at its start.
+        program: the result of `read_program`.
+        items: the unit of throughput, such as tokens, and how many the whole run takes.
+        ranks: how the ranks and processes share a global batch.
+        files: the files that would be written, with their sizes where known.
     """
 
     config: dict[str, Any]
@@ -251,7 +253,7 @@ class DryRun:
     files: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Returns the report as lines for a terminal."""
         memory = self.program["memory"]
         width = max(map(len, memory))
         item, count = self.items
@@ -261,11 +263,11 @@ class DryRun:
             *_differing(self.config),
             "---",
             *self.opening,
-            f"{si(count)} {item} in all",
+            f"{si(count)} {item} in total",
             *self.ranks,
             "memory per device, read from the compiled step:",
             *(f"  {label:<{width}}  {byte_size(size):>8}" for label, size in memory.items()),
-            f"  {'in all':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
+            f"  {'in total':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
             *self.program["warnings"],
             "would write:",
             *(f"  {file}" for file in self.files),
@@ -274,33 +276,33 @@ class DryRun:
 
 
 def _differing(config: Mapping[str, object]) -> list[str]:
-    """The values of a config that are not the defaults, and how many are."""
+    """Lists the values of a config that are not defaults, and counts the defaults."""
     values, defaults = (
         flatten_dict(dict(one), sep=".", is_leaf=lambda _, value: not value)
         for one in (config, RunConfig().to_dict())
     )
     changed = {key: x for key, x in values.items() if key not in defaults or defaults[key] != x}
-    left = plural(len(values) - len(changed), "further key")
+    unchanged = plural(len(values) - len(changed), "further key")
     return [
         *(f"{key} = {to_yaml(x, in_one_line=True)}"
           for key, x in changed.items()),
-        f"{left} as by default: axon config --full lists all",
+        f"{unchanged} with the default value: axon config --full lists all",
     ]  # fmt: skip
 
 
 @in_own_context
 @checked(config=CONFIG)
 def dry_run(config: RunConfig) -> DryRun:
-    """Builds and compiles all that a run needs, and says what it would do; writes nothing.
+    """Builds and compiles everything a run needs, and reports what it would do; writes nothing.
 
     Args:
-        config: a run as YAML describes it, checked.
+        config: a checked run, as YAML describes it.
 
     Returns:
-        The report, whose `lines()` print it.
+        The report; print its `lines()`.
 
     Raises:
-        AxonDistError: whatever a run would be refused for before its first step.
+        AxonDistError: any error that a run would raise before its first step.
     """
     check_directory(config)
     run = build_run(config)
@@ -317,13 +319,17 @@ def dry_run(config: RunConfig) -> DryRun:
 
 
 def _shares(run: Run) -> list[str]:
-    """How a global batch is divided."""
-    axes, mesh = run.step.strategy.batch_axes, run.world.mesh
-    rows, accumulate = run.config.train.global_batch, run.config.train.accumulate
+    """Describes how a global batch is divided over ranks and processes."""
+    axes = run.step.strategy.batch_axes
+    mesh = run.world.mesh
+    rows = run.config.train.global_batch
+    accumulate = run.config.train.accumulate
     index, count = run.world.share_of_batch(axes)
     ranks = math.prod(mesh.shape[axis] for axis in axes)
     each = rows // ranks
-    cut = f", in {plural(accumulate, 'microbatch')} of {each // accumulate}" * (accumulate > 1)
+    cut = ""
+    if accumulate > 1:
+        cut = f", in {plural(accumulate, 'microbatch')} of {each // accumulate}"
     return [
         f"each of {plural(ranks, 'batch rank')} ({', '.join(axes) or 'no axis'}) takes "
         f"{each} of {plural(rows, 'sample')} a step{cut}",

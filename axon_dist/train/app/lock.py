@@ -1,9 +1,9 @@
-"""Who writes to a folder: a lock of the operating system on a disk, a lease in a bucket.
+"""Locks a folder for one writer: an operating system lock on a disk, a lease in a bucket.
 
-A lease is an object that is written only where nobody wrote it since it was read, and renewed all
-the time by the run that holds it. One that is not renewed for `SECONDS`, by the clock of the run
-that waits for it, has expired; so the clocks of machines need not agree. The lease of a process of
-this machine expires as soon as that process has ended.
+A lease is an object that is written with a compare-and-swap, and renewed regularly by the run that
+holds it. A lease that is not renewed for `SECONDS` has expired. The run that waits for it measures
+this on its own clock, so the clocks of machines need not agree. The lease of a process on this
+machine expires as soon as that process ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from axon_dist.core.errors import ConfigError, StoreError, reworded
 from axon_dist.core.files import Address, json_section, open_regular, read_text
 
 LOCK = "run.lock"
-"""The file in a folder that says who writes to it."""
+"""The file in a folder that names its writer."""
 
 _IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -35,13 +35,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 def locked(folder: Path, key: str, tell: Callable[[str], None]) -> Iterator[None]:
     """Keeps other runs out of a folder.
 
-    The lock is one of the operating system, `flock`, which releases it when the process ends,
-    however it ends: the file that a killed run leaves behind keeps nobody out.
+    Uses `flock`: the operating system releases the lock whenever the process ends, so the file
+    that a killed run leaves behind keeps nobody out.
 
     Args:
-        folder: what is written to; it exists.
-        key: of the config that names it, to open the message.
-        tell: takes a sentence where the file system has no locks.
+        folder: the folder to lock; it exists.
+        key: the config key that names the folder, for the beginning of messages.
+        tell: takes a sentence if the file system has no locks.
 
     Raises:
         ConfigError: when another run holds the lock, naming that run.
@@ -60,7 +60,7 @@ def locked(folder: Path, key: str, tell: Callable[[str], None]) -> Iterator[None
     try:
         yield
     finally:
-        # Removed while it is held, so that the file of another run is never taken away.
+        # Remove the file before releasing the lock, so that another run's file is never removed.
         if _is_at(file, path):
             with suppress(OSError):
                 path.unlink()
@@ -75,12 +75,12 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
         except OSError as error:
             os.close(file)
             if error.errno in _NO_LOCKS:
-                tell(f"{key}: the file system of {str(folder)!r} has no locks; see to it that no "
+                tell(f"{key}: the file system of {str(folder)!r} has no locks; make sure that no "
                      "other run writes there")  # fmt: skip
                 return _open(path, key)
             if error.errno not in _IN_USE:
                 raise ConfigError(
-                    f"{key}: cannot find out whether another run writes to {str(folder)!r}, for "
+                    f"{key}: cannot find out whether another run writes to {str(folder)!r}: its "
                     f"{path.name} cannot be locked: {error.strerror}; name another folder"
                 ) from error
             raise ConfigError(
@@ -89,9 +89,9 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
             ) from None
         if _is_at(file, path):
             break
-        # The run before removed it between our opening and our locking it.
+        # The previous run removed the file after we opened it and before we locked it.
         os.close(file)
-    # On a full disk the lock is held all the same, and only says less.
+    # On a full disk the lock still holds; the file just does not name its holder.
     with suppress(OSError):
         os.ftruncate(file, 0)
         os.write(file, json.dumps(_this_process()).encode())
@@ -104,8 +104,8 @@ def _this_process() -> dict[str, str | int]:
 
 
 def _open(path: Path, key: str) -> int:
-    """Opens the file of the lock; refuses a link or a device in its place."""
-    what = f"{key}: cannot open {str(path)!r}, which says who writes there"
+    """Opens the lock file; refuses a link or a device."""
+    what = f"{key}: cannot open the lock file {str(path)!r}"
     with reworded(what, "remove it, or name another folder"):
         return open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
 
@@ -125,23 +125,23 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 LEASE = "run.lease"
-"""The object in a folder that says who writes to it."""
+"""The object in a folder that names its writer."""
 
 SECONDS = 60.0
-"""After which a lease that is not renewed expires."""
+"""Seconds after which a lease that is not renewed expires."""
 
 
 class Lease:
     """The lease of a folder of a bucket: only the run that holds it writes there.
 
     Args:
-        folder: in a bucket.
-        key: of the config that names it, to open the messages.
-        tell: takes a sentence while another run's lease is waited for.
-        seconds: after which a lease that is not renewed expires.
+        folder: a folder in a bucket.
+        key: the config key that names the folder, for the beginning of messages.
+        tell: takes a sentence while waiting for another run's lease.
+        seconds: seconds after which a lease that is not renewed expires.
 
     Raises:
-        ConfigError: when another run has it, or the store ignores conditions of writes.
+        ConfigError: when another run holds the lease, or the store ignores write conditions.
         StoreError: when the bucket cannot be written.
     """
 
@@ -152,23 +152,28 @@ class Lease:
         tell: Callable[[str], None],
         seconds: float = SECONDS,
     ):
-        self._object, self._folder, self._key = folder / LEASE, folder, key
-        self._seconds, self._lost, self._mutex = seconds, "", threading.Lock()
+        self._object = folder / LEASE
+        self._folder = folder
+        self._key = key
+        self._seconds = seconds
+        self._lost = ""
+        self._mutex = threading.Lock()
         token = uuid.uuid4().hex
         self._holder = {**_this_process(), "machine": _machine(), "token": token, "renewed": 0}
         before = self._take(tell)
+        # The version was just replaced, so a store that checks conditions refuses this write.
         if self._object.write(self._text(), before) is not None:
             raise ConfigError(
-                f"{key}: the store of {str(folder)!r} writes an object also where another one is "
-                "there than the one it is asked to replace, so that nothing keeps two runs apart; "
-                "name a folder of another store"
+                f"{key}: the store of {str(folder)!r} ignores the condition of a conditional "
+                "write, so two runs could write there at once; name a folder of another store",
+                code="no-conditional-writes",
             )
 
     def check(self) -> None:
         """Renews the lease.
 
         Raises:
-            ConfigError: when another run has it; what was saved until then counts.
+            ConfigError: when another run holds it; everything saved before that is valid.
             StoreError: when the bucket does not answer.
         """
         with self._mutex:
@@ -181,21 +186,21 @@ class Lease:
                 holder = _read(contents)
                 if holder.get("token") != self._holder["token"]:
                     self._lost = (
-                        f"{self._key}: {str(self._folder)!r} was taken over by {_who(holder)}, for "
-                        f"this run did not answer for {self._seconds:g} s; it goes on there, and "
-                        "this one must not"
+                        f"{self._key}: {str(self._folder)!r} was taken over by {_who(holder)}, "
+                        f"because this run did not renew its lease for {self._seconds:g} s; that "
+                        "run continues there, so this one must stop"
                     )
                     raise ConfigError(self._lost)
             self._version = made
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
-        """Renews the lease in a thread, and releases it in the end."""
+        """Renews the lease in a thread, and releases it on exit."""
         ended = threading.Event()
 
         def renew() -> None:
             while not ended.wait(self._seconds / 6):
-                # The next save raises the error; nothing is written until then.
+                # The next save raises the error, and nothing is written before it.
                 with suppress(ConfigError, StoreError):
                     self.check()
 
@@ -206,13 +211,14 @@ class Lease:
         finally:
             ended.set()
             thread.join()
-            # S3 removes an object whatever the condition, so it stays, empty.
+            # S3 deletes objects unconditionally, so empty the object instead of deleting it.
             with suppress(StoreError):
                 self._object.write(b"{}", self._version)
 
     def _take(self, tell: Callable[[str], None]) -> bytes:
-        """Takes the lease; returns the version that it replaced."""
-        watched, end = None, 0.0
+        """Takes the lease, and returns the version that it replaced."""
+        watched = None
+        end = 0.0
         while True:
             contents, version = self._object.read_versioned()
             holder = _read(contents)
@@ -230,7 +236,8 @@ class Lease:
                     return version
                 watched = None
             elif watched is None:
-                watched, end = version, time.monotonic() + self._seconds
+                watched = version
+                end = time.monotonic() + self._seconds
                 tell(
                     f"{self._key}: {str(self._folder)!r} was in use by {_who(holder)}; waiting up "
                     f"to {self._seconds:g} s to see whether that is alive"
@@ -243,7 +250,7 @@ class Lease:
 
 def _read(contents: bytes | None) -> Mapping[str, Any]:
     holder = json_section(contents or b"{}")
-    return {"host": "a machine that does not say so"} if holder is None else holder
+    return {"host": "an unknown machine"} if holder is None else holder
 
 
 def _who(holder: Mapping[str, object]) -> str:
@@ -252,7 +259,7 @@ def _who(holder: Mapping[str, object]) -> str:
 
 
 def _machine() -> str:
-    """An id of the host and its PID namespace, within which process ids are comparable."""
+    """Returns an id of the host and its PID namespace; process ids are unique within it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     try:
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -261,7 +268,7 @@ def _machine() -> str:
 
 
 def _is_gone(holder: Mapping[str, Any]) -> bool:
-    """Whether it was a process of this machine that has ended."""
+    """Whether the holder was a process of this machine that has ended."""
     pid = holder.get("pid")
     if holder.get("machine") != _machine() or not isinstance(pid, int):
         return False

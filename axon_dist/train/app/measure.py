@@ -1,4 +1,4 @@
-"""Measured here: what makes the step of a config fastest, and whether its data keep up with it."""
+"""Measures on this machine: the fastest variant of a step, and whether its data keep up."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Options = Mapping[str, OptionValue | None]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to run the step of a config; all of them compute the same.
+    """One way to run the step of a config; all variants compute the same.
 
     Args:
-        name: what the table calls it.
-        options: for the compiler, beside and over those of the chip.
-        bare: without the options of the chip.
-        remat: what the backward pass recomputes; the config's own where `as_config`.
-        as_config: whether `remat` is left to the config.
+        name: its name in the table.
+        options: compiler options, added to those of the chip; they take precedence.
+        bare: drop the options of the chip.
+        remat: what the backward pass recomputes; ignored if `as_config`.
+        as_config: use the config's `remat`.
     """
 
     name: str
@@ -67,7 +67,7 @@ OPTIONS: MappingProxyType[str, Mapping[str, Options]] = MappingProxyType(
         "cpu": {"no fast minima": {"xla_cpu_enable_fast_min_max": False}},
     }
 )
-"""What is tried on each kind of device."""
+"""Compiler options to try on each kind of device."""
 
 REMATS: MappingProxyType[str, ActivationCheckpointing | None] = MappingProxyType(
     {
@@ -76,17 +76,17 @@ REMATS: MappingProxyType[str, ActivationCheckpointing | None] = MappingProxyType
         "recompute all but products": ActivationCheckpointing(policy="dots_no_batch"),
     }
 )
-"""What the backward pass is tried to recompute."""
+"""Remat policies to try."""
 
 
 def variants(backend: str) -> tuple[Variant, ...]:
-    """What `tune` tries on a kind of device.
+    """Lists the variants that `tune` tries on a kind of device.
 
     Args:
         backend: `"cpu"`, `"gpu"` or `"tpu"`.
 
     Returns:
-        The config as it is first.
+        The variants; the unchanged config comes first.
 
     Example:
         >>> [variant.name for variant in variants("cpu")][:2]
@@ -100,15 +100,15 @@ def variants(backend: str) -> tuple[Variant, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """What one variant took.
+    """The time and memory of one variant.
 
     Args:
-        name: of the variant.
-        seconds: the median of a step; None where it did not run.
-        spread: the fastest and the slowest round, seconds of a step.
-        peak_bytes: of device memory, as the compiler counts them.
-        compile_seconds: to compile the step.
-        failure: the error where it did not run, else "".
+        name: the name of the variant.
+        seconds: the median seconds per step; None if it did not run.
+        spread: the seconds per step of the fastest and the slowest round.
+        peak_bytes: peak device memory, according to the compiler.
+        compile_seconds: the time to compile the step.
+        failure: the error if it did not run, else "".
     """
 
     name: str
@@ -124,10 +124,10 @@ class Tuning:
     """The variants of a step, fastest first; prints as a table.
 
     Args:
-        rows: sorted by the seconds of a step; what did not run last.
+        rows: sorted by seconds per step; variants that did not run come last.
         device: the kind of device.
         items_per_step: how many items, such as tokens, a step takes.
-        item: what they are.
+        item: the kind of item.
     """
 
     rows: tuple[Timed, ...]
@@ -136,7 +136,7 @@ class Tuning:
     item: str
 
     def to_dict(self) -> JsonDict:
-        """The figures as plain values."""
+        """Returns the figures as plain values."""
         return dataclasses.asdict(self)
 
     def __rich__(self) -> Table:
@@ -160,20 +160,20 @@ def tune(
 ) -> Tuning:
     """Measures the step of a config under several compiler options and remat policies.
 
-    All are compiled first. Then they run in turn, round by round, so that other load of the machine
-    slows all of them; they share one state, as they compute the same.
+    All variants are compiled first. Then they run in turn, round by round, so that other load on
+    the machine slows all of them. They share one state, since they compute the same.
 
     Args:
-        config: a run as YAML describes it, checked; its data are not read.
+        config: a checked run, as YAML describes it; its data are not read.
         rounds: how often each variant is timed.
-        calls: steps of each timing.
-        tried: the variants; None takes those of the kind of device.
+        calls: steps per timing.
+        tried: the variants; None uses those for this kind of device.
 
     Returns:
-        The times. A variant that does not compile or run is a row that says why.
+        The times. The row of a variant that does not compile or run has the error.
 
     Raises:
-        ConfigError: for fewer than one round or call, or where nothing runs.
+        ConfigError: for fewer than one round or call, or when no variant runs.
     """
     world = build_world(config)
     device = world.mesh.devices.flat[0]
@@ -184,7 +184,7 @@ def tune(
     for variant in tried:
         try:
             step, compiled, seconds = _compiled(config, world, variant, batch)
-        except Exception as error:  # Whatever a compiler says about an option is its row.
+        except Exception as error:  # Compilers raise all kinds of errors; the row reports it.
             rows[variant.name] = Timed(variant.name, None, failure=_first_line(error))
             continue
         steps[variant.name] = step, compiled, step.place(batch)
@@ -222,7 +222,7 @@ def _compiled(
 def _alternate(
     steps: dict[str, Any], rows: dict[str, Timed], rounds: int, calls: int
 ) -> dict[str, list[float]]:
-    """The seconds of a step in each round, of every variant that runs."""
+    """Returns the seconds per step in each round, for every variant that runs."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     state: object = None
     for number in range(rounds + 1):
@@ -236,22 +236,23 @@ def _alternate(
                     state, _ = step(state, placed)
                 jax.block_until_ready(state)
                 seconds = (time.perf_counter() - begun) / calls
-            except jax.errors.JaxRuntimeError as error:  # Such as memory that does not suffice.
+            except jax.errors.JaxRuntimeError as error:  # Such as out of memory.
                 rows[name] = dataclasses.replace(rows[name], failure=_first_line(error))
                 del times[name]
                 state = None
                 continue
-            times[name] += [seconds] if number else []  # the first round compiles and warms up
+            if number:  # the first round only warms up
+                times[name].append(seconds)
     return times
 
 
 def drawn_batch(config: RunConfig) -> dict[str, np.ndarray]:
-    """A global batch of a config's shapes; its data are not read."""
+    """Draws a random global batch with the shapes of a config; its data are not read."""
     return {name: _drawn(shape, config) for name, shape in abstract_batch(config).items()}
 
 
 def _drawn(shape: Any, config: RunConfig) -> np.ndarray:
-    """Numbers of the kind of a batch; what they are changes no time."""
+    """Draws random numbers of a batch's shape and dtype; their values do not affect the time."""
     random = np.random.default_rng(config.seed)
     if np.issubdtype(shape.dtype, np.integer):
         return random.integers(0, 2, shape.shape).astype(shape.dtype)
@@ -263,24 +264,23 @@ def _first_line(error: BaseException) -> str:
 
 
 TIMED_STEPS = 3
-"""Steps that are timed, after one that compiles."""
+"""Number of timed steps, after one that compiles."""
 _BATCHES = 2
-"""Batches that are loaded before the clock runs, and the fewest that it runs for."""
+"""Number of batches loaded before timing, and the fewest batches that are timed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataCheck:
-    """What `check_data` measures.
+    """The measurements of `check_data`.
 
     Args:
         description: the data in one sentence.
-        samples: some samples of training as text.
-        item: what a sample is counted in, such as tokens.
-        samples_per_second: what one thread of each process loads, over all processes.
-        needed_per_second: what the step takes on these devices; None where it was not run.
-        padding: the share of the tokens of training that are padding; None where there are none.
-        learned: the share of the tokens of the samples loaded that are targets; None where there
-            are no tokens.
+        samples: some training samples as text.
+        item: the unit of throughput, such as tokens.
+        samples_per_second: the loading speed of one thread per process, summed over processes.
+        needed_per_second: the speed of the step on these devices; None if it was not run.
+        padding: the fraction of training tokens that are padding; None if there are no tokens.
+        learned: the fraction of the loaded tokens that are targets; None if there are no tokens.
     """
 
     description: str
@@ -293,7 +293,7 @@ class DataCheck:
 
     @property
     def keeps_up(self) -> bool | None:
-        """Whether the data come faster than the step takes them."""
+        """Whether data load faster than the step consumes them."""
         if self.needed_per_second is None:
             return None
         return self.samples_per_second > self.needed_per_second
@@ -307,23 +307,23 @@ class DataCheck:
 def check_data(
     config: RunConfig, num_samples: int = 3, seconds: float = 2.0, with_step: bool = True
 ) -> DataCheck:
-    """Loads some batches of a config's data, and takes some steps to see what they need.
+    """Loads some batches of a config's data, and times some steps to compare the speeds.
 
-    The speed is that of one thread, or of `data.num_workers` processes, which a run with
-    `data.num_ahead` above 0 keeps busy beside the steps; of the steps it is that on the devices at
-    hand.
+    The loading speed is that of one thread, or of `data.num_workers` processes; a run with
+    `data.num_ahead` above 0 loads at this speed while steps run. The speed of the steps is that on
+    the present devices.
 
     Args:
-        config: a run as YAML describes it, checked.
+        config: a checked run, as YAML describes it.
         num_samples: how many samples to show.
-        seconds: for how long to load batches.
+        seconds: how long to load batches.
         with_step: whether to compile and time the step.
 
     Returns:
-        The figures.
+        The measurements.
 
     Raises:
-        ConfigError: when the data is missing, damaged, too little, or not what the model can take.
+        ConfigError: when the data is missing, damaged, too small, or unfit for the model.
 
     Example:
         >>> config = RunConfig.from_dict(
@@ -334,9 +334,9 @@ def check_data(
         ('tokens', 0.0, True)
     """
     run = build_run(config)
-    # A loader that loads ahead would hand out at once what it had while no clock ran.
-    alone = dataclasses.replace(config, data=dataclasses.replace(config.data, num_ahead=0))
-    loader = build_loader(alone, run.world, run.step.strategy.batch_axes)
+    # A loader that prefetches would return batches that it loaded before timing began.
+    no_prefetch = dataclasses.replace(config, data=dataclasses.replace(config.data, num_ahead=0))
+    loader = build_loader(no_prefetch, run.world, run.step.strategy.batch_axes)
     batches = list(itertools.islice(loader, _BATCHES))
     speed, learned = _load_for(loader, seconds)
     return DataCheck(
@@ -351,8 +351,10 @@ def check_data(
 
 
 def _load_for(loader: Loader, seconds: float) -> tuple[float, float | None]:
-    """Samples per second, and the share of tokens that are targets."""
-    start, count, shares = time.perf_counter(), 0, []
+    """Returns samples per second, and the fraction of tokens that are targets."""
+    start = time.perf_counter()
+    count = 0
+    shares = []
     while count < _BATCHES or time.perf_counter() - start < seconds:
         batch = next(loader)
         count += 1
@@ -363,7 +365,7 @@ def _load_for(loader: Loader, seconds: float) -> tuple[float, float | None]:
 
 
 def _targets(batch: LocalBatch) -> np.ndarray:
-    """Which tokens are targets, `[B, T]`; as `next_token_loss` counts them."""
+    """Returns a mask of the tokens that are targets, `[B, T]`, as in `next_token_loss`."""
     counts = np.ones(batch["tokens"][:, 1:].shape, bool)
     if "segments" in batch:
         segments = batch["segments"]
@@ -372,7 +374,7 @@ def _targets(batch: LocalBatch) -> np.ndarray:
 
 
 def _time_steps(step: TrainStep, batch: LocalBatch, config: RunConfig) -> float:
-    """Samples per second that a compiled step takes."""
+    """Returns the samples per second of a compiled step."""
     state, metrics = step(step.init(), batch)
     jax.block_until_ready(metrics)
     start = time.perf_counter()
@@ -383,7 +385,7 @@ def _time_steps(step: TrainStep, batch: LocalBatch, config: RunConfig) -> float:
 
 
 def _shown(batches: list[LocalBatch], samples: Any) -> Iterator[str]:
-    """Samples as text, one by one."""
+    """Yields samples as text."""
     for batch in batches:
         for row in range(len(next(iter(batch.values())))):
             sample = {name: array[row] for name, array in batch.items()}
@@ -391,16 +393,17 @@ def _shown(batches: list[LocalBatch], samples: Any) -> Iterator[str]:
 
 
 def _text_of(sample: dict[str, np.ndarray], show: Callable[..., str]) -> str:
-    """The documents of a row, a line each; tokens that are no targets in brackets."""
+    """Formats a row, one line per document; tokens that are not targets are in brackets."""
     tokens = sample["tokens"]
     segments = sample.get("segments", np.ones_like(tokens))
     mask = sample.get("mask", np.ones_like(tokens))
     lines = []
     for number in np.unique(segments[segments > 0]).tolist():
-        here = segments == number
-        ids, learned = tokens[here], mask[here] != 0
-        turns = np.split(np.arange(len(ids)), 1 + np.flatnonzero(np.diff(learned)))
-        shown = [show(ids[turn]) if learned[turn[0]] else f"[{show(ids[turn])}]" for turn in turns]
+        in_document = segments == number
+        ids = tokens[in_document]
+        is_target = mask[in_document] != 0
+        runs = np.split(np.arange(len(ids)), 1 + np.flatnonzero(np.diff(is_target)))
+        shown = [show(ids[run]) if is_target[run[0]] else f"[{show(ids[run])}]" for run in runs]
         lines.append(" ".join(shown))
     if padding := int((segments == 0).sum()):
         lines.append(f"({padding} of {len(tokens)} tokens are padding)")

@@ -1,4 +1,4 @@
-"""Whether the compiler computes gradients right on these devices: operations over layouts."""
+"""Checks that the compiler computes correct gradients here, for many operations and layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ...parallel.context import ContextLayers
 from ...step import build_train_step
 
 POSITIONS, FEATURES = 8, 8
-"""T and D of the samples."""
+"""The sizes T and D of the samples."""
 
 NumericsCase: TypeAlias = Callable[[Array, Array], Array]
 """(samples `[B, T, D]`, kernel) -> any array."""
@@ -38,9 +38,9 @@ class NumericsProgram:
     """One operation.
 
     Args:
-        run: what it computes.
+        run: the operation.
         kernel: the shape of its kernel.
-        core: whether it is among the quick ones, one of each kind.
+        core: whether it belongs to the quick subset, one of each kind.
     """
 
     run: NumericsCase
@@ -51,7 +51,7 @@ class NumericsProgram:
 def _convolution(
     dims: int, groups: int = 1, padding: Any = "SAME", image: bool = False, **options: Any
 ) -> NumericsCase:
-    """A convolution over positions, or over images `[B, T, D / 4, 4]` of the same samples."""
+    """Returns a convolution over positions, or over the samples as images `[B, T, D / 4, 4]`."""
     letters = "WHD"[:dims][::-1]
     numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
 
@@ -71,7 +71,7 @@ def _convolution(
 
 
 def _numbers(x: Array) -> Array:
-    """Integers in `[0, 8)` that depend on the samples `[B, T]`."""
+    """Returns integers `[B, T]` in `[0, 8)` that depend on the samples."""
     return (jnp.abs(x[..., 0]) * 100).astype(jnp.int32) % FEATURES
 
 
@@ -99,7 +99,7 @@ def _normal(x: Array, kernel: Array) -> Array:
 
 
 def _matrix(kernel: Array) -> Array:
-    """A positive definite matrix near the identity."""
+    """Returns a positive definite matrix near twice the identity."""
     return kernel @ kernel.T * 0.1 + 2 * jnp.eye(kernel.shape[0])
 
 
@@ -115,7 +115,8 @@ def _ragged(x: Array, kernel: Array) -> Array:
 
 
 def _segments(x: Array, kernel: Array) -> Array:
-    y, numbers = x @ kernel, _numbers(x)
+    y = x @ kernel
+    numbers = _numbers(x)
     return jax.vmap(lambda y, numbers: jax.ops.segment_sum(y, numbers, FEATURES))(y, numbers)
 
 
@@ -221,9 +222,9 @@ class Finding:
     Args:
         sentinel: its name.
         layout: the name of the layout.
-        leaf: `kernel`, or `inner`, a product before the operation, which its input's gradient
-            reaches.
-        error: the largest difference to one device, relative to the largest element there.
+        leaf: `kernel`, or `inner`, the weight of a product before the operation, which gets the
+            gradient of the operation's input.
+        error: the largest difference from one device, relative to the largest element there.
     """
 
     sentinel: str
@@ -239,13 +240,13 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class SplitPositions(ContextLayers):
-    """Splits the positions of what every sentinel gets, as context parallelism does."""
+    """Splits the positions of every sentinel's input, as context parallelism does."""
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
-        """Any model can be run so."""
+        """Accepts any model."""
 
     def __call__(self, model: nnx.Module, layout: Layout) -> None:
-        """Pins the input of every operation."""
+        """Constrains the sharding of every operation's input."""
 
         def pin(call, module, x):
             return call(module, layout.constrain(x))
@@ -262,7 +263,7 @@ class LayoutCase:
     Args:
         axes: the names of the two mesh axes.
         strategy: makes the strategy.
-        core: whether it is among the quick ones.
+        core: whether it belongs to the quick subset.
     """
 
     axes: tuple[str, str]
@@ -297,10 +298,10 @@ LAYOUTS: MappingProxyType[str, LayoutCase] = MappingProxyType(
 
 
 class Guarded(nnx.Module):
-    """A product, and one operation after it.
+    """A matrix product followed by one operation.
 
     Args:
-        sentinel: an operation whose gradient XLA has got wrong.
+        sentinel: an operation to check, such as one whose gradient XLA has computed wrongly.
         rngs: source of the weights.
     """
 
@@ -308,19 +309,20 @@ class Guarded(nnx.Module):
         def draw(*shape):
             return nnx.Param(0.5 * jax.random.normal(rngs.params(), shape))
 
-        self.inner, self.kernel = draw(FEATURES, FEATURES), draw(*sentinel.kernel)
+        self.inner = draw(FEATURES, FEATURES)
+        self.kernel = draw(*sentinel.kernel)
         self.run = sentinel.run
 
     def __call__(self, x: Array) -> Array:
-        """A scalar for samples `[B, T, D]`."""
+        """Returns a scalar for samples `[B, T, D]`."""
         return jnp.mean(jnp.sin(self.run(jnp.tanh(x @ self.inner[...]), self.kernel[...])))
 
 
 class Guard(nnx.Module):
-    """Many operations side by side, so that one program compares them all.
+    """Many independent operations in one model, so that one program checks them all.
 
     Args:
-        names: of sentinels.
+        names: the names of sentinels.
         rngs: source of the weights.
     """
 
@@ -328,7 +330,7 @@ class Guard(nnx.Module):
         self.guarded = nnx.Dict({name: Guarded(SENTINELS[name], rngs) for name in names})
 
     def __call__(self, x: Array) -> Array:
-        """The sum of all of them."""
+        """Returns the sum of all outputs."""
         return sum((guarded(x) for guarded in self.guarded.values()), jnp.zeros(()))
 
 
@@ -337,12 +339,12 @@ def check_numerics(
 ) -> list[Finding]:
     """Compares the gradients of operations, laid out over devices, with those of one device.
 
-    All products run in the highest precision, so that rounding explains little.
+    All products run in the highest precision, to keep rounding errors small.
 
     Args:
-        devices: an even number, at least four.
-        names: of sentinels; the core ones by default.
-        full: all sentinels and all layouts, in place of the core ones.
+        devices: an even number of devices, at least four.
+        names: the names of sentinels; the core ones by default.
+        full: check all sentinels and layouts instead of the core ones.
 
     Returns:
         A finding for every gradient, in the order of layouts and names.
@@ -407,6 +409,6 @@ def _laid_out(
 
 def _error(got: Array, expected: Array) -> float:
     wanted = np.asarray(expected)
-    # What an operation indexes by has no gradient at all.
+    # A leaf that only selects indices has gradient zero; do not divide by it.
     largest = float(np.abs(wanted).max()) or 1.0
     return float(np.abs(np.asarray(got) - wanted).max()) / largest

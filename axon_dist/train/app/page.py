@@ -1,4 +1,4 @@
-"""`report_page`: runs as one page that needs nothing but a browser."""
+"""`report_page` draws runs as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from axon_dist.schedule import Schedule, simulate, to_svg, validate
 from .run_records import END, START, Curve, Recorded, Runs, bars, compared, lines, read_recorded
 
 TEMPLATE = Path(__file__).with_name("page.html")
-"""Everything of a page that is the same for all runs."""
+"""The part of a page that is the same for all runs."""
 
 MOST_DEVICES = 256
-"""The largest mesh that is drawn device by device."""
+"""The largest number of devices for which a mesh is drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One row of the table of what a page shows.
+    """One section of a page.
 
     Args:
         key: its anchor.
         title: its heading.
-        draw: from the runs to HTML; None where there is nothing to show.
-        missing: what is said then.
+        draw: returns HTML for the runs, or None if there is nothing to show.
+        missing: the text to show in that case.
     """
 
     key: str
@@ -41,20 +41,20 @@ class Part:
 
 
 def report_page(run: str | Path, compare: str | Path | Sequence[str | Path] = ()) -> str:
-    """Draws what a run recorded as one HTML page; no device and no network is needed.
+    """Draws the records of a run as one HTML page; needs no device and no network.
 
-    Everything that comes from the run is escaped; what is missing or broken is said in the page.
+    All text from the run is escaped. The page lists missing and broken records.
 
     Args:
         run: the folder of a run, ended or not.
-        compare: the folders of others, whose curves are drawn beside it, and a table of whose
-            figures and configs says how they differ.
+        compare: folders of other runs. Their curves are drawn in the same plots, and a table shows
+            how their figures and configs differ.
 
     Returns:
-        The page: it asks for nothing outside itself.
+        The page; it loads nothing else.
 
     Raises:
-        ConfigError: when a folder is not there, or holds nothing of a run.
+        ConfigError: when a folder does not exist, or holds no records of a run.
     """
     others = (compare,) if isinstance(compare, (str, Path)) else compare
     runs = _with_distinct_names([read_recorded(one) for one in (run, *others)])
@@ -73,7 +73,7 @@ def report_page(run: str | Path, compare: str | Path | Sequence[str | Path] = ()
         links=links,
         body="\n".join(sections if absent else sections[:-1]),
     )
-    # Whoever prints the page has a terminal.
+    # Control characters from a run's records could act on a terminal that prints the page.
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
@@ -101,7 +101,7 @@ def _say(text: str) -> str:
 
 
 def _head(runs: Runs) -> str:
-    """The name of a run and its figures, or the names of several."""
+    """Draws the name of a run and its figures, or the names of several runs."""
     folders = "<br>".join(escape(str(one.folder)) for one in runs)
     title = escape(" and ".join(one.name for one in runs))
     figures = "".join(
@@ -120,7 +120,7 @@ def _figures(run: Recorded) -> Mapping[str, str]:
 
 
 def _side_by_side(runs: Runs) -> str | None:
-    """The figures of several runs, and the keys of their configs that differ."""
+    """Draws the figures of several runs, and the config keys in which they differ."""
     if len(runs) == 1:
         return None
     names = [one.name for one in runs]
@@ -150,7 +150,7 @@ def _with_distinct_names(runs: list[Recorded]) -> Runs:
 
 
 def _plot(runs: Runs, names: Mapping[str, str], unit: str = "") -> str | None:
-    """The curves of some metrics, by what they are called; those of every run."""
+    """Plots metrics of every run; `names` maps each metric to its label."""
     curves: dict[str, Curve] = {
         f"{label}, {one.name}" if len(runs) > 1 else label: one.curve(metric)
         for one in runs
@@ -182,11 +182,11 @@ def _validation(runs: Runs) -> str | None:
 
 
 def _norms(runs: Runs) -> str | None:
-    """The norm of the gradient, and those of the layers where a run has recorded them."""
+    """Plots the norm of the gradient, and the norms by layer if a run has recorded them."""
     drawn = _plot(runs, {"train/grad_norm": "gradient norm"}, "norm before clipping") or ""
     for kind, what in {"grad": "gradients", "param": "weights", "update": "updates"}.items():
-        begin = f"train/{kind}_norm/"
-        names = {n: n.removeprefix(begin) for n in runs[0].metrics(begin)}
+        prefix = f"train/{kind}_norm/"
+        names = {n: n.removeprefix(prefix) for n in runs[0].metrics(prefix)}
         drawn += _under(f"{what} by layer", _plot(runs, names, "norm"))
     return drawn or None
 
@@ -207,19 +207,22 @@ def _throughput(runs: Runs) -> str | None:
 
 
 _SHARES = (
-    "goodput: of all time since the start, the share spent in steps that count. waiting for data "
-    "and host: of the steps since the last record, the shares spent waiting for batches, and in "
-    "Python between the steps, waiting for neither batches nor devices."
+    "goodput: the share of the time since the start that was spent in steps that were kept. "
+    "waiting for data: the share of the time since the last record that was spent waiting for "
+    "batches. host: the share spent in Python between the steps, waiting for neither batches nor "
+    "devices."
 )
 
 
 def _step_time(runs: Runs) -> str | None:
     names = {"time/step_seconds": "mean", "time/slowest_step_seconds": "slowest"}
-    plot, rows = _plot(runs, names, "seconds"), []
+    plot = _plot(runs, names, "seconds")
+    rows = []
     for one in runs:
         percentiles = one.summary.get("step_percentiles") or {}
         cells = [duration(float(percentiles[p])) if p in percentiles else "" for p in _PERCENTILES]
-        rows += [[one.name, *cells]] if any(cells) else []
+        if any(cells):
+            rows.append([one.name, *cells])
     if plot is None and not rows:
         return None
     return (plot or "") + _table(rows, ["", *_PERCENTILES.values()])
@@ -233,7 +236,7 @@ def _under(heading: str, html: str | None) -> str:
 
 
 def _of_each(draw: Callable[[Recorded], str | None]) -> Callable[[Runs], str | None]:
-    """From what draws one run to what draws several, each under its name."""
+    """Turns a function that draws one run into one that draws several, each under its name."""
 
     def draw_all(runs: Runs) -> str | None:
         return "".join(_under(one.name, draw(one)) for one in runs) or None
@@ -246,7 +249,7 @@ def _time(one: Recorded) -> str | None:
     seconds = {str(k): float(v) for k, v in (one.summary.get("seconds") or {}).items()}
     if not seconds:
         return None
-    # The last restart lasted until the loop began, which is counted as the start of this leg.
+    # The last restart includes the start of this leg, which is already counted under START.
     seconds["restart"] = max(one.restart_seconds - seconds.get(START, 0.0), 0.0)
     seconds = {_KINDS.get(kind, kind): x for kind, x in seconds.items() if x > 0}
     words = {kind: clock_time(x) if x >= 60 else duration(x) for kind, x in seconds.items()}
@@ -282,9 +285,9 @@ def _waterfall(one: Recorded) -> str | None:
         for label, percent, _, lines, advice in rows
         if lines
     ]
-    head = ["lost to", "% of the step", "lines", "what gives it back"]
-    said = "".join(f"<p>{escape(line)}</p>" for line in found.summary())
-    return f"{said}{drawn}{_table(shown, head)}"
+    head = ["lost to", "% of the step", "lines", "how to reduce it"]
+    summary = "".join(f"<p>{escape(line)}</p>" for line in found.summary())
+    return f"{summary}{drawn}{_table(shown, head)}"
 
 
 @_of_each
@@ -293,7 +296,8 @@ def _memory(one: Recorded) -> str | None:
     if not sizes:
         return None
     words = {name: byte_size(size) for name, size in sizes.items()}
-    chip, capacity = one.program.get("chip"), one.program.get("chip_bytes")
+    chip = one.program.get("chip")
+    capacity = one.program.get("chip_bytes")
     of = f" of {byte_size(float(capacity))} of a {chip}" if chip and capacity else ""
     total = f"{byte_size(sum(sizes.values()))} per device at the peak of a step{of}"
     return f"<p>{escape(total)}</p>{bars(sizes, words)}"
@@ -353,7 +357,8 @@ def _parameters(runs: Runs) -> str | None:
 
 
 def _mesh(runs: Runs) -> str | None:
-    shape, devices = runs[0].program.get("mesh"), runs[0].program.get("devices")
+    shape = runs[0].program.get("mesh")
+    devices = runs[0].program.get("devices")
     if not shape or not devices:
         return None
     axes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
@@ -403,29 +408,29 @@ def _table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> str:
     return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
 
 
-_NOT_MEASURED = "Nothing was measured: metrics.jsonl has no record of it."
-_NO_SUMMARY = "Unknown: summary.json, of the end, does not say."
-_NO_PROGRAM = "Unknown: program.json, which axon train writes after the first step, does not say."
+_NOT_MEASURED = "Not measured: metrics.jsonl has no record of it."
+_NO_SUMMARY = "Unknown: not in summary.json, which axon train writes at the end."
+_NO_PROGRAM = "Unknown: not in program.json, which axon train writes after the first step."
 _ABSENT = Part("absent", "Not recorded", lambda runs: None, "")
 PARTS: tuple[Part, ...] = (
     Part("runs", "Side by side", _side_by_side, "One run; name others by --compare."),
     Part("loss", "Loss", _loss, _NOT_MEASURED),
-    Part("validation", "Validation metrics", _validation, "No metric but the loss was validated."),
+    Part("validation", "Validation metrics", _validation, "Only the loss was validated."),
     Part("norms", "Gradient norm", _norms, _NOT_MEASURED),
     Part(
         "rate",
         "Learning rate",
         lambda runs: _plot(runs, {"optimizer/learning_rate": "learning rate"}, "learning rate"),
-        "Unknown: the optimizer does not say, or nothing was recorded.",
+        "Unknown: the optimizer does not report it, or nothing was recorded.",
     ),
     Part("throughput", "Throughput", _throughput, _NOT_MEASURED),
     Part("steps", "Step time", _step_time, _NOT_MEASURED),
-    Part("time", "Where the time went", _time, "Unknown: summary.json, of the end, does not say."),
+    Part("time", "Where the time went", _time, _NO_SUMMARY),
     Part(
         "waterfall",
         "From the peak to the step",
         _waterfall,
-        "No step was profiled: axon profile RUN does, and keeps it in the folder of the run.",
+        "No step was profiled: run axon profile RUN, which writes it into the folder of the run.",
     ),
     Part("memory", "Memory per device", _memory, _NO_PROGRAM),
     Part("collectives", "Collectives", _collectives, _NO_PROGRAM),
@@ -435,4 +440,4 @@ PARTS: tuple[Part, ...] = (
     Part("versions", "Versions", _versions, _NO_SUMMARY),
     Part("config", "Config", _config, "Unknown: config.yaml is missing."),
 )
-"""Everything that a page shows, in its order."""
+"""All sections of a page, in order."""

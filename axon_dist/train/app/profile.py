@@ -1,4 +1,4 @@
-"""`profile_step`: where the time of a step goes, from the peak of the chip down, traced here."""
+"""`profile_step` traces a step, and attributes the gap between its time and the chip's peak."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from .run_model import run_config
 from .steps import build_step, build_world
 
 WARM_UP = 2
-"""Steps before the trace begins: one compiles, one fills what is cached."""
+"""Steps before the trace begins: one compiles, one fills caches."""
 
 SLACK = 2
-"""Steps that are traced but not measured: the first, and the one that ends the last."""
+"""Steps that are traced but not measured: the first, and one after the last measured step."""
 
 _WIDTHS = {"cpu": 1024}
-"""The sizes of the product whose rate is measured where a chip is not known."""
+"""The size of the matrix product that is timed if the chip is unknown, by platform."""
 
 
 @checked(config=CONFIG, num_steps=COUNT)
 def profile_step(config: RunConfig, num_steps: int = 3) -> Waterfall:
-    """Traces some steps of a config on its devices, and says where their time goes.
+    """Traces some steps of a config on its devices, and reports where their time goes.
 
-    The batch is drawn and already on the devices: what loading data costs is not part of it.
+    The batch is random and already on the devices, so the time to load data is not included.
 
     Args:
-        config: a run as YAML describes it, checked; its data are not read, nothing is written.
-        num_steps: steps that are measured; the row of each kind is their mean.
+        config: a checked run, as YAML describes it; its data are not read, nothing is written.
+        num_steps: the number of measured steps; each row is their mean.
 
     Returns:
-        The waterfall, with the option for each loss where one is known.
+        The waterfall, with an option to reduce each loss where one is known.
 
     Raises:
         ConfigError: for fewer than one step.
-        UnsupportedError: when the profiler gives no operations of these devices.
+        UnsupportedError: when the profiler reports no operations for these devices.
     """
     world = build_world(config)
     step = build_step(config, world)
@@ -70,17 +70,17 @@ def profile_step(config: RunConfig, num_steps: int = 3) -> Waterfall:
 def profile_run(
     run: str | Path, overrides: Sequence[str] = (), num_steps: int = 3, *, trust: bool = False
 ) -> Waterfall:
-    """Profiles the step of a run, and keeps the waterfall in its folder for `axon report`.
+    """Profiles the step of a run, and writes the waterfall into its folder for `axon report`.
 
     Args:
         run: the folder of a run.
-        overrides: changes of its config, such as `"mesh=dp=4"` for the devices that are here.
-        num_steps: steps that are measured.
+        overrides: changes to its config, such as `"mesh=dp=4"` for the present devices.
+        num_steps: the number of measured steps.
         trust: whether functions that the run's config names may be imported and called.
 
     Raises:
         ConfigError: when there is no run in the folder, or an override is wrong.
-        UnsupportedError: as `profile_step`.
+        UnsupportedError: when the profiler reports no operations for these devices.
         StoreError: when the run is in a bucket that cannot be written.
     """
     config = run_config(run, overrides, trust=trust)
@@ -97,13 +97,14 @@ def profile_run(
 
 
 def _trace(step: TrainStep, batch: Any, num_runs: int, folder: str) -> None:
-    """Runs the step, and traces its last runs."""
-    placed, state = step.place(batch), step.init()
+    """Runs the step a few times untraced, then traces `num_runs` runs."""
+    placed = step.place(batch)
+    state = step.init()
     for _ in range(WARM_UP):
         state, _ = step(state, placed)
     jax.block_until_ready(state)
     options = jax.profiler.ProfileOptions()
-    # Calls of Python would be most of the trace, and slow down what is measured.
+    # Python calls would dominate the trace and slow down the measured steps.
     options.python_tracer_level = 0
     with jax.profiler.trace(folder, profiler_options=options):
         for number in range(num_runs):
@@ -113,15 +114,15 @@ def _trace(step: TrainStep, batch: Any, num_runs: int, folder: str) -> None:
 
 
 def peak_flops(mesh: jax.sharding.Mesh, program: str = "") -> tuple[float, str]:
-    """FLOP/s of one device of a mesh at best, and where the number is from.
+    """Returns the peak FLOP/s of one device of a mesh, and the source of the number.
 
     Args:
-        mesh: of devices that are here.
-        program: the text of the step; one with numbers in fp8 is measured by the rate of these.
+        mesh: a mesh of present devices.
+        program: the text of the compiled step; if it uses fp8, the peak is that of fp8.
 
     Returns:
-        The rate of the chip's data sheet; of devices without one, such as CPUs, that of a product
-        that is measured here. Emulated devices share it.
+        The rate from the chip's data sheet. For devices without one, such as CPUs, the measured
+        rate of a matrix product; emulated devices share it.
     """
     device = mesh.devices.flat[0]
     if chip := machine_of(mesh):
@@ -140,7 +141,7 @@ def peak_flops(mesh: jax.sharding.Mesh, program: str = "") -> tuple[float, str]:
 
 
 def _measured_rate(device: Any, width: int, dtype: Any, rounds: int = 5) -> float:
-    """FLOP/s of the fastest of some square products."""
+    """Returns the FLOP/s of the fastest of several square matrix products."""
     square = jax.device_put(jnp.ones((width, width), dtype), device)
     multiply = jax.jit(jnp.dot)
     multiply(square, square).block_until_ready()
@@ -153,19 +154,19 @@ def _measured_rate(device: Any, width: int, dtype: Any, rounds: int = 5) -> floa
 
 
 WORTH = 0.02
-"""The share of a step that a loss must have for an option to be named."""
+"""The smallest fraction of a step for which advice is given."""
 
 
 def advice(found: Waterfall, config: RunConfig, step: TrainStep) -> dict[str, str]:
-    """The option that would give some of a loss back, by its kind.
+    """Suggests config options that reduce the losses of a step.
 
     Args:
         found: the waterfall of the step.
-        config: of the step.
-        step: built from it.
+        config: the config of the step.
+        step: the step built from it.
 
     Returns:
-        A sentence for each kind for which an option is known; it names the key of the config.
+        A sentence for each kind of loss with a known option; it names the config key.
     """
     shares = {loss.kind: loss.seconds / found.step_seconds for loss in found.losses}
     lines = {loss.kind: loss.places[0].source for loss in found.losses if loss.places}
@@ -201,9 +202,9 @@ def _narrower(config: RunConfig, step: TrainStep) -> str:
 def _recompute_less(config: RunConfig, step: TrainStep) -> str:
     if config.remat == AUTO:
         return "memory: remat: auto recomputes no more than it has to"
-    own = config.remat is not None
-    option = "remat: auto" if own else "full_shard's activation_checkpointing"
-    return f"{option} recomputes only what memory asks for" if own else f"leave out {option}"
+    if config.remat is not None:
+        return "remat: auto recomputes only as much as memory requires"
+    return "leave out full_shard's activation_checkpointing"
 
 
 def _narrower_logits(config: RunConfig, line: str) -> str:

@@ -1,5 +1,5 @@
-"""From which state a run starts: a new one, a checkpoint, or a copy in host memory; and the cache
-of compiled programs, so that it starts soon."""
+"""Finds the state a run starts from: a new one, a checkpoint, or a copy in host memory; and keeps
+the cache of compiled programs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from .directory import AUTO, RunDirectory, changed_keys, flat
 from .runs import Run
 
 MOST_BYTES = 4 * 2**30
-"""What compiled programs take on the disk; the least recently used ones go first."""
+"""Disk space for compiled programs, in bytes; the least recently used ones are removed first."""
 
 _DIGEST, _NAME = 32, "-program"
 _CPU = ("model name", "flags", "Features", "CPU part")
@@ -66,11 +66,11 @@ class SavedStates:
     """The states that a run saves and resumes from: checkpoints, and copies in host memory.
 
     Args:
-        run: what is trained, with its loader.
-        form: in which its states are saved.
-        checkpoints: on the disk.
-        copies: in memory; None where the config asks for none.
-        directory: of the run, whose files are copied to a bucket before a checkpoint is written.
+        run: the run, with its loader.
+        form: the portable form in which states are saved.
+        checkpoints: the checkpoints on the disk.
+        copies: the copies in memory; None if the config asks for none.
+        directory: the run's folder; its files are copied to a bucket before each checkpoint.
     """
 
     run: Run
@@ -80,12 +80,12 @@ class SavedStates:
     directory: RunDirectory
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
-        """Saves a state with what resuming needs: the config and the position in the data.
+        """Saves a state with the config and the position in the data, which resuming needs.
 
         Args:
             state: the state; its arrays may be donated when this returns.
-            number: how many steps it has taken.
-            loss: its validation loss, if it was measured.
+            number: the number of steps taken.
+            loss: the validation loss, if it was measured.
         """
         run = self.run
         if isinstance(self.checkpoints.folder, Address) or self.directory.address is not None:
@@ -98,17 +98,17 @@ class SavedStates:
         try:
             self.directory.copy()
         except StoreError as error:
-            self.checkpoints.tell(f"the records of the run are not copied: {error}")
+            self.checkpoints.tell(f"the records of the run are not copied to the bucket: {error}")
 
     def copy(self, state: TrainState, number: int) -> None:
-        """Keeps a state in memory, and its position in the data; its arrays may then be donated."""
+        """Copies a state and its position in the data to memory; then its arrays may be donated."""
         assert self.copies is not None
         self.copies.save(number, self.form.of(state), {"data": self.run.loader.state()})
 
     def go_back(self) -> TrainState | None:
-        """The newest good state that the run has saved, or None before the first.
+        """Loads the newest good checkpoint of the run; None if there is none.
 
-        Copies in memory are thrown away: they hold steps that the run takes back.
+        Drops the copies in memory, since they may contain the steps to undo.
         """
         self.checkpoints.wait()
         if self.copies is not None:
@@ -119,34 +119,36 @@ class SavedStates:
     def find_start(self, resume: str | None, tell: Callable[[str], None]) -> TrainState | None:
         """Restores the state that a run resumes from, and moves its loader to the same step.
 
-        A copy in memory is preferred where it is at least as new as the newest checkpoint.
+        Prefers a copy in memory if it is at least as new as the newest checkpoint.
 
         Args:
-            resume: None to begin; `"auto"` for the newest good one of the run, if there is one; or
-                the path of a checkpoint, of a folder of them, or of a run.
+            resume: None for a new run; `"auto"` for the newest good checkpoint of the run, if
+                there is one; or the path of a checkpoint, of a folder of them, or of a run.
             tell: takes sentences for the user.
 
         Returns:
-            The state, or None for a run that begins.
+            The state, or None for a new run.
 
         Raises:
-            CheckpointError: when there is no good checkpoint in the path, it belongs to another
+            CheckpointError: when there is no good checkpoint at the path, it belongs to another
                 model, or all checkpoints of the run are damaged.
-            ConfigError: when it was taken in other data, or a run that begins would mix its
-                checkpoints with those of another.
+            ConfigError: when the checkpoint is from other data, or a new run would mix its
+                checkpoints with those of another run.
         """
-        checkpoints, form = self.checkpoints, self.form
+        checkpoints = self.checkpoints
+        form = self.form
         if resume is None:
             if checkpoints.entries():
                 raise ConfigError(
                     f"checkpoint.dir: {str(checkpoints.folder)!r} holds the checkpoints of another "
-                    "run; name another, or go on with them: --resume auto"
+                    "run; name another, or continue from them with --resume auto",
+                    code="holds-checkpoints",
                 )
             return None
         copy = self._newest_copy(tell)
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
             self.run.loader.restore(copy.meta["data"])
-            tell(f"going on after step {copy.step} from the copies in memory")
+            tell(f"resuming after step {copy.step} from the copies in memory")
             return form.take_up(copy.state)
         if resume == AUTO:
             restored = checkpoints.restore_newest(form.target)
@@ -157,12 +159,13 @@ class SavedStates:
             restored = _restore_path(as_place(resume, "--resume"), form.target, tell)
         if "data" not in restored.manifest.meta:
             raise CheckpointError(
-                f"checkpoint {str(restored.path)!r} does not say how far in the data it was taken; "
-                "name one that axon train wrote"
+                f"checkpoint {str(restored.path)!r} has no position in the data; name one that "
+                "axon train wrote",
+                code="no-data-position",
             )
         self.run.loader.restore(restored.manifest.meta["data"])
         state = form.take_up(restored.state)
-        tell(f"going on after step {int(state.step)} from {str(restored.path)!r}")
+        tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")
         for line in changes_around(restored):
@@ -170,7 +173,7 @@ class SavedStates:
         return state
 
     def _newest_copy(self, tell: Callable[[str], None]) -> HostCopy | None:
-        """The newest undamaged copy, or None."""
+        """Returns the newest undamaged copy, or None."""
         try:
             return None if self.copies is None else self.copies.newest(self.form.target)
         except DamagedCheckpointError as error:
@@ -181,56 +184,59 @@ class SavedStates:
 def open_states(
     run: Run, directory: RunDirectory, env: Mapping[str, str], tell: Callable[[str], None]
 ) -> SavedStates:
-    """Finds what a run has saved.
+    """Opens the saved states of a run.
 
     Args:
-        run: what is trained.
+        run: the run.
         directory: its folder.
-        env: the environment, in which the launcher says where memory outlives a process.
+        env: the environment; the launcher sets the folder in memory that outlives a process.
         tell: takes a sentence when something fails.
 
     Raises:
         ConfigError: when the state is split over hosts that cannot keep copies for each other.
     """
-    asked = run.config.checkpoint
-    folder = directory.checkpoints if asked.dir is None else as_place(asked.dir, "checkpoint.dir")
+    options = run.config.checkpoint
+    folder = directory.checkpoints
+    if options.dir is not None:
+        folder = as_place(options.dir, "checkpoint.dir")
     checkpoints = CheckpointManager(
-        folder, asked.retention, type=asked.type, background=asked.background, tell=tell
+        folder, options.retention, type=options.type, background=options.background, tell=tell
     )
-    copies = HostCopies(Path(env[MEMORY]), tell) if asked.memory_every else None
+    copies = HostCopies(Path(env[MEMORY]), tell) if options.memory_every else None
     form = PortableForm(run.step)
     if copies is not None:
         copies.check(form.target)
     return SavedStates(run, form, checkpoints, copies, directory)
 
 
-_OF_NO_NUMBER = (
+_WITHOUT_EFFECT = (
     *("name", "run_dir", "loggers", "checkpoint.", "data.num_ahead", "data.num_workers"),
     *("train.log_every", "train.eval_every", "train.eval_batches", "train.profile", "validation."),
     *("train.peak_flops", "train.layer_norms", "train.best"),
 )
-"""The beginnings of keys that change nothing of what is trained."""
+"""Prefixes of config keys that do not affect the trained numbers."""
 
 
 def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[str]:
-    """What a resumed run does otherwise than the one that saved its checkpoint would have.
+    """Lists how a resumed run differs from the run that saved its checkpoint.
 
     Args:
-        saved: the config in the checkpoint, as plain data; anything else says nothing.
-        config: of the resumed run.
-        state: that it goes on from.
+        saved: the config in the checkpoint, as plain data; anything else is ignored.
+        config: the config of the resumed run.
+        state: the state that it resumes from.
 
     Returns:
-        A line for each key that changes what is trained, and one for the learning rate where that
-        of the next step is another.
+        A line for each changed key that affects the trained numbers, and a line for the learning
+        rate if that of the next step changes.
     """
     if not isinstance(saved, dict):
         return []
     lines = changed_keys(flat(saved), flat(config.to_dict()))
-    lines = [line for line in lines if not line.startswith(_OF_NO_NUMBER)]
+    lines = [line for line in lines if not line.startswith(_WITHOUT_EFFECT)]
     if not lines:
         return []
-    with contextlib.suppress(AxonDistError):  # a config of an older version, or of foreign code
+    # The saved config may be from an older version or name code that is not here.
+    with contextlib.suppress(AxonDistError):
         before = RunConfig.from_dict(saved)
         old = before.optimizer.rates(before.train.steps)
         new = config.optimizer.rates(config.train.steps)
@@ -244,18 +250,19 @@ def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[s
 
 
 def changes_around(restored: Restored) -> list[str]:
-    """What is another one than when a checkpoint was saved, besides its config and its data.
+    """Lists how the environment has changed since a checkpoint was saved.
 
-    None of it keeps a run from going on; it may change the bits of what follows.
+    None of the changes prevents a run from resuming, but they may change the bits of its results.
 
     Args:
-        restored: the checkpoint, and its state where this run has it.
+        restored: the checkpoint, with the state as placed in this run.
 
     Returns:
-        A line for each library of another version, for another mesh, and for each setting of JAX
-        or XLA. A checkpoint of an older version of this library does not say all of them.
+        A line for each library with another version, for another mesh, and for each changed
+        setting of JAX or XLA. Checkpoints of older versions of this library lack some of them.
     """
-    here, manifest = installed_versions(), restored.manifest
+    here = installed_versions()
+    manifest = restored.manifest
     lines = [
         f"{name} {version} -> {here.get(name, 'not installed')}"
         for name, version in manifest.versions.items()
@@ -264,7 +271,8 @@ def changes_around(restored: Restored) -> list[str]:
     mesh = mesh_shape(jax.tree.leaves(restored.state))
     if dict(manifest.mesh) != mesh:
         lines.append(f"mesh {_shown(manifest.mesh)} -> {_shown(mesh)}")
-    before, now = manifest.meta.get("settings"), read_settings(os.environ, jax.config.values)
+    before = manifest.meta.get("settings")
+    now = read_settings(os.environ, jax.config.values)
     if isinstance(before, dict):
         lines += [
             f"{name} {before.get(name, 'not set')} -> {now.get(name, 'not set')}"
@@ -302,10 +310,10 @@ def _none_in(folder: Place) -> CheckpointError:
 
 
 def _step_at(path: Place) -> Place:
-    """The path, or the checkpoint that it names by the number of its step alone.
+    """Returns the path, or the checkpoint if the path ends in a bare step number.
 
     Raises:
-        CheckpointError: when a folder of checkpoints has none of the step; it names the steps.
+        CheckpointError: when the folder has no checkpoint of that step; it lists the steps.
     """
     is_number = path.name.isascii() and path.name.isdigit()
     if isinstance(path, Address) or not (is_number or step_of(path.name) is not None):
@@ -317,17 +325,19 @@ def _step_at(path: Place) -> Place:
     number = int(path.name.removeprefix("step_"))
     if steps and number not in steps and not is_checkpoint(path):
         raise CheckpointError(
-            f"there is no checkpoint {path.name!r} in {str(folder)!r}, which has those of the "
-            f"steps {', '.join(map(str, steps))}; name one of these, or the folder for the newest"
+            f"there is no checkpoint {path.name!r} in {str(folder)!r}, which has checkpoints of "
+            f"the steps {', '.join(map(str, steps))}; name one of these, or the folder for the "
+            "newest",
+            code="no-such-step",
         )
     return folder / step_name(number) if is_number else path
 
 
 def check_resume(resume: str | None) -> None:
-    """Raises where a path to resume from has no checkpoint, before a folder is made for the run.
+    """Raises if a path to resume from has no checkpoint, before the run's folder is made.
 
     Raises:
-        CheckpointError: when there is none; whether one is good, and fits, is seen later.
+        CheckpointError: when there is none; whether it is intact and fits is checked later.
     """
     if resume is None or resume == AUTO:
         return
@@ -341,7 +351,7 @@ def check_resume(resume: str | None) -> None:
 
 
 def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) -> None:
-    """Raises where a config asks for copies that nothing would keep, or resume from.
+    """Raises if a config asks for copies in memory that would be lost or never be used.
 
     Args:
         config: a run as YAML describes it.
@@ -349,7 +359,7 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
         resume: what the run resumes from.
 
     Raises:
-        ConfigError: saying what to do.
+        ConfigError: when copies would be lost or unused; it says what to do.
     """
     steps = config.checkpoint.memory_every
     if not steps:
@@ -358,32 +368,34 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
     if folder is None:
         raise ConfigError(
             f"checkpoint.memory_every: got {steps}, and nothing keeps copies in the memory of this "
-            "host; start the run by axon launch --max-restarts 3 -- axon train ..., on a host that "
-            f"has /dev/shm, set {MEMORY} to a folder in memory that outlives a process, or leave "
-            "it at 0"
+            "host; start the run with axon launch --max-restarts 3 -- axon train ... where "
+            f"/dev/shm exists, set {MEMORY} to a folder in memory that outlives a process, or "
+            "leave it at 0"
         )
     if not Path(folder).is_dir():
         raise ConfigError(f"{MEMORY} names {folder!r}, which is no folder; make it, or unset it")
     if resume != AUTO or config.run_dir is None:
-        missing = "--resume auto" if resume != AUTO else "a run_dir, in which it goes on"
+        missing = "--resume auto" if resume != AUTO else "a run_dir"
         raise ConfigError(
-            f"checkpoint.memory_every: got {steps}, and a run that starts again goes on from its "
-            f"copies only with {missing}; add that. Where there is nothing to go on from, it "
-            "begins at step 0"
+            f"checkpoint.memory_every: got {steps}, and a restarted run resumes from its copies "
+            f"only with {missing}; add it. If there is nothing to resume from, the run begins at "
+            "step 0",
+            code="copies-unused",
         )
 
 
 def keep_programs(tell: Callable[[str], None]) -> None:
     """Keeps compiled programs in this user's cache folder, unless JAX has another.
 
-    An executable is code, and the folder of a run may come from anybody: programs are not kept
-    there but in `$XDG_CACHE_HOME/axon_dist`, or `~/.cache/axon_dist`, in a folder for each kind of
-    host, that only this user can write to. JAX finds them by a hash of the program, the versions,
-    the devices, the flags and the options of the compiler. `JAX_ENABLE_COMPILATION_CACHE=0` keeps
-    none, and `JAX_COMPILATION_CACHE_DIR` names another folder.
+    An executable is code, and the folder of a run may come from anybody, so programs are not kept
+    there. They are kept in `$XDG_CACHE_HOME/axon_dist` or `~/.cache/axon_dist`, in a folder for
+    each kind of host that only this user can write to. JAX finds them by a hash of the program,
+    the versions, the devices, the flags and the compiler options. Set
+    `JAX_ENABLE_COMPILATION_CACHE=0` to keep none, and `JAX_COMPILATION_CACHE_DIR` to name another
+    folder.
 
     Args:
-        tell: takes a sentence where none can be kept.
+        tell: takes a sentence if no programs can be kept.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
@@ -400,18 +412,18 @@ def keep_programs(tell: Callable[[str], None]) -> None:
 class ProgramStore:
     """Compiled programs as files, in a folder that only this user may write to.
 
-    A file is there whole or not at all, whenever its process is killed; one that has changed since
-    is removed.
+    Files are written atomically, even if the process is killed; corrupted ones are removed.
 
     Args:
-        folder: made where it is missing.
-        most_bytes: of all files.
+        folder: the folder; made if it is missing.
+        most_bytes: the most bytes of all files together.
 
     Raises:
-        PermissionError: when it is not this user's, or others may write to it.
+        PermissionError: when the folder belongs to another user, or others may write to it.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
+        # Whoever may write to the parent could replace the folder, so check both.
         for one in (folder.parent, folder):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)
             info = one.stat()
@@ -425,14 +437,14 @@ class ProgramStore:
         self._drop_oldest(most_bytes)
 
     def get(self, key: str) -> bytes | None:
-        """The program of a key, or None."""
+        """Returns the program of a key, or None."""
         file = self._file(key)
         try:
             with open(open_regular(file), "rb") as opened:
                 contents = opened.read()
                 os.utime(opened.fileno())
         except OSError:
-            # There is none, or what has its name is no file; JAX compiles.
+            # There is no such file, or it cannot be read; JAX compiles the program.
             return None
         program = contents[_DIGEST:]
         if hashlib.sha256(program).digest() != contents[:_DIGEST]:
@@ -442,7 +454,7 @@ class ProgramStore:
         return program
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps the program of a key."""
+        """Stores the program of a key."""
         with replacing(self._file(key), 0o600, durable=False) as file:
             file.write(hashlib.sha256(value).digest() + value)
 
@@ -462,9 +474,10 @@ class ProgramStore:
 
 
 def _host() -> str:
-    """A name for the kind of this host: homes are shared, and code for one CPU may fail on another.
+    """Returns a name for the kind of this host.
 
-    JAX asks for the kind of the devices alone.
+    Homes may be shared between hosts, and code compiled for one CPU may fail on another. The cache
+    key of JAX includes only the kind of the devices.
     """
     known = [platform.machine(), platform.system()]
     if (info := Path("/proc/cpuinfo")).exists():

@@ -1,4 +1,4 @@
-"""The trained model of a run: its checkpoints, read without the optimizer, loaded or exported."""
+"""Loads or exports the trained model of a run from its checkpoints, without the optimizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .directory import open_directory
 from .steps import model_of
 
 BEST = "best"
-"""Which checkpoint: the one with the lowest validation loss."""
+"""Value of `step` that selects the checkpoint with the lowest validation loss."""
 
 
 @in_own_context
@@ -59,26 +59,26 @@ def load_model(
 ) -> tuple[nnx.Module, RunConfig]:
     """Loads the model of a run as a plain module on one device, without the optimizer.
 
-    It may have been trained on any mesh and strategy, pipelines among them: a checkpoint has the
+    The run may have used any mesh and strategy, including pipelines: a checkpoint stores the
     arrays in the form of the model. The module computes in its own dtypes, whatever `precision` the
-    run has; `axon_dist.precision.autocast(model, config.precision)` makes it compute as the run
-    did, where that is a `MixedPrecision`.
+    run has. If that is a `MixedPrecision`, `axon_dist.precision.autocast(model, config.precision)`
+    makes the module compute as the run did.
 
     Args:
         run: the folder of a run.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
-        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+        tell: takes a sentence about each newer checkpoint that is damaged and skipped.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
-        The module, with its parameters in the dtypes that were saved, or what the run has averaged
-        of them, and what it kept in eight bits in the dtype of the model; its adapters, if it has
-        some, beside its layers (`merge_lora` adds them in); and the config of the run.
+        The module and the config of the run. Parameters have the dtypes that were saved; if the run
+        keeps a moving average of them, the module has the average. Int8 weights are widened to the
+        dtype of the model. LoRA adapters stay separate; `merge_lora` merges them.
 
     Raises:
         ConfigError: when there is no run in the folder, or its config names functions and is not
             trusted.
-        CheckpointError: when it has no such checkpoint, or that is damaged.
+        CheckpointError: when the run has no such checkpoint, or it is damaged.
 
     Example:
         >>> load_model("runs/none")
@@ -94,15 +94,15 @@ def load_model(
 
 
 def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> RunConfig:
-    """The config that a run was made from.
+    """Reads the config of a run.
 
     Args:
         run: the folder of a run.
-        overrides: such as `"mesh=dp=4"`.
+        overrides: changes, such as `"mesh=dp=4"`.
         trust: whether functions that the config names may be imported and called.
 
     Raises:
-        ConfigError: when there is no run in the folder, a value cannot be, or the config names
+        ConfigError: when there is no run in the folder, a value is invalid, or the config names
             functions and is not trusted.
     """
     directory = open_directory(run)
@@ -113,8 +113,9 @@ def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = 
         )
     if directory.config.is_symlink():
         raise ConfigError(
-            f"{str(directory.config)!r} is a link, and of the folder of a run none is followed; "
-            "put a copy of the file in its place"
+            f"{str(directory.config)!r} is a link, and links in the folder of a run are not "
+            "followed; replace it with a copy of the file",
+            code="is-a-link",
         )
     return load_untrusted(directory.config, overrides, trust=trust)
 
@@ -125,16 +126,16 @@ def find_checkpoint(
     step: int | str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Place:
-    """The folder of a checkpoint of a run.
+    """Returns the folder of a checkpoint of a run.
 
     Args:
         run: the folder of the run.
-        config: of the run; it says where the checkpoints are, if not there.
+        config: the config of the run; it may name another folder for checkpoints.
         step: the number of its step, `"best"`, or None for the newest.
-        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+        tell: takes a sentence about each newer checkpoint that is damaged and skipped.
 
     Raises:
-        CheckpointError: when there is no such checkpoint; it names those there are.
+        CheckpointError: when there is no such checkpoint; it lists the existing ones.
     """
     default = as_place(run, "the run") / "checkpoints"
     elsewhere = config.checkpoint.dir
@@ -154,15 +155,16 @@ def find_checkpoint(
         scored = [(entry.score, entry.step) for entry in entries if entry.score is not None]
         if not scored:
             raise CheckpointError(
-                f"no checkpoint in {str(folder)!r} has a validation loss to be the best by; leave "
-                "the step out for the newest, or name one"
+                f"no checkpoint in {str(folder)!r} has a validation loss, so none is the best; "
+                "leave the step out for the newest, or name one",
+                code="no-best",
             )
         return folder / step_name(min(scored)[1])
-    there = [entry.step for entry in entries]
-    if step not in there:
+    steps = [entry.step for entry in entries]
+    if step not in steps:
         raise CheckpointError(
             f"got step {step!r}, and the checkpoints in {str(folder)!r} are of the steps "
-            f"{', '.join(map(str, there))}; name one of these, best, or none for the newest"
+            f"{', '.join(map(str, steps))}; name one of these, best, or none for the newest"
         )
     return folder / step_name(int(step))
 
@@ -170,17 +172,17 @@ def find_checkpoint(
 def load_arrays(
     checkpoint: Place, parts: ModelSpec, shardings: PyTree, buffer_sharding: Sharding
 ) -> tuple[PyTree, PyTree]:
-    """Reads the parameters and the buffers of a model from a checkpoint, and nothing else.
+    """Reads only the parameters and the buffers of a model from a checkpoint.
 
-    Statistics of which every rank has its own are averaged, as in evaluation. Of a run
-    that keeps a moving average of its parameters, that is its model, as it was in its validations.
+    Per-rank statistics are averaged, as in evaluation. If the run keeps a moving average of its
+    parameters, that average is read, since the run validated with it.
 
     Args:
-        checkpoint: the folder of one.
-        parts: the model's shapes; the dtypes of floating-point arrays are those that were saved,
-            and what they keep in eight bits comes so.
-        shardings: the shardings of the parameters, trained and frozen, a tree like them.
-        buffer_sharding: that of every buffer.
+        checkpoint: the folder of the checkpoint.
+        parts: the shapes of the model. Floating-point arrays keep the dtypes that were saved;
+            weights in `parts.int8` are returned in int8 form.
+        shardings: the shardings of the trained and frozen parameters, in a tree like theirs.
+        buffer_sharding: the sharding of every buffer.
 
     Returns:
         Parameters and buffers, in the form of the model.
@@ -189,7 +191,7 @@ def load_arrays(
         CheckpointError: when the checkpoint is damaged, or belongs to another model.
     """
     saved = read_manifest(checkpoint).leaves
-    # Replicas with outer steps have a row each of every array but the outer parameters.
+    # With outer steps, every array except the outer parameters has a leading axis of replicas.
     inner = (path.replace("outer/", "params/", 1) for path in saved if path.startswith("outer/"))
     replicas = next((saved[path].shape[0] for path in inner if path in saved), 0)
 
@@ -202,26 +204,27 @@ def load_arrays(
         dtype = jnp.dtype(saved[path].dtype) if _is_float(leaf) else leaf.dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    # The checkpoint says what was frozen, and how: this config may train other parameters.
+    # Use the checkpoint's split into trained and frozen: this config may train other parameters.
     forms = _saved_forms(saved, parts.weights)
     weights = jax.eval_shape(lambda weights: narrowed(weights, forms), parts.weights)
     frozen = {path for path, _ in leaves_with_paths(weights) if f"frozen/{path}" in saved}
     preferred = ("ema", "outer", "params")
     params = next(name for name in preferred if any(path.startswith(f"{name}/") for path in saved))
 
-    def divided(tree):
+    def by_section(tree):
         return dict(zip((params, "frozen"), partition(tree, frozen), strict=True))
 
-    everywhere = jax.tree.map(lambda _: buffer_sharding, parts.buffers)
-    wanted = {name: tree for name, tree in divided(weights).items() if tree}
+    buffer_shardings = jax.tree.map(lambda _: buffer_sharding, parts.buffers)
+    wanted = {name: tree for name, tree in by_section(weights).items() if tree}
     wanted["buffers"] = parts.buffers
 
-    # Scales are small, and replicated.
-    def beside(path, place):
-        return {NUMBERS: place, SCALE: buffer_sharding} if path in forms else place
+    # Scales are small, so they are replicated.
+    def with_scale(path, sharding):
+        return {NUMBERS: sharding, SCALE: buffer_sharding} if path in forms else sharding
 
-    places = {**divided(map_with_path(beside, shardings)), "buffers": everywhere}
-    targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
+    saved_shardings = by_section(map_with_path(with_scale, shardings))
+    saved_shardings["buffers"] = buffer_shardings
+    targets = map_with_path(target, wanted, {name: saved_shardings[name] for name in wanted})
     loaded = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
 
     def to_model(path: LeafPath, leaf: Leaf, value: Array) -> Array:
@@ -239,7 +242,7 @@ def load_arrays(
 
 
 def _saved_forms(saved: Mapping[LeafPath, LeafSpec], weights: PyTree) -> dict[LeafPath, Int8Form]:
-    """The weights that a checkpoint has in eight bits."""
+    """Returns the weights that a checkpoint stores in int8."""
     forms: dict[LeafPath, Int8Form] = {}
     for path, leaf in leaves_with_paths(weights):
         scale = saved.get(f"frozen/{path}/{SCALE}")
@@ -270,35 +273,35 @@ def export_run(
     tell: Callable[[str], None] = lambda text: None,
     trust: bool = False,
 ) -> int:
-    """Writes the weights that a run has learned, without its optimizer; adapters are added in.
+    """Writes the trained weights of a run, without its optimizer; LoRA adapters are merged.
 
     Args:
         run: the folder of a run.
         path: a file that ends in `.safetensors`, or a folder.
         format: `"native"`, where tensors have the paths of the model's arrays; or the layout of a
-            hub, a key of `axon_dist.weights.FORMATS`, with a `config.json` beside it, which has
-            the ids of tokens that the run's snapshot or tokenizer knows, and the tokenizer's files.
+            hub, a key of `axon_dist.weights.FORMATS`. A hub layout also gets the tokenizer's files
+            and a `config.json` with the token ids that the run's snapshot or tokenizer knows.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
-        dtype: of floats, such as `"bfloat16"`; None keeps those that were saved.
-        max_file: bytes above which weights are cut into several files.
-        tell: takes a sentence about each newer checkpoint that is damaged and was passed over, one
-            about what is not written beside the weights, and one about their dtype.
+        dtype: the dtype of floats, such as `"bfloat16"`; None keeps the saved dtypes.
+        max_file: the size in bytes above which weights are split into several files.
+        tell: takes a sentence about each newer checkpoint that is damaged and skipped, about each
+            file that is not written, and about the dtype of the weights.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
-        How many tensors were written.
+        The number of tensors written.
 
     Raises:
         ConfigError: when there is no run in the folder, no such format, or other files are in the
             way.
-        CheckpointError: when the run has no such checkpoint, or that is damaged.
+        CheckpointError: when the run has no such checkpoint, or it is damaged.
         UnsupportedError: when the model of the run is not of the family of the format.
     """
     if format != NATIVE_NAME:
         format_of(format)
     model, config = load_model(run, step, tell, trust=trust)
     if config.lora is not None:
-        # Kernels that were frozen in bfloat16 are not to round the adapters of a wider export.
+        # Pass the dtype, so that bfloat16 kernels do not round the adapters of a wider export.
         model = merge_lora(model, dtype)
     is_hub = format != NATIVE_NAME
     keys = _token_ids(run, config, tell) if is_hub else {}
@@ -317,7 +320,7 @@ def export_run(
 def _token_ids(
     run: str | Path, config: RunConfig, tell: Callable[[str], None]
 ) -> Mapping[str, object]:
-    """The ids of special tokens: those of the snapshot that the run began with, or its end."""
+    """Returns special token ids from the run's initial snapshot, else its tokenizer's end token."""
     try:
         ids = {} if config.weights is None else token_ids(config.weights.files)
         return ids or {"eos_token_id": tokenizer_of(run, config).end}
@@ -327,19 +330,19 @@ def _token_ids(
 
 
 _TOKENIZER = "tokenizer.json"
-_BESIDE = (
+_OTHER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
 )
 
 
 def _copy_tokenizer(config: RunConfig, folder: Path, tell: Callable[[str], None]) -> None:
-    """Copies the files of the run's tokenizer, as far as they are there."""
+    """Copies the files of the run's tokenizer that exist."""
     named = getattr(config.data, "tokenizer", None)
     if named is None:
-        return tell(f"no {_TOKENIZER} is beside the weights, for the run names no data.tokenizer")
+        return tell(f"no {_TOKENIZER} is written, because the run names no data.tokenizer")
     source = as_path(named, "data.tokenizer")
-    others = (source.with_name(name) for name in _BESIDE)
+    others = (source.with_name(name) for name in _OTHER_FILES)
     try:
         shutil.copyfile(source, folder / _TOKENIZER)
         for file in filter(Path.is_file, others):
@@ -350,16 +353,17 @@ def _copy_tokenizer(config: RunConfig, folder: Path, tell: Callable[[str], None]
 
 
 def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
-    """What turns the text of a run into tokens, and back.
+    """Returns the tokenizer of a run.
 
     Raises:
-        ConfigError: when its model is none of text, or nobody knows what its tokens mean.
+        ConfigError: when its model is not a text model, or its tokenizer is not known.
     """
     task = config.kind.task
     if task.item != "tokens":
         raise ConfigError(
             f"the model of the run {str(run)!r} is trained on {task.item}, and generating needs "
-            "one of text; name another run"
+            "a text model; name another run",
+            code="not-text",
         )
     path = getattr(config.data, "tokenizer", None)
     if path is not None:
@@ -368,14 +372,15 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
         return tokenizer if end is None else dataclasses.replace(tokenizer, end=end)
     if task.unit(config.data) != "nats/byte":
         raise ConfigError(
-            f"the data of the run {str(run)!r} has tokens and no tokenizer, so that no text can be "
-            "made of them; name it: data.tokenizer=FILE"
+            f"the data of the run {str(run)!r} has tokens and no tokenizer, so they cannot be "
+            "decoded to text; name it: data.tokenizer=FILE",
+            code="no-tokenizer",
         )
     return byte_tokenizer()
 
 
 def written_to(path: str | Path) -> Path:
-    """What to name to `load_weights` after `save_weights` wrote to a path."""
+    """Returns the path to pass to `load_weights` after `save_weights` wrote to a path."""
     file = as_path(path, "the weights")
     index = file.with_name(file.name + ".index.json")
     return index if index.exists() else file

@@ -1,4 +1,4 @@
-"""`Recorded`: what a run wrote into its folder, read without a device, and its curves as SVG."""
+"""`Recorded` reads what a run wrote into its folder, without a device; draws curves as SVG."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ...core.plain_yaml import sections_of
 from .directory import flat, open_directory
 
 START, END = "start", "end"
-"""The seconds of a run before its loop, and after it, in its summary."""
+"""Keys of the summary for the seconds before and after the training loop."""
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
-"""Pairs of step and value, finite ones alone."""
+"""Pairs of step and finite value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What is known of a run.
+    """The records of a run.
 
     Args:
         folder: its path or address.
-        rows: of `metrics.jsonl`.
-        summary: of `summary.json`; empty where it cannot be read.
-        program: of `program.json`; empty where it cannot be read.
+        rows: the rows of `metrics.jsonl`.
+        summary: the contents of `summary.json`; empty if it cannot be read.
+        program: the contents of `program.json`; empty if it cannot be read.
         config: the text of `config.yaml`.
-        notes: a sentence for everything that is missing or broken.
-        waterfall: of `waterfall.json`; empty where there is none, or it cannot be read.
-        called: a name that tells it from another run of its name; empty for its own.
+        notes: a sentence for each record that is missing or broken.
+        waterfall: the contents of `waterfall.json`; empty if missing or unreadable.
+        called: a name that distinguishes it from another run of the same name; else empty.
     """
 
     folder: Place
@@ -52,17 +52,17 @@ class Recorded:
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """The name of the run on the page."""
         return self.called or str(self.summary.get("name") or self.folder.name)
 
     def curve(self, metric: str) -> Curve:
-        """The values of a metric over the steps."""
+        """Returns the values of a metric over the steps."""
         wanted = ("step", metric)
         rows = (row for row in self.rows if all(_is_finite(row.get(name)) for name in wanted))
         return [(float(row["step"]), float(row[metric])) for row in rows]
 
     def metrics(self, prefix: str) -> list[str]:
-        """The names of all metrics that begin so, in the order in which they came."""
+        """Returns the names of all metrics with a prefix, in order of appearance."""
         return [name for name in self._names if name.startswith(prefix)]
 
     @functools.cached_property
@@ -70,18 +70,18 @@ class Recorded:
         return dict.fromkeys(name for row in self.rows for name in row)
 
     def last(self, metric: str) -> float | None:
-        """The last value of a metric."""
+        """Returns the last value of a metric."""
         curve = self.curve(metric)
         return curve[-1][1] if curve else None
 
     @property
     def resumes(self) -> tuple[float, ...]:
-        """The steps after which a further leg of the run began."""
+        """The steps after which the run was resumed."""
         return tuple(float(before["step"]) for before, _ in self._legs)
 
     @property
     def restart_seconds(self) -> float:
-        """From the last record that a leg of the run kept to the beginning of the next leg."""
+        """The seconds between the last kept record of each leg and the start of the next leg."""
         return sum(
             max(float(after["time/unix"]) - after["time/elapsed_seconds"] - before["time/unix"], 0)
             for before, after in self._legs
@@ -89,14 +89,15 @@ class Recorded:
 
     @functools.cached_property
     def _legs(self) -> list[tuple[JsonDict, JsonDict]]:
-        """The last record of each leg but the last, and the first of the next."""
-        clock = ("time/unix", "time/elapsed_seconds")
+        """Pairs of the last record of a leg and the first record of the next leg."""
+        elapsed = "time/elapsed_seconds"
+        clock = ("time/unix", elapsed)
         rows = [row for row in self.rows if all(_is_finite(row.get(name)) for name in clock)]
-        pairs = itertools.pairwise(rows)
-        return [(a, b) for a, b in pairs if b[clock[1]] < a[clock[1]]]
+        # Elapsed seconds restart with each leg.
+        return [(a, b) for a, b in itertools.pairwise(rows) if b[elapsed] < a[elapsed]]
 
     def figures(self) -> dict[str, str]:
-        """What a reader asks first, each in words; what is not known is left out."""
+        """Returns the main figures as text; leaves out unknown ones."""
         known = self.summary
         unit = f" {known['unit']}" if known.get("unit") else ""
         losses = self.curve("validation/loss") or self.curve("train/loss")
@@ -105,7 +106,8 @@ class Recorded:
         rates = [n for n in self.metrics("time/") if n.endswith("_per_second")]
         item = rates[0].removeprefix("time/").removesuffix("_per_second") if rates else "items"
         speed = known.get("items_per_second") or (self.last(rates[0]) if rates else None)
-        mfu, norm = self.last("time/model_flops_utilization"), self.last("train/grad_norm")
+        mfu = self.last("time/model_flops_utilization")
+        norm = self.last("train/grad_norm")
         seconds = sum(float(before["time/elapsed_seconds"]) for before, _ in self._legs)
         spent = sum(map(float, (known.get("seconds") or {}).values()))
         seconds += spent or self.last("time/elapsed_seconds") or 0.0
@@ -133,7 +135,7 @@ class Recorded:
         return {label: value for label, value in texts.items() if isinstance(value, str) and value}
 
     def settings(self) -> dict[str, str]:
-        """The values of the config by dotted key; none where it cannot be read."""
+        """Returns the values of the config by dotted key; empty if it cannot be read."""
         try:
             config = sections_of(self.config, "the config")
         except ConfigError:
@@ -142,17 +144,17 @@ class Recorded:
 
 
 Runs: TypeAlias = tuple[Recorded, ...]
-"""Runs that are shown beside each other, at least one."""
+"""The runs of a page, at least one."""
 
 
 def compared(
     runs: Sequence[Mapping[str, str]], differing: bool = False
 ) -> dict[str, tuple[str, ...]]:
-    """Values of several runs by label, a column for each run.
+    """Tabulates the values of several runs by label, with a column for each run.
 
     Args:
-        runs: values by label.
-        differing: leave out labels of which all runs have one value.
+        runs: for each run, values by label.
+        differing: leave out labels with the same value in all runs.
 
     Example:
         >>> compared([{"a": "1", "b": "2"}, {"a": "1"}], differing=True)
@@ -167,10 +169,10 @@ def read_recorded(folder: str | Path) -> Recorded:
     """Reads the folder of a run.
 
     Args:
-        folder: that `axon train` wrote to, even if it has not ended or was damaged.
+        folder: the folder of a run, even if the run has not ended or its files are damaged.
 
     Raises:
-        ConfigError: when there is no such folder, or nothing of a run in it.
+        ConfigError: when there is no such folder, or it holds no records of a run.
     """
     directory = open_directory(folder)
     if not directory.path.is_dir():
@@ -185,13 +187,13 @@ def read_recorded(folder: str | Path) -> Recorded:
         notes.append(f"{plural(bad, 'number')} of the metrics not finite, left out of curves")
     waterfall: JsonDict = {}
     if kind_at(directory.waterfall) is not None:
-        waterfall = _object(directory.waterfall, "where a step's time goes is not known", notes)
+        waterfall = _object(directory.waterfall, "the time of a step is not broken down", notes)
     recorded = Recorded(
         folder=directory.place,
         rows=rows,
         summary=_object(directory.summary, "the run has not ended, or was killed", notes),
         program=_object(directory.program, "the run never got past its first step", notes),
-        config=_text(directory.config, "nobody knows what the run was made from", notes),
+        config=_text(directory.config, "the config of the run is unknown", notes),
         notes=tuple(notes),
         waterfall=waterfall,
     )
@@ -201,7 +203,8 @@ def read_recorded(folder: str | Path) -> Recorded:
 
 
 _MOST_READ, _BLOCK = 2**24, 2**18
-"""Bytes of a record: more would take long, and several times as much memory."""
+"""The most bytes read from a record, and the size of a block of a larger one. Reading more would
+be slow, and parsing takes several times as much memory."""
 
 
 def _text(path: Path, otherwise: str, notes: list[str]) -> str:
@@ -231,7 +234,7 @@ def _rows(path: Path, notes: list[str]) -> list[JsonDict]:
 
 
 def _lines(path: Path, notes: list[str]) -> list[str]:
-    """The lines of a file; of a large one those of blocks at even distances, both ends included."""
+    """Reads the lines of a file; from a large one, evenly spaced blocks that include both ends."""
     is_file = kind_at(path) == "a file" and not path.is_symlink()
     size = path.stat().st_size if is_file else 0
     if size <= _MOST_READ:
@@ -245,7 +248,7 @@ def _lines(path: Path, notes: list[str]) -> list[str]:
     with open(open_regular(path), "rb") as file:
         for number in range(gaps + 1):
             start = file.seek((size - _BLOCK) * number // gaps)
-            # What a block begins and ends with may be half a line.
+            # The first and the last piece of a block may be partial lines.
             lines += file.read(_BLOCK).split(b"\n")[bool(start) : -1]
     return [line.decode(errors="replace") for line in lines]
 
@@ -266,19 +269,23 @@ def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = 
     """Draws curves over the steps.
 
     Args:
-        curves: by name; one without a point is left out.
-        unit: of the values, which names the upright axis.
+        curves: the curves by name; empty ones are left out.
+        unit: the unit of the values, shown as the label of the vertical axis.
         marks: steps at which a run was resumed.
 
     Returns:
-        An SVG picture; every point has its numbers as a tooltip.
+        An SVG picture; every point has a tooltip with its numbers.
     """
     drawn = {name: _thinned(curve) for name, curve in curves.items() if curve}
     xs = [x for curve in drawn.values() for x, _ in curve]
     ys = [y for curve in drawn.values() for _, y in curve]
-    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+    left = min(xs)
+    right = max(xs)
+    low = min(ys)
+    high = max(ys)
     pad = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
-    low, high = low - pad, high + pad
+    low = low - pad
+    high = high + pad
 
     def across(x):
         return _LEFT + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT - 16)
@@ -300,7 +307,7 @@ def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = 
             f"<title>resumed after step {x:g}</title></path>"
         )
     for number, (name, curve) in enumerate(drawn.items()):
-        # A single point makes no line.
+        # A single point draws no line, so mark it.
         alone = " alone" if len(curve) == 1 else ""
         points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in curve)
         parts.append(f'<polyline class="c{number % 8}" points="{points}"/>')
@@ -318,10 +325,11 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
 
     Args:
         parts: sizes by name.
-        words: the sizes as people read them.
+        words: the sizes as text.
     """
     total = sum(parts.values()) or 1
-    cells, rows = [], []
+    cells = []
+    rows = []
     for number, (name, size) in enumerate(parts.items()):
         tooltip = escape(f"{name}: {words[name]}")
         share = 100 * size / total
@@ -342,13 +350,13 @@ def _legend(names: Iterable[str], note: str) -> str:
 
 
 def _thinned(curve: Curve) -> Curve:
-    """At most so many points, the last one among them."""
+    """Thins a curve to about `_MOST_POINTS` points; keeps the last one."""
     stride = math.ceil(len(curve) / _MOST_POINTS)
     return [*curve[:-1:stride], curve[-1]] if stride > 1 else curve
 
 
 def _ticks(low: float, high: float, least: float = 0) -> list[float]:
-    """Round numbers from `low` to `high`, at least so far apart."""
+    """Returns round numbers from `low` to `high`, at least `least` apart."""
     span = high - low
     if span <= 0:
         return [low]

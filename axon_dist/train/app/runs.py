@@ -1,4 +1,4 @@
-"""`Run`: a step, its data and what a trainer does with both, checked against each other."""
+"""`Run` combines a step, its data and a trainer, checked against each other."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def build_loader(
     batch_axes: Sequence[str] | None = None,
     num_microbatches: int = 1,
 ) -> Loader:
-    """Reads the data and makes the batches of this process.
+    """Builds the loader that reads the data and makes the batches of this process.
 
     Args:
-        config: a run as YAML describes it, checked.
-        world: the devices, and the mesh they form.
-        batch_axes: the mesh axes that split the batch; None stands for all.
-        num_microbatches: into how many parts a step cuts each batch.
+        config: a checked run, as YAML describes it.
+        world: the devices and their mesh.
+        batch_axes: the mesh axes that split the batch; None for all.
+        num_microbatches: the number of microbatches in each batch.
 
     Raises:
-        ConfigError: when the data is missing, damaged, too little, or not what the model can take.
+        ConfigError: when the data is missing, damaged, too small, or unfit for the model.
     """
     axes = world.mesh.axis_names if batch_axes is None else batch_axes
     process, num_processes = world.share_of_batch(axes)
@@ -63,15 +63,15 @@ def build_loader(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The parts of a run, checked against each other, nothing compiled.
+    """The parts of a run, checked against each other; nothing is compiled.
 
     Args:
-        config: what it was made from.
-        world: the devices, and the mesh they form.
-        step: of the config's model, strategy and optimizer.
-        loader: the batches of this process, and those of the validation.
-        note: what is done differently because processes were lost; empty where none is.
-        validation: the further sets that it is validated on, by name.
+        config: the config it was built from.
+        world: the devices and their mesh.
+        step: the step of the config's model, strategy and optimizer.
+        loader: the training and validation batches of this process.
+        note: what changes because processes were lost; empty if none were.
+        validation: loaders of further validation sets, by name.
     """
 
     config: RunConfig
@@ -83,23 +83,23 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this process writes the files of the run."""
         return self.world.process_index == 0
 
     def check_weights(self, resume: str | None = None) -> None:
-        """Raises `ConfigError` unless the files of its first weights, if there are some, fit it.
+        """Raises `ConfigError` unless the files of its initial weights, if any, fit the model.
 
         Args:
-            resume: what it resumes from; then the files are not needed.
+            resume: what the run resumes from; if given, the files are not needed.
         """
         if self.config.weights is not None and resume is None:
             check_weights(self.step, **self._weights)
 
     def first_state(self, tell: Callable[[str], None]) -> TrainState | None:
-        """The state with the weights of files; None where the config names none.
+        """Loads the initial weights into a state; None if the config names no files.
 
         Args:
-            tell: takes a sentence about them.
+            tell: takes sentences about the files.
         """
         if self.config.weights is None:
             return None
@@ -109,18 +109,19 @@ class Run:
         return load_weights(self.step, **self._weights)
 
     def _dtype_line(self, files: Sequence[str]) -> str | None:
-        """What keeps frozen weights in the dtype of their files, where that has fewer bytes."""
+        """Suggests keeping frozen weights in the dtype of their files, if that is narrower."""
         frozen = jax.tree.leaves(self.step.parts.frozen)
         if self.config.frozen_dtype is not None or all(x.dtype.itemsize <= 2 for x in frozen):
             return None
         narrow = {str(x.dtype) for x in find_tensors(files).values()} & {"bfloat16", "float16"}
         return next(
-            (f"the files are {x}; frozen_dtype: {x} keeps what is frozen so" for x in narrow), None
+            (f"the files are {x}; frozen_dtype: {x} keeps the frozen weights so" for x in narrow),
+            None,
         )
 
     @property
     def _weights(self) -> dict[str, Any]:
-        """What a config says to `load_weights`."""
+        """The arguments of `load_weights`."""
         weights = self.config.weights
         assert weights is not None
         return {
@@ -133,18 +134,18 @@ class Run:
 
     @property
     def item(self) -> str:
-        """What throughput counts, such as tokens."""
+        """The unit of throughput, such as tokens."""
         return self.config.kind.task.item
 
     @property
     def items_per_step(self) -> int:
-        """How many items a global batch has."""
+        """The number of items in a global batch."""
         config = self.config
         return config.train.global_batch * config.kind.task.items_per_sample(config.data)
 
     @property
     def unit(self) -> str:
-        """What the loss is measured in."""
+        """The unit of the loss."""
         return self.config.kind.task.unit(self.config.data)
 
     def trainer(
@@ -155,16 +156,17 @@ class Run:
         copy: Callable[[TrainState, int], None] | None = None,
         **others: Any,
     ) -> Trainer:
-        """Puts the loop around the step.
+        """Builds the trainer of the step.
 
         Args:
-            progress: shows the run.
-            writers: take its metrics.
-            save: takes its state now and then, as that of a `Trainer`.
-            copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
+            progress: displays the progress of the run.
+            writers: receive the metrics.
+            save: saves the state; see `Trainer`.
+            copy: copies the state to the memory of the hosts; see `Trainer`.
             **others: fields of the `Trainer`: `go_back`, `history`, `on_compiled`, `profile_dir`.
         """
-        config, train = self.config, self.config.train
+        config = self.config
+        train = self.config.train
         traced = train.profile or ProfileConfig(at=0)
         sets = {"": self.loader, **self.validation}
         return Trainer(
@@ -203,7 +205,7 @@ class Run:
 
     @property
     def peak_flops(self) -> float | None:
-        """FLOP/s of a device at best: the config's, or those of the chip for the step's dtype."""
+        """The peak FLOP/s of a device: the config's, or the chip's for the step's dtype."""
         chip = machine_of(self.world.mesh)
         if self.config.train.peak_flops is not None or self.item != "tokens" or chip is None:
             return self.config.train.peak_flops
@@ -211,12 +213,14 @@ class Run:
         return chip.rate(self.step.parts.dtype if precision is None else precision.compute)
 
     def facts(self) -> Callable[[int, int], dict[str, float]]:
-        """What is known of a step beside its metrics: learning rate, items seen, epoch.
+        """Returns a function for the numbers logged with the metrics: learning rate, items, epoch.
 
         Returns:
-            From the number of steps taken, and of those that changed the state, to numbers by name.
+            A function from the number of steps taken, and of those that changed the state, to
+            numbers by name.
         """
-        train, rates = self.config.train, self.config.optimizer.rates(self.config.train.steps)
+        train = self.config.train
+        rates = self.config.optimizer.rates(train.steps)
 
         def facts(step: int, updates: int) -> dict[str, float]:
             known = {
@@ -230,21 +234,21 @@ class Run:
         return facts
 
     def give_back(self, num_batches: int) -> None:
-        """Moves the loader back by some batches, which it will hand out again."""
+        """Moves the loader back by some batches, which it will return again."""
         state = self.loader.state()
         samples = num_batches * self.config.train.global_batch
         self.loader.restore({**state, "samples_seen": state["samples_seen"] - samples})
 
 
 _ADAPTER = r"(?:.*/)?lora/lora_[ab]"
-"""The paths of what `lora` adds to a model, which files of weights need not have."""
+"""Matches the paths of LoRA adapters, which weight files need not contain."""
 
 
 def build_run(config: RunConfig) -> Run:
-    """Builds everything a run needs; whatever can be checked is checked here.
+    """Builds everything a run needs, and checks all that can be checked before compiling.
 
     Raises:
-        AxonDistError: of the kind that names what is wrong.
+        AxonDistError: when something is wrong; the subclass tells the kind of error.
 
     Example:
         >>> config = RunConfig.from_dict(
@@ -272,19 +276,20 @@ def build_run(config: RunConfig) -> Run:
 
 
 def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> RunConfig:
-    """The config with other files to validate on.
+    """Returns the config with other validation files.
 
     Args:
-        config: a run as YAML describes it, checked.
-        files: paths or globs; none leaves the config as it is.
-        key: what names them, to open the message.
+        config: a checked run, as YAML describes it.
+        files: paths or globs; if empty, the config stays as it is.
+        key: the name of the argument, for the error message.
 
     Raises:
-        ConfigError: when the data of the run are no files.
+        ConfigError: when the data of the run are not read from files.
     """
     if not files:
         return config
-    data, named = config.data, ", ".join(files)
+    data = config.data
+    named = ", ".join(files)
     if not hasattr(data, "validation_files"):
         raise ConfigError(
             f"got {key} {named} for a run whose data are not read from files; leave them out, or "
@@ -297,30 +302,32 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
 
 
 def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
-    """The step on the present processes, and what changes where some are lost.
+    """Builds the step for the present processes, and adapts it if some were lost.
 
     Args:
         config: a run as YAML describes it.
-        world: their devices, and the mesh that they form.
+        world: the devices of the processes and their mesh.
 
     Returns:
-        The step, and a sentence; "" where none is lost.
+        The step, and a sentence about what changes; "" if no process is lost.
     """
     step = build_step(config, world)
     present = world.num_processes
     planned = max(parse_count(os.environ.get(PLANNED) or str(present), PLANNED), present)
     smaller = for_fewer(config, world, step, planned, present)
-    few, count = config.train.accumulate, smaller.train.accumulate
-    if count == few:
+    before = config.train.accumulate
+    count = smaller.train.accumulate
+    if count == before:
         return step, ""
     missing = f"{present} of {planned} processes: "
+    # More microbatches would change the results of a loss that couples the samples of a batch.
     if why := step.coupling(abstract_batch(config)):
         return step, (
-            f"{missing}each device holds more of the global batch at a time, for {why}, and more "
-            "microbatches would change that"
+            f"{missing}each device holds more of the global batch at a time, because {why}, and "
+            "more microbatches would change that"
         )
     return build_step(smaller, world), (
-        f"{missing}{count} microbatches a step in place of {few} keep the global batch of "
+        f"{missing}{count} microbatches a step in place of {before} keep the global batch of "
         f"{config.train.global_batch} samples"
     )
 
@@ -328,17 +335,17 @@ def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
 def microbatches_for_fewer(
     global_batch: int, accumulate: int, planned_ranks: int, ranks: int
 ) -> int:
-    """How many microbatches keep both the global batch and what a device holds of one at a time.
+    """Returns the number of microbatches that keeps the global batch and the memory of a device.
 
     Args:
-        global_batch: samples of a step.
-        accumulate: microbatches of a step as planned.
-        planned_ranks: how many devices were to share a microbatch.
-        ranks: how many do.
+        global_batch: samples per step.
+        accumulate: the planned number of microbatches per step.
+        planned_ranks: the planned number of devices that share a microbatch.
+        ranks: the actual number.
 
     Returns:
-        The fewest, at least as many as planned, that divide the batch and give a device no more
-        samples at a time than was planned; as many as planned where none do.
+        The smallest number, at least `accumulate`, that divides the batch and gives a device no
+        more samples at a time than planned; `accumulate` if there is none.
 
     Example:
         >>> microbatches_for_fewer(24, 1, 4, 3), microbatches_for_fewer(24, 1, 4, 2)
@@ -354,24 +361,24 @@ def microbatches_for_fewer(
 def for_fewer(
     config: RunConfig, world: World, step: TrainStep, planned: int, present: int
 ) -> RunConfig:
-    """The config with so many microbatches as keep the global batch on the devices that are left.
+    """Returns the config with enough microbatches to keep the global batch on fewer devices.
 
     Args:
         config: a run as YAML describes it.
-        world: the devices that are left.
-        step: of the config as it is.
-        planned: how many processes there were to be.
-        present: how many there are.
+        world: the remaining devices.
+        step: the step of the unchanged config.
+        planned: the planned number of processes.
+        present: the actual number.
 
     Returns:
-        The config; as it is where none is missing, or the mesh does not shrink with them, or a
-        pipeline has microbatches of its own.
+        The config; unchanged if no process is missing, the mesh does not shrink with them, or a
+        pipeline sets the microbatches.
     """
     if not _mesh_shrinks(config):
         return config
     axes = step.strategy.batch_axes
-    was = config.mesh.resolve(world.size * planned // present)
-    planned_ranks = math.prod(size for name, size in was.shape.items() if name in axes)
+    planned_mesh = config.mesh.resolve(world.size * planned // present)
+    planned_ranks = math.prod(size for name, size in planned_mesh.shape.items() if name in axes)
     ranks = math.prod(world.mesh.shape[name] for name in axes)
     if ranks >= planned_ranks or step.strategy.pipeline is not None:
         return config
@@ -391,23 +398,24 @@ _CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
 def compiling_ahead(
     config: RunConfig, world: World, env: Mapping[str, str], tell: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Lets process 0 compile the step of a run that has lost a process into the cache of JAX.
+    """Compiles ahead, into the cache of JAX, the step for when the run loses a process.
 
-    Which process is lost does not matter: those that are left count from 0 again, so that they run
-    the program of the first ones. JAX looks into the cache when they start.
+    It does not matter which process is lost: the remaining ones are numbered from 0 again, so they
+    run the program of the first ones. They find it in the cache when they start.
 
     Args:
-        config: of the run.
-        world: of all processes.
-        env: the environment, in which an elastic launcher says so; nothing is compiled elsewhere,
-            nor without a cache that outlives the processes.
-        tell: takes a sentence when fewer processes could not go on.
+        config: the config of the run.
+        world: the world of all processes.
+        env: the environment; an elastic launcher sets `ELASTIC`. Nothing is compiled without it,
+            or without a cache that outlives the processes.
+        tell: takes a sentence if fewer processes could not continue the run.
 
     Yields:
-        Starts the compilation, once the step of the run is compiled; the context waits for it.
+        A function that starts the compilation; call it after the step of the run is compiled. The
+        context waits for the compilation on exit.
     """
     thread = threading.Thread(target=_compile_ahead, args=(config, world, tell), name="axon-ahead")
-    # A run on fewer processes has another mesh; its program can be kept where there is a cache.
+    # Without a cache the compiled program would be lost with the processes.
     has_cache = all(getattr(jax.config, name) for name in _CACHE)
     can_lose = bool(env.get(ELASTIC)) and world.num_processes > 1
     try:
@@ -418,7 +426,7 @@ def compiling_ahead(
 
 
 def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None]) -> None:
-    """Compiles for the most processes on which the run could continue without one of these."""
+    """Compiles the step for the largest smaller number of processes that can continue the run."""
     reasons = []
     for fewer in range(world.num_processes - 1, 0, -1):
         try:
@@ -428,18 +436,18 @@ def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None])
             reasons.append(str(error))
         else:
             if reasons:
-                tell(f"{fewer} processes would go on if one were lost, not more: {reasons[0]}")
+                tell(f"if one process is lost, only {fewer} can continue: {reasons[0]}")
             return
-    tell(f"no fewer processes could go on if one were lost: {reasons[0]}")
+    tell(f"if one process is lost, the others cannot continue: {reasons[0]}")
 
 
 def world_of_first(config: RunConfig, world: World, count: int) -> World:
-    """The world that the first processes of a run would make up without the others.
+    """Returns the world of the first processes of a run without the others.
 
     Args:
-        config: of the run.
-        world: of all processes.
-        count: how many of them.
+        config: the config of the run.
+        world: the world of all processes.
+        count: the number of processes.
     """
     devices = [d for d in world.mesh.devices.flat if d.process_index < count]
     devices.sort(key=lambda device: device.id)

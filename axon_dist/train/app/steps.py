@@ -1,4 +1,4 @@
-"""From a `RunConfig` to a world, a step, batches and a trainer."""
+"""Builds the world, the model and the step of a `RunConfig`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
 
 
 def build_world(config: RunConfig) -> World:
-    """Lays the config's mesh over its devices; must come before anything makes an array.
+    """Builds the config's mesh over its devices; call this before anything makes an array.
 
-    Several processes compare their configs here, and test communication between their devices.
+    If there are several processes, they compare their configs here, and test the communication
+    between their devices.
 
     Raises:
-        LaunchError: when the processes of the run do not come together.
+        LaunchError: when the processes of the run cannot reach each other.
         MeshError: when the mesh does not fit the devices.
-        BackendStartedError: when the devices can no longer be emulated.
+        BackendStartedError: when JAX has started, so the devices can no longer be emulated.
     """
     if config.devices.emulate is not None:
         world = World.emulate(config.devices.emulate, config.mesh)
@@ -58,9 +59,9 @@ def build_world(config: RunConfig) -> World:
 
 
 def config_facts(config: RunConfig) -> dict[str, object]:
-    """What the processes of a run must have in common, by the dotted keys of the config.
+    """Returns the config values that must agree on all processes, by dotted key.
 
-    Paths may differ between hosts: the contents of files are compared once they are read.
+    Paths may differ between hosts; the contents of the files are compared after they are read.
 
     Example:
         >>> config_facts(RunConfig())["train.steps"]
@@ -86,25 +87,25 @@ def build_step(
     slow: Callable[[OuterLoop | None], OuterLoop | None] = lambda slow: slow,
     trains: bool = True,
 ) -> TrainStep:
-    """Builds the step of a run; nothing is compiled yet.
+    """Builds the step of a run; compiles nothing yet.
 
     Args:
-        config: a run as YAML describes it, checked.
-        world: the devices, and the mesh they form.
-        optimizer: in place of the config's own.
-        metrics: what the step reports.
-        loss_fn: in place of that of the config's task.
-        compiler_options: beside and over those of the config.
-        slow: changes the plan of outer steps.
-        trains: whether steps will be taken: then the loss of the config's batch must be that of
-            its parts; otherwise there are no outer steps, and one replica.
+        config: a checked run, as YAML describes it.
+        world: the devices and their mesh.
+        optimizer: replaces the config's optimizer.
+        metrics: the metrics that the step reports.
+        loss_fn: replaces the loss of the config's task.
+        compiler_options: added to those of the config; they take precedence.
+        slow: maps the plan of outer steps to another one.
+        trains: whether steps will be taken. If so, the loss of the batch must be computable from
+            its parts. If not, there are no outer steps and only one replica.
 
     Raises:
-        ConfigError: when an option of the strategy is not one.
+        ConfigError: when an option of the strategy does not exist.
         DivisibilityError: when the batch does not divide over the mesh and the microbatches.
         MeshError: when the strategy needs an axis that the mesh lacks.
         StrategyConflictError: when strategies contradict each other.
-        UnsupportedError: when the loss of the batch cannot be had from its parts.
+        UnsupportedError: when the loss of the batch cannot be computed from its parts.
     """
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
@@ -146,20 +147,20 @@ def build_step(
 
 
 TYPICAL = 0.02
-"""The size of a weight in a transformer: GPT-2 draws them so."""
+"""The typical size of a transformer weight: GPT-2 initializes with this standard deviation."""
 
 _MOVES_BY_RATE = (Adam, AdamW, Lion)
-"""Optimizers whose updates of every number are about as large as the learning rate."""
+"""Optimizers whose update of every element is about as large as the learning rate."""
 
 
 def warn_of_vanishing(config: RunConfig, step: TrainStep) -> None:
-    """Warns where most weights are stored in a dtype too coarse for updates of this rate.
+    """Warns if weights are stored in a dtype too coarse for updates of this learning rate.
 
-    A weight w moves to its next number or not at all: in bfloat16 these are up to w / 128 apart,
-    and an update of less than half of that is lost, in every step anew.
+    A stored weight w can only move to a neighboring number of its dtype. In bfloat16 neighbors are
+    up to w / 128 apart, and rounding loses any update of less than half of that, in every step.
 
     Args:
-        config: of a run.
+        config: the config of a run.
         step: its step.
     """
     optimizer = config.optimizer
@@ -168,7 +169,9 @@ def warn_of_vanishing(config: RunConfig, step: TrainStep) -> None:
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(step.abstract_state.params)}
     coarse = [d for d in dtypes if d in (jnp.bfloat16, jnp.float16)]
     for dtype in coarse:
-        # Half the distance between numbers is at most this part of them, and at least half of it.
+        # The spacing of numbers near w is between w * eps / 2 and w * eps, and rounding loses
+        # updates below half the spacing. So weights below `largest` keep every update, and weights
+        # above twice that lose every one.
         largest = optimizer.learning_rate * 2 / float(jnp.finfo(dtype).eps)
         if largest < TYPICAL:
             warn(
@@ -183,8 +186,9 @@ def warn_of_vanishing(config: RunConfig, step: TrainStep) -> None:
 def _optimizer(
     config: RunConfig, factory: Callable[[], nnx.Module]
 ) -> tuple[optax.GradientTransformation, float | None]:
-    """The optimizer of a config, and the norm to clip to; None where the optimizer clips."""
-    train, optimizer = config.train, config.optimizer.build(config.train.steps, factory)
+    """Returns the optimizer, and the norm to clip to or None if the optimizer itself clips."""
+    train = config.train
+    optimizer = config.optimizer.build(config.train.steps, factory)
     if train.spikes is None and not train.layer_norms:
         return optimizer, train.clip_norm
     watch = watched(
@@ -194,7 +198,7 @@ def _optimizer(
 
 
 def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | None:
-    """The batch with which a pipeline finds the calls of blocks; None without a pipeline."""
+    """Returns the batch with which a pipeline traces block calls; None without a pipeline."""
     if strategy.pipeline is None:
         return None
     ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
@@ -203,17 +207,17 @@ def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | Non
 
 
 def model_of(config: RunConfig) -> nnx.Module:
-    """Makes the model of a run, with the adapters that it has.
+    """Makes the model of a run, with its LoRA adapters if it has any.
 
     Raises:
-        ConfigError: when a path of the adapters finds no layer.
+        ConfigError: when an adapter path matches no layer.
     """
     model = make_model(config.model, config.seed)
     return model if config.lora is None else config.lora.beside(model, config.seed)
 
 
 def what_is_trained(config: RunConfig) -> dict[str, Any]:
-    """What a config says to `build_train_step` about trained and frozen parameters."""
+    """Returns the arguments of `build_train_step` about trained and frozen parameters."""
     adapters = () if config.lora is None else (nnx.LoRAParam,)
     trainable = (*adapters, *config.trainable) or nnx.Param
     optimizer = config.optimizer
@@ -229,7 +233,8 @@ def what_is_trained(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_batch(config: RunConfig, step: TrainStep) -> None:
-    batch, divisor = config.train.global_batch, step.layout.divisor
+    batch = config.train.global_batch
+    divisor = step.layout.divisor
     if batch % divisor:
         raise ConfigError(
             f"train.global_batch: got {batch} samples, which do not divide over mesh "
@@ -241,17 +246,17 @@ def _check_batch(config: RunConfig, step: TrainStep) -> None:
 def recomputing_least(
     config: RunConfig, world: World, trains: bool, build: Callable[[RunConfig], TrainStep]
 ) -> TrainStep:
-    """The step of a config whose `remat` is `auto`: the least recomputed that fits.
+    """Builds the step of a config with `remat: auto`: the one that recomputes least and fits.
 
     Args:
-        config: a run as YAML describes it, checked.
-        world: the devices, and the mesh they form.
-        trains: whether steps will be taken; else nothing is recomputed.
-        build: makes the step of a config that says what is recomputed.
+        config: a checked run, as YAML describes it.
+        world: the devices and their mesh.
+        trains: whether steps will be taken; otherwise nothing is recomputed.
+        build: builds the step of a config with an explicit `remat`.
 
     Returns:
-        The step; what the strategy says where it says something, and where the memory of the
-        devices is not known the step that recomputes nothing, which is not even traced.
+        The step. If the strategy sets a remat policy, that policy is used. If the memory of the
+        devices is unknown, the step recomputes nothing and is not even traced.
 
     Raises:
         ConfigError: when nothing fits.
@@ -275,25 +280,30 @@ def recomputing_least(
 def check_memory(config: RunConfig, step: TrainStep) -> None:
     """Checks that the state and a batch fit into memory, before either is made.
 
-    A run needs more than these, which `axon inspect` reads from the compiled program.
+    A run needs more memory than this; `axon inspect` reads it from the compiled program.
 
     Raises:
-        ConfigError: when the state alone is larger than the memory of the devices, or a batch than
+        ConfigError: when the state alone exceeds the memory of the devices, or a batch exceeds
             that of the host.
     """
     world = step.world
     each = bytes_per_device(step.form.placed_shapes, None)
-    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
+    local = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     if world.is_cpu:
-        need, there, place = each * len(here), host_memory(), "this host"
+        # The devices of a CPU process share the memory of the host.
+        need = each * len(local)
+        available = host_memory()
+        place = "this host"
     else:
-        need, place = each, f"a {here[0].device_kind}"
-        there = (here[0].memory_stats() or {}).get("bytes_limit", need)
-    if need > there:
+        need = each
+        place = f"a {local[0].device_kind}"
+        available = (local[0].memory_stats() or {}).get("bytes_limit", need)
+    if need > available:
         raise ConfigError(
-            f"the parameters and what the optimizer keeps of them need {each / 1e9:.4g} GB on each "
-            f"of {world.size} devices, {need / 1e9:.4g} GB on {place}, which has "
-            f"{there / 1e9:.4g} GB; make the model smaller, or split it over more devices"
+            f"the parameters and the optimizer state need {each / 1e9:.4g} GB on each of "
+            f"{world.size} devices, {need / 1e9:.4g} GB on {place}, which has "
+            f"{available / 1e9:.4g} GB; make the model smaller, or split it over more devices",
+            code="state-too-large",
         )
     arrays = abstract_batch(config).values()
     batch = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
@@ -301,6 +311,7 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
     if batch > host_memory():
         raise ConfigError(
             f"train.global_batch: got {config.train.global_batch} samples, of which this process "
-            f"loads {batch / 1e9:.4g} GB at once; it has {host_memory() / 1e9:.4g} GB of memory. "
-            "Lower it"
+            f"loads {batch / 1e9:.4g} GB at once; this host has {host_memory() / 1e9:.4g} GB of "
+            "memory. Make train.global_batch smaller",
+            code="batch-too-large",
         )

@@ -1,4 +1,4 @@
-"""A run in words: what it is going to do, and what it came to."""
+"""Describes a run in words: its plan at the start, and its results at the end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from .steps import build_step
 
 
 def opening_lines(run: Run) -> list[str]:
-    """What a run is going to do, before it starts, and on which processes; all must call it."""
-    train, spec = run.config.train, run.world.spec
+    """Describes a run before it starts; all processes must call this."""
+    train = run.config.train
+    spec = run.world.spec
     kind = run.world.runtime_info()["device_kind"]
     parameters = parameters_of(run.step.parts)
     batch = run.config.kind.task.batch(train.global_batch, run.config.data)
@@ -55,8 +56,9 @@ def opening_lines(run: Run) -> list[str]:
 
 
 def _epochs_of(run: Run) -> str:
-    """How often a run sees its samples, and what it is validated on."""
-    train, samples = run.config.train, run.loader.num_samples
+    """Describes how often a run sees its samples, and its validation data."""
+    train = run.config.train
+    samples = run.loader.num_samples
     when = f"every {plural(train.eval_every, 'step')}" if train.eval_every else "at the end"
     validated = run.loader.num_validated(train.eval_batches)
     batches = -(-validated // train.global_batch)
@@ -68,7 +70,7 @@ def _epochs_of(run: Run) -> str:
 
 
 def _batch_lines(run: Run) -> list[str]:
-    """The arrays of a global batch, and which of them are of a wider dtype than is taken."""
+    """Lists the arrays of a global batch, and those converted from a wider floating-point dtype."""
     arrays = abstract_batch(run.config).items()
     source_dtypes = getattr(run.loader.samples, "given_dtypes", {})
     return [
@@ -82,7 +84,7 @@ def _batch_lines(run: Run) -> list[str]:
 
 
 def _decay_line(run: Run) -> str | None:
-    """Which parameters decay, where not all do; None where all or none do."""
+    """Describes which parameters decay; None if all or none do."""
     optimizer = run.config.optimizer
     if not isinstance(optimizer, Decaying) or not optimizer.weight_decay or optimizer.mask is None:
         return None
@@ -94,7 +96,7 @@ def _decay_line(run: Run) -> str | None:
 
 
 def parameters_of(parts: ModelSpec) -> str:
-    """How many parameters a model has, and what is trained and frozen of them."""
+    """Counts the parameters of a model, and how many are trained and frozen."""
     count = f"{si(num_params(parts.weights), 'B')} parameters"
     if not parts.frozen:
         return count
@@ -107,7 +109,7 @@ def parameters_of(parts: ModelSpec) -> str:
 
 
 def summarize(run: Run, result: TrainResult) -> JsonDict:
-    """What a run came to, as plain data."""
+    """Returns the results of a run as plain data."""
     training = [loss for _, loss in result.train_curve]
     validation = [loss for _, loss in result.validation_curve]
     return {
@@ -138,14 +140,16 @@ def summarize(run: Run, result: TrainResult) -> JsonDict:
 
 
 def summary_table(summary: JsonDict) -> Table:
-    """What a run came to, as a table for people.
+    """Formats the results of a run as a table.
 
     Args:
-        summary: from `summarize`, with the seconds before and after the loop.
+        summary: the result of `summarize`, plus the seconds before and after the loop.
     """
     total_seconds = sum(summary["seconds"].values())
     since = f" since step {summary['first_step']}" if summary["first_step"] else ""
-    unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
+    unit = summary["unit"]
+    item = summary["item"]
+    speed = summary["items_per_second"]
     rows = {
         "ended": f"{summary['ended']} after {plural(summary['steps'], 'step')}",
         "training loss": _loss(summary["train_loss"], unit),
@@ -155,14 +159,14 @@ def summary_table(summary: JsonDict) -> Table:
             for name, value in summary["validation_metrics"].items()
         },
         "speed": "unknown" if speed is None else f"{si(speed)} {item}/s",
-        f"time{since}": f"{clock_time(total_seconds)}, of it {_spent(summary, total_seconds)}",
+        f"time{since}": f"{clock_time(total_seconds)}, of which {_spent(summary, total_seconds)}",
         "train state": f"{byte_size(summary['state_bytes_per_device'])} per device",
     }
     return two_columns(rows, summary["name"])
 
 
 def two_columns(rows: Mapping[str, str], title: str | None = None) -> Table:
-    """A table of labels and what they say."""
+    """Builds a table of labels and values."""
     columns = Column(style="dim"), Column(style="bold")
     table = Table(*columns, title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
     for label, value in rows.items():
@@ -171,7 +175,7 @@ def two_columns(rows: Mapping[str, str], title: str | None = None) -> Table:
 
 
 def _spent(summary: JsonDict, total_seconds: float) -> str:
-    """What a run took its time for; what is less than half a second is left out."""
+    """Describes where a run spent its time; leaves out entries below half a second."""
     by_kind = summary["seconds"]
     known = {
         "compiling": by_kind["compile"],
@@ -179,7 +183,7 @@ def _spent(summary: JsonDict, total_seconds: float) -> str:
         "validating": by_kind["validation"],
         "saving": by_kind["save"],
         "ending": by_kind[END],
-        "else": by_kind["other"],
+        "elsewhere": by_kind["other"],
     }
     spent = {"starting": total_seconds - sum(known.values()), **known}
     return ", ".join(
@@ -188,7 +192,7 @@ def _spent(summary: JsonDict, total_seconds: float) -> str:
 
 
 def remat_line(config: RunConfig, step: TrainStep) -> str | None:
-    """What `remat: auto` has chosen for a step, and what that saves; None where it chose nothing.
+    """Describes the choice of `remat: auto` and its savings; None if it made no choice.
 
     Args:
         config: a run as YAML describes it.
@@ -199,7 +203,8 @@ def remat_line(config: RunConfig, step: TrainStep) -> str | None:
     plain = build_step(dataclasses.replace(config, remat=None), step.world)
     if not leaves_remat_open(plain):
         return None
-    batch, usable = abstract_batch(config), usable_bytes(step.world)
+    batch = abstract_batch(config)
+    usable = usable_bytes(step.world)
     recomputed = build_step(dataclasses.replace(config, remat=LADDER["every block"]), step.world)
     return recomputing_line(
         step.strategy.remat, read_step(step, batch), read_step(recomputed, batch), usable
@@ -211,22 +216,23 @@ def _loss(loss: float | None, unit: str) -> str:
 
 
 def attention_line(config: RunConfig, step: TrainStep) -> str | None:
-    """What runs for the attention of a config's model; None for a model that is not ours.
+    """Describes which attention runs; None for a model that is not of this library.
 
     Args:
-        config: a run, checked.
-        step: its step, which knows strategy and devices.
+        config: a checked run.
+        step: its step, which determines the strategy and the devices.
     """
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
     if model.has_special_scores:
         return (
-            "attention: einsum, which stores the scores of all pairs: fused kernels neither cap "
-            "scores nor have windows by layer; max_length within the windows needs none"
+            "attention: einsum, which stores the scores of all pairs: fused kernels support "
+            "neither score caps nor windows by layer; with max_length within the windows, no "
+            "window is needed"
         )
     rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]
-    # Around a ring a kernel sees one of the two pieces of positions that a rank has.
+    # In ring attention each rank holds two pieces of the sequence, and a kernel sees one of them.
     pieces = 2 * step.world.mesh.shape[rings[0].axes[0]] if rings else 1
     precision = step.strategy.precision
     dtype: DTypeLike = model.dtype or (
@@ -242,7 +248,7 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
 
 
 def attention_rows(world: World) -> dict[str, str]:
-    """Which attention `auto` takes on these devices, by the dtype of the compute."""
+    """Describes the attention that `auto` selects on these devices, by compute dtype."""
     shape = 1024, 8, 64
     return {
         name: describe_attention("auto", platform_of(world), jnp.dtype(name), shape)
@@ -251,6 +257,6 @@ def attention_rows(world: World) -> dict[str, str]:
 
 
 def platform_of(world: World) -> str:
-    """The platform of the devices, which need not be here: `cpu`, `gpu` or `tpu`."""
+    """Returns the platform of the devices, present or not: `cpu`, `gpu` or `tpu`."""
     platform = world.mesh.devices.flat[0].platform
     return "gpu" if platform in ("cuda", "gpu", "rocm") else platform

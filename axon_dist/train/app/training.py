@@ -1,4 +1,4 @@
-"""`train`: a whole run, from a config to a folder with its results."""
+"""`train` executes a whole run, from a config to a folder with its results."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ from .summary import opening_lines, summarize, summary_table
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """What `train` returns.
+    """The result of `train`.
 
     Args:
-        result: what the loop came to, with the last state.
-        directory: of everything else.
-        summary: what `summary.json` holds.
+        result: the result of the training loop, with the last state.
+        directory: the folder of the run, with everything else.
+        summary: the contents of `summary.json`.
     """
 
     result: TrainResult
@@ -81,29 +81,29 @@ def train(
     *,
     began: float | None = None,
 ) -> RunResult:
-    """Trains what a config describes, and keeps what comes of it.
+    """Trains the run that a config describes, and writes its results into a folder.
 
-    Process 0 writes the folder: `config.yaml`, `metrics.jsonl`, `program.json`, which says what the
-    compiled step is made of, `summary.json`, and `loss.png` where matplotlib is installed; every
-    process its part of `checkpoints/`. All of it is written too when Ctrl-C ends the run. A run
-    that was stopped anywhere and resumed ends with the same bits as an uninterrupted one.
+    Process 0 writes `config.yaml`, `metrics.jsonl`, `program.json` with the costs of the compiled
+    step, `summary.json`, and `loss.png` if matplotlib is installed. Every process writes its part
+    of `checkpoints/`. All files are also written when Ctrl-C ends the run. A run that was stopped
+    at any point and resumed ends with the same bits as an uninterrupted one.
 
     Args:
-        config: a run as YAML describes it, checked.
+        config: a checked run, as YAML describes it.
         console: where process 0 reports progress; None is silent.
         resume: what to resume from, `"auto"` or a path; see `SavedStates`.
-        began: the reading of `time.perf_counter` from which the seconds of the run are counted,
-            such as that of the start of the process; None takes that of this call.
+        began: the `time.perf_counter` reading from which the seconds of the run are counted, such
+            as that of the start of the process; None uses the time of this call.
 
     Returns:
         The result.
 
     Raises:
-        AxonDistError: before anything is compiled, for whatever the config cannot mean.
-        OutOfMemoryError: when a device has no memory left, with what to change.
+        AxonDistError: before anything is compiled, when the config is invalid.
+        OutOfMemoryError: when a device runs out of memory; it says what to change.
         NonfiniteError: when a loss or gradient is not finite and `train.nonfinite` says stop.
-        CheckpointError: when there is nothing good to resume, or, after everything else is
-            written, when the last state could not be saved.
+        CheckpointError: when there is no good checkpoint to resume from; or, after everything else
+            is written, when the last state could not be saved.
     """
     began = time.perf_counter() if began is None else began
     check_copies(config, os.environ, resume)
@@ -153,7 +153,7 @@ def train(
                 fitted = time.perf_counter()
                 result = _fit(trainer, state, checkpoints)
         summary = _write_results(run, result, directory, tell, began, fitted)
-        # All wait for that: a scheduler may end the other processes as soon as one has ended.
+        # Wait for process 0: a scheduler may kill the other processes as soon as one exits.
         on_main(lambda: None)
         _print_closing(console, result, summary, directory)
         if checkpoints.failure is not None:
@@ -170,15 +170,15 @@ def _write_results(
     began: float,
     fitted: float,
 ) -> JsonDict:
-    """Writes the summary and the curves of a run; returns what the summary holds.
+    """Writes the summary and the curves of a run; returns the contents of the summary.
 
     Args:
-        run: what was trained.
-        result: what the loop came to.
-        directory: takes the files.
-        tell: takes a sentence about each file that a disk refuses.
-        began: when the run began, as `time.perf_counter` counts.
-        fitted: when its loop began.
+        run: the run.
+        result: the result of its training loop.
+        directory: the folder of the files.
+        tell: takes a sentence about each file that cannot be written.
+        began: when the run began, as a `time.perf_counter` reading.
+        fitted: when its training loop began, as a `time.perf_counter` reading.
     """
     summary = summarize(run, result)
     seconds = {START: fitted - began, **summary["seconds"]}
@@ -186,7 +186,8 @@ def _write_results(
         first = {**summary, "seconds": seconds}
         _record(directory.summary, tell, lambda: directory.write_summary(first))
         _record(directory.plot, tell, lambda: _plot(run, result, directory))
-    # The report counts the same seconds as the table, those of the plot too.
+    # Write the summary again, now with the seconds of the plot, so that the report and the table
+    # show the same time.
     spent = sum(seconds.values())
     summary["seconds"] = {**seconds, END: max(time.perf_counter() - began - spent, 0.0)}
     if run.is_main:
@@ -195,7 +196,7 @@ def _write_results(
 
 
 def _open_port(run: Run) -> list[str]:
-    """Starts the server for traces of this process, at the port of the config."""
+    """Starts the profiler server of this process at the port of the config."""
     profile = run.config.train.profile
     if profile is None or profile.port is None:
         return []
@@ -207,7 +208,7 @@ def _open_port(run: Run) -> list[str]:
 def _start(
     saved: SavedStates, resume: str | None, tell: Callable[[str], None]
 ) -> tuple[TrainState | None, list[str]]:
-    """The state that a run resumes from, None for a new one; and what was told about it."""
+    """Returns the state that a run resumes from, or None, and the lines told about it."""
     told: list[str] = []
 
     def tell_and_keep(line: str) -> None:
@@ -229,13 +230,13 @@ def _go_on(
         if line not in told:
             tell(line)
     _record(directory.config, tell, lambda: directory.write_config(config))
-    # The summary of an earlier leg does not describe this one.
+    # The summary of the run before it was resumed does not describe this part.
     _record(directory.summary, tell, lambda: directory.summary.unlink(missing_ok=True))
     return directory.take_metrics(0 if state is None else int(state.step), tell)
 
 
 def _record(path: Path, tell: Callable[[str], None], write: Callable[[], object]) -> None:
-    """Writes a record of a run; a disk that refuses is told of, and does not end the run."""
+    """Writes a record of a run; reports an error of the disk without ending the run."""
     try:
         write()
     except OSError as error:
@@ -245,20 +246,21 @@ def _record(path: Path, tell: Callable[[str], None], write: Callable[[], object]
 def _check_not_removed(
     config: RunConfig, directory: RunDirectory, writers: Sequence[MetricWriter]
 ) -> None:
-    """Raises `ConfigError` if what a run had written was taken away while it ran."""
+    """Raises `ConfigError` if the files of a run were removed while it ran."""
     if any(isinstance(writer, JsonlWriter) and writer.was_removed for writer in writers):
         with contextlib.suppress(OSError):
             directory.write_config(config)
         raise ConfigError(
-            f"{str(directory.path)!r} was removed or emptied while the run was writing to it; what "
-            "it wrote before that is gone, what it wrote after is there"
+            f"{str(directory.path)!r} was removed or emptied while the run was writing to it; "
+            "earlier records are lost, later ones are there",
+            code="folder-removed",
         )
 
 
 def _keep_program(
     run: Run, directory: RunDirectory, progress: Progress, then: Callable[[], None]
 ) -> Callable[[], None]:
-    """What process 0 does after the first step: it writes what the compiled step is made of."""
+    """Returns the callback after the first step, which writes `program.json` and calls `then`."""
 
     def keep() -> None:
         if not run.is_main:
@@ -269,7 +271,7 @@ def _keep_program(
                 directory.write_program(program)
                 for warning in program["warnings"]:
                     progress.note(warning)
-            except Exception as error:  # nothing here is worth the run
+            except Exception as error:  # a missing report must not end the run
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 progress.note(f"{directory.program.name} is not written: {reason}")
         then()
@@ -289,7 +291,7 @@ def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointMana
 def _finished_already(
     run: Run, directory: RunDirectory, state: TrainState, tell: Callable[[str], None]
 ) -> RunResult:
-    """The result of a run that has no step left; its summary is written if it was cut off."""
+    """Returns the result of a run with no step left; writes its summary if that is missing."""
     result = TrainResult(
         state=state,
         num_steps=int(state.step),
@@ -305,7 +307,7 @@ def _finished_already(
 def _writers(
     config: RunConfig, directory: RunDirectory, tell: Callable[[str], None]
 ) -> Iterator[MetricWriter]:
-    """Opens, one by one, what writes to the run directory and to the places that a config names."""
+    """Opens the metric writers one by one: the run's own, then the loggers of the config."""
     yield JsonlWriter(directory.metrics, tell)
     for logger in config.loggers:
         writer = _open_writer(logger, config, directory.path)
@@ -313,7 +315,8 @@ def _writers(
 
 
 def _open_writer(logger: object, config: RunConfig, folder: Path) -> MetricWriter:
-    name, plain = config.name, config.to_dict()
+    name = config.name
+    plain = config.to_dict()
     match logger:
         case TensorBoard():
             return TensorBoardWriter(folder / "tensorboard")
@@ -335,7 +338,7 @@ def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
 
 
 def _print_line(console: Console, line: str) -> None:
-    # In a log a line stays one line; on a screen it breaks between words.
+    # In a log, keep each line whole; on a terminal, wrap it between words.
     wrap = not console.is_terminal
     console.print(printable(line), soft_wrap=wrap, highlight=False, markup=False)
 
@@ -358,39 +361,42 @@ def _print_closing(
 
 @contextlib.contextmanager
 def explained(run: Run, folder: Path) -> Iterator[None]:
-    """Turns the error of a device without memory left into one that says what to change.
+    """Turns an out-of-memory error of JAX into one that says what to change.
 
     Args:
-        run: what is trained.
-        folder: takes the memory profile.
+        run: the run.
+        folder: where to write the memory profile.
 
     Raises:
-        OutOfMemoryError: in its place.
+        OutOfMemoryError: in place of JAX's error.
     """
     try:
         yield
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        place, profiled = str(RunDirectory(folder).memory), []
+        place = str(RunDirectory(folder).memory)
+        profiled = []
         with contextlib.suppress(OSError, RuntimeError):
             with replacing(Path(place), durable=False) as file:
                 file.write(jax.profiler.device_memory_profile())
-            profiled = [f"what it held is in {place!r}, for pprof"]
-        first, advised = str(error).splitlines()[0], "; ".join([*profiled, *advice(run)])
+            profiled = [f"a memory profile for pprof is in {place!r}"]
+        first = str(error).splitlines()[0]
+        advised = "; ".join([*profiled, *advice(run)])
         raise OutOfMemoryError(f"a device has no memory left ({first}); {advised}") from error
 
 
 def advice(run: Run) -> list[str]:
-    """What would make a run smaller, in the order in which it helps.
+    """Suggests changes that reduce the memory of a run, the most effective first.
 
     Args:
-        run: what is trained.
+        run: the run.
 
     Returns:
-        Clauses, each with keys of the config.
+        Clauses that name config keys.
     """
-    config, mesh = run.config, run.world.mesh
+    config = run.config
+    mesh = run.world.mesh
     clauses = list(_plan_advice(run))
     claims = run.step.claims
     share = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
@@ -410,11 +416,12 @@ def advice(run: Run) -> list[str]:
 
 
 def _plan_advice(run: Run) -> Iterator[str]:
-    """The planner's choice for such a model, batch and machine, of whatever kind."""
+    """Suggests the plan that the planner would choose for this model, batch and machine."""
     plans = plan_here(run.config, run.world)
     if plans is None:
         return
-    best, chip = plans.best, plans.hardware
+    best = plans.best
+    chip = plans.hardware
     if plans.fits:
         yield (
             f"axon plan would take {best.candidate.name} on mesh {best.candidate.mesh}, "

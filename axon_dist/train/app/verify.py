@@ -1,4 +1,4 @@
-"""A config's strategy and one device, side by side: the same batches, the same numbers."""
+"""Verifies that a config's strategy trains to the same numbers as one device."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .runs import build_loader
 from .steps import build_step, build_world, check_memory, model_of, what_is_trained
 
 COMPARED = ("loss", "grad_norm")
-"""The metrics that are compared, beside the parameters."""
+"""The metrics that are compared, in addition to the parameters."""
 
 
 def synchronizing_soon(slow: OuterLoop | None) -> OuterLoop | None:
-    """The plan with an outer step after every second step, uncompressed.
+    """Returns the plan with an outer step after at most two steps, and without compression.
 
-    Compressed outer gradients equal nothing that one device computes.
+    One device computes no compressed outer gradients to compare with.
     """
     if slow is None:
         return None
@@ -52,22 +52,22 @@ def train_replicas(
     batches: Sequence[LocalBatch],
     first: Callable[[PyTree], PyTree] = lambda params: params,
 ) -> tuple[dict, dict]:
-    """Trains every replica of a step by a step of one device, each on its rows of the batches.
+    """Trains every replica of a step in turn on one device, each on its rows of the batches.
 
     Args:
-        step: whose strategy says how many replicas there are, and when they synchronize.
-        alone: of the same model and optimizer, on one device.
-        batches: of all replicas.
-        first: makes the parameters that all replicas begin with from what they would be.
+        step: the step whose strategy sets the number of replicas and when they synchronize.
+        alone: a step with the same model and optimizer, on one device.
+        batches: the batches of all replicas.
+        first: maps the initial parameters to those that all replicas begin with.
 
     Returns:
-        The means of their metrics by name, and the outer parameters by path.
+        The means of the replicas' metrics by name, and the outer parameters by path.
     """
     plan: Any = step.strategy.slow
     count = step.world.mesh.shape[plan.axis]
 
     states = [_of_replica(_first_state(alone, first), number) for number in range(count)]
-    # A step donates its state, so the outer parameters are a copy.
+    # A step donates its state, so the outer parameters must be a copy.
     outer = jax.tree.map(jnp.copy, states[0].params)
     parts = plan.parts({path: leaf.size for path, leaf in leaves_with_paths(outer)})
     outer_states = [plan.outer.init(outer) for _ in parts]
@@ -90,7 +90,7 @@ def train_replicas(
 
 
 def _replaced(old: PyTree, new: PyTree, paths: Collection[Path]) -> PyTree:
-    """A tree with the leaves of another at some paths."""
+    """Returns a tree with the leaves at some paths replaced by those of another."""
     return map_with_path(lambda path, leaf, other: other if path in paths else leaf, old, new)
 
 
@@ -100,12 +100,12 @@ def _follow(state: TrainState, outer: PyTree, paths: Collection[Path]) -> TrainS
 
 
 def metric_of(name: str, number: int) -> str:
-    """What a metric of a step is called in a comparison."""
+    """Returns the name of a step's metric in a comparison."""
     return f"{name} of step {number}"
 
 
 def params_of(model: nnx.Module) -> dict[str, Any]:
-    """The parameters of a model by path, in host memory."""
+    """Returns the parameters of a model by path, in host memory."""
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return {path: np.asarray(jax.device_get(x)) for path, x in leaves_with_paths(params)}
 
@@ -116,7 +116,7 @@ def _first_state(step: TrainStep, first: Callable[[PyTree], PyTree]) -> TrainSta
 
 
 def _of_replica(state: TrainState, number: int) -> TrainState:
-    """The first replica draws as the model would, the others from keys folded with their number."""
+    """Gives each replica its own random keys: the model's for the first, else keys folded in."""
 
     def fold(x):
         return jax.random.fold_in(x, number) if number and is_key(x) else x
@@ -125,7 +125,7 @@ def _of_replica(state: TrainState, number: int) -> TrainState:
 
 
 def _share(batch: Mapping[str, object], replica: int, count: int, microbatches: int) -> PyTree:
-    """The rows of every microbatch that a replica has."""
+    """Returns a replica's rows of every microbatch."""
     parts = {name: np.split(np.asarray(leaf), microbatches * count) for name, leaf in batch.items()}
     return {name: np.concatenate(rows[replica::count]) for name, rows in parts.items()}
 
@@ -133,22 +133,22 @@ def _share(batch: Mapping[str, object], replica: int, count: int, microbatches: 
 LEARNING_RATE = 0.1
 _POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
-"""Tolerances: float32 everywhere, or a narrower compute dtype."""
+"""Tolerances: for float32 everywhere, and for a narrower compute dtype."""
 NUDGES, SPREAD, MOST_SPREAD = 2, 4.0, 1e-3
-"""How many runs of one device start from parameters nudged by rounding errors, how many times their
-largest difference a row may be off, and the most that a row may be off for that reason."""
+"""The number of one-device runs from parameters perturbed by rounding errors; the multiple of their
+largest difference that a row may be off; and the most that a row may be off for that reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one number or array is from one device's.
+    """The difference of one number or array from that of one device.
 
     Args:
         what: the metric with its step, or the path of a parameter.
-        relative: the largest difference, relative to the largest element of one device's; infinite
-            where anything is not finite.
-        rounding: how far one device alone moves from parameters that differ in their last digits,
-            in the same measure; 0 where it was not asked, because nothing was far off.
+        relative: the largest difference, relative to the largest element on one device; infinite
+            if anything is not finite.
+        rounding: the same measure between runs on one device whose initial parameters differ in
+            their last digits; 0 if it was not measured, because nothing was far off.
     """
 
     what: str
@@ -156,14 +156,14 @@ class Difference:
     rounding: float = 0.0
 
     def passes(self, tolerance: float) -> bool:
-        """Whether it is within the tolerance, or no more than rounding makes of one device."""
+        """Whether it is within the tolerance, or rounding explains it."""
         explained = min(SPREAD * self.rounding, MOST_SPREAD)
         return self.relative <= max(tolerance, explained)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What was compared, and how far apart it may be.
+    """The compared values and the tolerance.
 
     Args:
         strategy: the name of the strategy.
@@ -181,23 +181,23 @@ class Verification:
 
     @property
     def worst(self) -> Difference:
-        """The row that is farthest off."""
+        """The row with the largest difference."""
         return max((*self.metrics, *self.params), key=lambda row: row.relative)
 
     @property
     def passed(self) -> bool:
-        """Whether every row is."""
+        """Whether every row passes."""
         return all(row.passes(self.tolerance) for row in (*self.metrics, *self.params))
 
 
 def tiny(config: RunConfig) -> RunConfig:
-    """The config made as small as its mesh lets it be, on the devices that there are.
+    """Makes the config as small as its mesh allows, for the present devices.
 
-    Widths stay, for strategies split them; layers, positions and samples become as few as every
-    rank, stage and microbatch needs one of.
+    Widths stay, because strategies split them. Layers, positions and samples become as few as give
+    every rank, stage and microbatch something to do.
 
     Args:
-        config: a run as YAML describes it, checked.
+        config: a checked run, as YAML describes it.
 
     Example:
         >>> config = RunConfig.from_dict({"mesh": "dp=4", "train": {"global_batch": 512}})
@@ -211,11 +211,13 @@ def tiny(config: RunConfig) -> RunConfig:
     microbatches = max(config.train.accumulate, pipeline.get("num_microbatches", 1))
     plain["devices"]["emulate"] = None
     plain["train"]["global_batch"] = min(config.train.global_batch, size * microbatches)
-    model, data = plain["model"], plain["data"]
+    model = plain["model"]
+    data = plain["data"]
     if "sequence_length" in data and "factory" not in data:
         data["sequence_length"] = min(data["sequence_length"], _POSITIONS * size)
-    is_cut_by_hand = {"boundaries", "costs"} & pipeline.keys()
-    if "num_layers" in model and "factory" not in model and not is_cut_by_hand:
+    # Explicit boundaries and costs refer to single layers, so the number of layers must stay.
+    has_explicit_cuts = {"boundaries", "costs"} & pipeline.keys()
+    if "num_layers" in model and "factory" not in model and not has_explicit_cuts:
         stages = config.mesh.shape.get("pp", 1) * pipeline.get("chunks", 2)
         model["num_layers"] = min(model["num_layers"], max(stages, 2))
     return RunConfig.from_dict(plain)
@@ -227,24 +229,23 @@ def tiny(config: RunConfig) -> RunConfig:
 )
 @in_own_context
 def verify(config: RunConfig, steps: int = 5) -> Verification:
-    """Trains a few steps with the config's strategy and on one device, and compares.
+    """Trains a few steps with the config's strategy and on one device, and compares them.
 
-    Both use SGD with momentum on the config's model and random numbers, or, where only the data say
-    what numbers there can be, on its first batches: Adam hides constant factors
-    of a gradient, and turns rounding of gradients that should be zero into steps of full size.
-    Microbatches, clipping, dropout and precision are the config's. Replicas with outer steps are
-    each compared with one device in turn; they synchronize after every second step, without
-    compression.
+    Both use SGD with momentum, because Adam hides constant factors of a gradient, and turns
+    rounding errors of zero gradients into full-size steps. The inputs are random numbers, or the
+    first batches of the data if only the data determine which values are valid. Microbatches,
+    clipping, dropout and precision are the config's. Replicas with outer steps are each trained on
+    one device in turn; they synchronize after every second step, without compression.
 
     Args:
-        config: a run as YAML describes it, checked.
-        steps: how many steps.
+        config: a checked run, as YAML describes it.
+        steps: the number of steps.
 
     Returns:
         The differences.
 
     Raises:
-        ConfigError: for fewer than one step or more than a thousand, or in one of several
+        ConfigError: for fewer than one step or more than a thousand, or when there are several
             processes.
     """
     world = build_world(config)
@@ -256,11 +257,12 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     step = build_step(config, world, _optimizer(), COMPARED, slow=synchronizing_soon)
     check_memory(config, step)
     alone = _one_device(config, world, step.layout.num_microbatches)
-    by_turns = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
-    # By default accelerators multiply float32 in fewer bits.
+    train_alone = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
+    # By default, accelerators multiply float32 with fewer bits.
     with jax.default_matmul_precision("highest"):
         batches = list(_batches(config, world, steps))
-        seen, reference = _train(step, batches), by_turns(alone, batches)
+        seen = _train(step, batches)
+        reference = train_alone(alone, batches)
         rounded = config.precision not in (None, "float32")
         comparison = Verification(
             strategy=step.strategy.name,
@@ -271,8 +273,9 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         )
         if comparison.passed:
             return comparison
-        # Sums that cancel keep few digits: a bias before a normalization, a ReLU at its kink.
-        nudged = [by_turns(alone, batches, _nudge(seed)) for seed in range(NUDGES)]
+        # Some differences are only rounding: sums that cancel keep few digits, such as the gradient
+        # of a bias before a normalization. Measure how far rounding alone moves one device.
+        nudged = [train_alone(alone, batches, _nudge(seed)) for seed in range(NUDGES)]
     moved = ([list(_compare(run[part], reference[part])) for run in nudged] for part in (0, 1))
     metrics, params = map(_with_rounding, (comparison.metrics, comparison.params), moved)
     return dataclasses.replace(comparison, metrics=metrics, params=params)
@@ -288,7 +291,7 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
         functools.partial(model_of, config),
         _optimizer(),
         config.kind.task.loss_fn,
-        # In global view, where nothing is reduced by hand: not the code that is being verified.
+        # Global view reduces nothing by hand, so the reference does not use the verified code.
         ddp(per="microbatch"),
         one,
         accumulate=num_microbatches,
@@ -296,7 +299,7 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
         metrics=COMPARED,
         precision=without_gathers(config.precision),
         scaler=config.loss_scale,
-        # One device splits nothing, whatever the names mean on the mesh of the run.
+        # One device has no axes to split over, so map every logical axis to none.
         axis_names=dict.fromkeys(config.axis_names, ()),
         **what_is_trained(config),
     )
@@ -305,22 +308,24 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
 def _train(
     step: TrainStep, batches: list[LocalBatch], first: Callable[[PyTree], PyTree] = lambda p: p
 ) -> tuple[dict, dict]:
-    """Losses by step, and the parameters of the model at the end by path.
+    """Returns the metrics by step, and the final parameters of the model by path.
 
-    `first` makes the parameters of the first state from what they would be.
+    `first` maps the initial parameters to those of the first state.
     """
-    state, losses = _first_state(step, first), {}
+    state = _first_state(step, first)
+    compared = {}
     for number, batch in enumerate(batches):
         state, metrics = step(state, batch)
-        # Clipping hides a constant factor in the gradients, as Adam does, but not in their norm.
+        # Like Adam, clipping hides a constant factor of the gradients, but the norm shows it.
         for name in COMPARED:
-            losses[metric_of(name, number)] = np.asarray(metrics[name])
-    return losses, params_of(step.merge(state))
+            compared[metric_of(name, number)] = np.asarray(metrics[name])
+    return compared, params_of(step.merge(state))
 
 
 def _batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch]:
-    """Random numbers in the shapes of the data, or the data where nothing else can be."""
-    fields, rows = config.kind.task.fields(config.model, config.data), config.train.global_batch
+    """Yields random batches shaped like the data, or the data if random values are not valid."""
+    fields = config.kind.task.fields(config.model, config.data)
+    rows = config.train.global_batch
     if any(field.below is None for field in fields.values()):
         yield from itertools.islice(build_loader(config, world), steps)
         return
@@ -330,7 +335,7 @@ def _batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch
 
 
 def _nudge(seed: int) -> Callable[[PyTree], PyTree]:
-    """Puts parameters up to two units in the last place off, at random."""
+    """Returns a function that perturbs parameters randomly by up to two machine epsilons."""
 
     def nudge(leaf: jax.Array) -> jax.Array:
         off = 2 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, leaf.shape)
@@ -343,7 +348,7 @@ def _nudge(seed: int) -> Callable[[PyTree], PyTree]:
 def _with_rounding(
     rows: Sequence[Difference], moved: Sequence[Sequence[Difference]]
 ) -> tuple[Difference, ...]:
-    """Rows with the farthest that any of the nudged runs moved each."""
+    """Sets each row's `rounding` to the largest difference that a nudged run has for it."""
     farthest = (max(row.relative for row in same) for same in zip(*moved, strict=True))
     return tuple(
         dataclasses.replace(row, rounding=far) for row, far in zip(rows, farthest, strict=True)

@@ -1,5 +1,5 @@
-"""The `axon` command: a table of verbs, each a thin function over public ones of the rooms below.
+"""The `axon` command: a table of verbs, each a thin function over the public API of other packages.
 
-Importing it imports `core` and `schedule`, and no JAX. Start reading in `main.py`; the table is in
+Importing it imports `core` and `schedule`, but not JAX. Start reading in `main.py`; the table is in
 `verbs.py`.
 """

@@ -1,4 +1,4 @@
-"""The verbs about this machine: `axon doctor` says what it has, `axon launch` starts processes."""
+"""The verbs about this machine: `axon doctor` inspects it, `axon launch` starts processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from axon_dist.train.jobs import SCHEDULERS, Job, check_job, submit_job
 from .values import check_output, fitted, write_output
 
 EMULATED = 4
-"""How many devices are emulated where there are too few for a mesh with two axes."""
+"""The number of devices to emulate if there are too few for a mesh with two axes."""
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if arguments.numerics:
-        # Before anything starts the backend, whose devices are counted then.
+        # Emulate before anything starts the backend, which fixes the number of devices.
         World.emulate(EMULATED)
     info = devices()
     _section(console, "Versions", versions())
@@ -58,10 +58,11 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _numerics(console: Console, full: bool) -> bool:
-    """Prints what the sentinels found; returns whether all gradients are right."""
-    here, emulated = World.init().mesh, World.emulate(EMULATED).mesh
-    fits = here.size >= EMULATED and here.size % 2 == 0
-    selected = list((here if fits else emulated).devices.flat)
+    """Prints the findings of the numerics check; returns whether all gradients are right."""
+    real = World.init().mesh
+    emulated = World.emulate(EMULATED).mesh
+    fits = real.size >= EMULATED and real.size % 2 == 0
+    selected = list((real if fits else emulated).devices.flat)
     findings = check_numerics(selected, full=full)
     wrong = [finding for finding in findings if not finding.is_right]
     worst = max((finding.error for finding in findings if finding.is_right), default=0.0)
@@ -78,7 +79,7 @@ def _numerics(console: Console, full: bool) -> bool:
 def _meshes(info: Mapping[str, object]) -> dict[str, str]:
     count = info.get("devices")
     on = {f"on {count}": "  ".join(mesh_suggestions(count))} if isinstance(count, int) else {}
-    return {**on, "emulated": "devices.emulate=8 in a config makes up 8 CPU devices"}
+    return {**on, "emulated": "devices.emulate=8 in a config emulates 8 CPU devices"}
 
 
 def _extras() -> dict[str, str]:
@@ -86,7 +87,7 @@ def _extras() -> dict[str, str]:
         name: f"lacks {', '.join(missing)}: {install_command(name)}" if missing else "installed"
         for name, missing in extras().items()
     }
-    return rows or {"none": "unknown, for axon_dist is not installed: pip install ."}
+    return rows or {"none": "unknown, because axon_dist is not installed: pip install ."}
 
 
 def _section(console: Console, title: str, rows: Mapping[str, object]) -> None:
@@ -105,13 +106,13 @@ _EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that the library needs."""
+    """Returns the versions of Python and of the packages that the library needs."""
     installed = {name: _version(name) or "missing" for name in _CORE}
     return {"python": platform.python_version(), **installed}
 
 
 def devices() -> dict[str, object]:
-    """What JAX reports of the backend that it starts here, or why it does not start."""
+    """Returns what JAX reports about its backend, or why the backend does not start."""
     cores: dict[str, object] = {"cpu cores": os.cpu_count()}
     try:
         world = World.init()
@@ -130,7 +131,7 @@ def _chip(world: World) -> str:
 
 
 def mesh_suggestions(num_devices: int) -> tuple[str, ...]:
-    """Meshes that use all devices.
+    """Suggests meshes that use all devices.
 
     Example:
         >>> mesh_suggestions(8)
@@ -149,7 +150,7 @@ def mesh_suggestions(num_devices: int) -> tuple[str, ...]:
 
 
 def extras() -> dict[str, tuple[str, ...]]:
-    """The extras that this package declares, with what each lacks here; none if not installed."""
+    """Maps the package's extras to their missing distributions; empty if it is not installed."""
     if _version(_DISTRIBUTION) is None:
         return {}
     names = importlib.metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
@@ -157,7 +158,7 @@ def extras() -> dict[str, tuple[str, ...]]:
 
 
 def _missing(distribution: str, extra: str) -> tuple[str, ...]:
-    """The distributions that an extra needs and that are not there, through extras of theirs."""
+    """Lists the distributions that an extra needs and that are missing, including nested extras."""
     missing: list[str] = []
     for line in importlib.metadata.requires(distribution) or []:
         match = _REQUIREMENT.match(line)
@@ -182,11 +183,11 @@ _OF_JOBS = (
     *("nodes", "gpus", "name", "shared", "image", "accelerator", "hours"),
     *("efa", "out", "submit"),
 )
-"""Options of `axon launch` that a scheduler takes, and nothing else."""
+"""Options of `axon launch` that only apply with a scheduler."""
 
 
 def launch_processes(arguments: argparse.Namespace) -> int:
-    """Launches; the exit code is that of the rank that failed first."""
+    """Launches processes; the exit code is that of the rank that failed first."""
     options = {
         name: value for name, value in vars(arguments).items() if name not in ("verb", "began")
     }
@@ -208,14 +209,19 @@ def launch_processes(arguments: argparse.Namespace) -> int:
 
 
 def _launch_here(options: dict[str, Any]) -> int:
-    """Starts the processes of this host, or launchers on others."""
-    wanted, is_attached = options.pop("log_dir"), options.pop("attached")
-    hosts, file = options.pop("hosts"), options.pop("hostfile")
+    """Starts the processes of this host, or launchers on other hosts."""
+    wanted = options.pop("log_dir")
+    is_attached = options.pop("attached")
+    hosts = options.pop("hosts")
+    file = options.pop("hostfile")
     if is_attached:
         attach()
     names = () if hosts is None and file is None else read_hosts(hosts, file)
     if names and (options["nnodes"] != 1 or options["node_rank"]):
-        raise LaunchError("got hosts and --nnodes or --node-rank, which follow from them; omit it")
+        raise LaunchError(
+            "got hosts and --nnodes or --node-rank, which follow from the hosts; leave it out",
+            code="hosts-and-nnodes",
+        )
     if names:
         options = {**options, "nnodes": len(names), "master_addr": names[0].rpartition("@")[2]}
     plan = LaunchPlan(**options)
@@ -231,22 +237,22 @@ def _launch_here(options: dict[str, Any]) -> int:
 def _write_job(
     named: Mapping[str, str], given: Mapping[str, Any], overrides: tuple[str, ...]
 ) -> int:
-    """Writes the job file of a scheduler, checks it, and submits it where that is asked for."""
+    """Writes the job file of a scheduler, checks it, and submits it if requested."""
     if len(named) > 1:
         raise LaunchError(f"got {' and '.join(f'--{name}' for name in named)}; give one of them")
     ((name, path),) = named.items()
     for word in overrides:
         if word.startswith("-") or "=" not in word:
             raise LaunchError(
-                f"got {word!r:.80} behind the config; values as key.path=value come last, after "
-                "all options"
+                f"got {word!r:.80} after the config; put values as key.path=value last, after all "
+                "options"
             )
     scheduler = SCHEDULERS[name]
     config = load_config(path, ("devices.emulate=null", *overrides))
     fields = {key: value for key, value in given.items() if key not in ("out", "submit")}
     fields = {"name": config.name, **{key: value for key, value in fields.items() if value}}
     job = Job(config=path, overrides=overrides, **fields)
-    # Refuses a mesh that does not have as many devices, before a queue is waited for.
+    # Refuse a mesh that does not fit the devices now, not after waiting in a queue.
     config.mesh.resolve(job.nodes * job.gpus)
     file = given["out"] or Path(job.name + scheduler.suffix)
     check_output("--out", file)
@@ -261,7 +267,7 @@ def _write_job(
 
 
 def _new_folder(name: str) -> Path:
-    """Makes a folder of a name, or of one with a number where another launch has that."""
+    """Makes a folder; appends a number to its name if another launch has made it."""
     for number in range(1, 1000):
         folder = Path(name if number == 1 else f"{name}-{number}")
         try:
@@ -271,7 +277,7 @@ def _new_folder(name: str) -> Path:
         except OSError:
             break
         return folder
-    # `launch` says what is wrong with it.
+    # `launch` reports why the folder cannot be made.
     return Path(name)
 
 

@@ -1,7 +1,7 @@
-"""`axon VERB ...`: parses the arguments, runs the verb, reports mistakes in one line.
+"""`axon VERB ...`: parses the arguments, runs the verb, reports errors in one line.
 
-Importing it imports no JAX: `axon --help` and a wrong flag need none. The module of a verb is
-imported when the verb runs.
+Importing it does not import JAX, which `axon --help` and a wrong flag do not need. The module of a
+verb is imported when the verb runs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .verbs import VERBS
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _LONGEST = 2000
-"""The longest message in letters; the middle of a longer one is cut."""
+"""The most characters in a message; the middle of a longer one is cut."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line, like every other mistake of a user."""
+    """A parser whose errors are one line, like every other user error."""
 
     def format_help(self) -> str:
-        """The help; on a screen its lines break between words."""
+        """Returns the help; on a terminal its lines wrap between words."""
         return fitted(super().format_help(), sys.stdout)
 
     def error(self, message: str) -> NoReturn:
@@ -49,23 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: what follows `axon`; None takes those of the process.
+        arguments: the arguments after `axon`; None uses those of the process.
 
     Returns:
-        The exit code: 0, 2 for a mistake of the user, 130 when interrupted, 1 for an
-        unexpected error, whose traceback goes to a file, or whatever the verb returns.
+        The exit code: 0; 2 for a user error; 130 when interrupted; 1 for an unexpected error, whose
+        traceback goes to a file; or the code that the verb returns.
     """
-    # Where this is the command of a process, all its seconds are those of the verb.
+    # If this is the command of the process, count the time since the process started.
     began = process_began() if arguments is None else time.perf_counter()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if set(os.environ.get("COLUMNS", "1")) == {"0"}:
-        # A terminal that does not know its width says so, and nothing would be printed at all.
+        # Some terminals report a width of 0, with which nothing would be printed.
         del os.environ["COLUMNS"]
     try:
         parsed = _parse(arguments)
         _check_keys(parsed)
     except ConfigError as error:
-        # No verb has run, so this process cannot be one of several yet.
+        # No verb has run, so there are no other processes to notify.
         _say(f"error: {one_line(error)}")
         return _USER_ERROR
     parsed.began = began
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader is gone: flushing at the interpreter's exit must not fail again.
+        # The reader is gone; do not let the flush at the interpreter's exit fail again.
         _silence(sys.stdout)
         return 0
     except (Exception, KeyboardInterrupt) as error:
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(error: BaseException) -> int:
-    """Reports the error of a verb; returns the exit code where this process is the only one."""
+    """Reports the error of a verb; returns the exit code if this process is the only one."""
     launch = importlib.import_module("axon_dist.launch")
     if isinstance(error, AxonDistError):
         _say(f"error: {one_line(error)}")
@@ -90,7 +90,7 @@ def _leave(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         _say("interrupted")
         return launch.leave(_INTERRUPTED, "interrupted")
-    # JAX adds notes about its own frames.
+    # Keep only our notes; JAX adds notes about its own frames.
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("raised by")]
     message = ", ".join([str(error), *notes])
     frames = [(f, line) for f, line in traceback.walk_tb(error.__traceback__) if _is_users(f)]
@@ -112,13 +112,13 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def one_line(message: object) -> str:
-    """A message for people as one line, cut where it is endless.
+    """Formats a message as one line, and cuts a very long one.
 
     Example:
         >>> one_line("no such\\n    file")
         'no such file'
     """
-    # Half a letter, as an argument may hold it, cannot be written.
+    # Arguments may contain lone surrogates, which cannot be encoded.
     text = " ".join(str(message).split()).encode(errors="backslashreplace").decode()
     text = printable(text)
     half = _LONGEST // 2
@@ -126,7 +126,7 @@ def one_line(message: object) -> str:
 
 
 def _say(text: str) -> None:
-    """Writes to the standard error, if that can be written to."""
+    """Writes to standard error, if that is possible."""
     with contextlib.suppress(OSError):
         print(fitted(f"axon: {text}", sys.stderr), file=sys.stderr, flush=True)
 
@@ -137,9 +137,9 @@ def _silence(stream: TextIO) -> None:
 
 
 def _save_traceback(error: BaseException) -> str:
-    """Writes a traceback into a file, and says where it is."""
+    """Writes a traceback into a file, and returns a clause with its path."""
     if isinstance(error, OSError):
-        # A standard output that is full would be found full again at exit.
+        # If standard output is on a full disk, the flush at exit would fail again.
         _silence(sys.stdout)
     try:
         with tempfile.NamedTemporaryFile(
@@ -153,10 +153,10 @@ def _save_traceback(error: BaseException) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses, and takes overrides behind options, too, which argparse leaves over.
+    """Parses the arguments; accepts overrides after options, which argparse does not.
 
     Raises:
-        ConfigError: when the first argument is no verb.
+        ConfigError: when the first argument is not a verb.
     """
     names = [verb.name for verb in VERBS]
     if not arguments:
@@ -164,21 +164,21 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not arguments[0].startswith("-") and arguments[0] not in names:
         raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
     parser, _ = _parser(arguments[0])
-    parsed, behind = parser.parse_known_args(arguments)
-    if behind and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in behind)):
-        parser.error(f"unrecognized arguments: {' '.join(behind)}")
-    if behind:
-        parsed.overrides = [*parsed.overrides, *behind]
+    parsed, extra = parser.parse_known_args(arguments)
+    if extra and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in extra)):
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    if extra:
+        parsed.overrides = [*parsed.overrides, *extra]
     return parsed
 
 
 def _parser(
     called: str | None = None,
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the command, and those of its verbs by name.
+    """Builds the parser of the command, and those of its verbs by name.
 
     Args:
-        called: the verb whose arguments alone are declared; those of all where it is none.
+        called: the only verb whose arguments are declared; if it is not a verb, those of all are.
     """
     parser = _Parser(prog="axon", description="Train any Flax model on many devices.")
     parser.add_argument("--version", action="version", version=f"axon_dist {__version__}")
@@ -222,18 +222,19 @@ complete -o filenames -F _axon axon
 CONFIG_KEYS = Path(__file__).with_name("config_keys.txt")
 """The sections and keys of a config, as `axon_dist.train.config.completion_words` lists them.
 
-A shell runs `axon completion` whenever it starts; to read the keys from the code takes seconds.
+They are stored in a file, because every new shell runs `axon completion`, and reading the keys from
+the code takes seconds.
 """
 
 
 def _check_keys(arguments: argparse.Namespace) -> None:
-    """Refuses a config that cannot be read, and misspelt keys of it, before seconds of imports.
+    """Refuses an unreadable config and misspelt keys before the imports, which take seconds.
 
-    What is wrong otherwise `axon_dist.train.config` says, which knows which keys a section has.
+    `axon_dist.train.config` checks everything else; it knows the keys of each section.
     """
     if not (getattr(arguments, "config", None) and hasattr(arguments, "overrides")):
         return
-    # It takes ruamel.yaml, which `axon --help` does without.
+    # Import this here: it needs ruamel.yaml, which `axon --help` does not.
     plain = importlib.import_module("axon_dist.core.plain_yaml")
     data = plain.read_yaml(arguments.config)
     for override in arguments.overrides:
@@ -245,8 +246,8 @@ def _check_keys(arguments: argparse.Namespace) -> None:
         names = {key.removeprefix(path) for key in keys if key.startswith(path)}
         names = {name for name in names if "." not in name}
         if not names or "factory" in names or path == "parallel.":
-            # Names chosen by the user, keys that depend on the kind of the section, or strategies,
-            # which have several names.
+            # The user chooses the names, the keys depend on the kind of the section, or they are
+            # strategies, which have several names.
             continue
         for key, value in section.items():
             is_known = key in names or any(other.endswith(f".{key}") for other in keys)
@@ -257,7 +258,7 @@ def _check_keys(arguments: argparse.Namespace) -> None:
 
 
 def _words_of(parser: argparse.ArgumentParser) -> list[str]:
-    """The words that can follow a verb: options, choices, and the sections or keys of a config."""
+    """Lists the words that can follow a verb: options, choices, config sections and keys."""
     of_config = CONFIG_KEYS.read_text().split()
     words = []
     for action in parser._actions:
@@ -272,7 +273,7 @@ def _words_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def print_completion(arguments: argparse.Namespace) -> int:
-    """Prints a script by which a shell completes verbs, options and keys."""
+    """Prints a script with which a shell completes verbs, options and keys."""
     _, by_name = _parser()
     words = {name: " ".join(_words_of(parser)) for name, parser in by_name.items()}
     cases = "\n".join(f'    {verb}) words="{text}" ;;' for verb, text in words.items())

@@ -1,4 +1,4 @@
-"""`axon plan CONFIG --target h100:8`: which mesh and strategies to take for it."""
+"""`axon plan CONFIG --target h100:8` ranks meshes and strategies for a config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .values import notice
 _DEFAULT_HARDWARE = "h100"
 
 _GLOBAL_BATCH = 1024
-"""Samples of a step where none are given: two million tokens in samples of 2048, as GPT-3 13B had
+"""The default number of samples per step: two million tokens in samples of 2048, as in GPT-3 13B
 (arXiv:2005.14165, table 2.1)."""
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _telling() -> Iterator[Tell]:
-    """Shows the progress of planning: one changing line on a terminal, else a line per plan."""
+    """Shows the progress of planning: one updated line on a terminal, else a line per plan."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda name, clause: notice(f"{called(name)}: {clause}")
@@ -67,17 +67,21 @@ def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
     if arguments.target is None:
         return hardware(_DEFAULT_HARDWARE), arguments.devices
     if arguments.target.startswith("cpu:"):
-        # Emulated devices have no rates: plans are ranked by those of another chip.
-        count, row = parse_target(arguments.target).num_devices, hardware(_DEFAULT_HARDWARE)
+        # Emulated devices have no rates, so rank plans by the rates of another chip.
+        count = parse_target(arguments.target).num_devices
+        row = hardware(_DEFAULT_HARDWARE)
         share = host_memory() // count
         return dataclasses.replace(row, name="cpu", memory_bytes=share, wiring=EMULATED), count
     return parse_cluster(arguments.target)
 
 
 def _of_size(arguments: argparse.Namespace, console: Console) -> tuple[RunConfig, Hardware, int]:
-    """A decoder of a number of parameters, of which it says what it is, and the machine."""
+    """Makes a decoder with the given number of parameters, prints its sizes, reads the machine."""
     if arguments.compile:
-        raise ConfigError("--compile needs a config, for a number of parameters is no program")
+        raise ConfigError(
+            "--compile needs a config: --params does not define a program; name a config",
+            code="compile-without-config",
+        )
     row, num_devices = _devices(arguments)
     options = {
         "sequence_length": arguments.sequence,
@@ -109,21 +113,21 @@ def config_of_size(
     optimizer: str = "adam",
     precision: str | None = None,
 ) -> RunConfig:
-    """A decoder of usual proportions that has about so many parameters, as a run.
+    """Makes the config of a decoder with typical proportions and about `num_params` parameters.
 
-    A block has about 12 width**2 parameters, and the width is about 128 times the number of
-    blocks, with heads of 128, as GPT-3 and Llama have (Kaplan et al., arXiv:2001.08361, section
-    2.1). The vocabulary is 32 000 tokens; models below 50 M read bytes and have heads of 32.
+    A block has about 12 width**2 parameters (Kaplan et al., arXiv:2001.08361, section 2.1). As in
+    GPT-3 and Llama, the width is about 128 times the number of blocks, and heads have size 128. The
+    vocabulary has 32 000 tokens. Models below 50 M parameters read bytes and have heads of size 32.
 
     Args:
-        num_params: trainable scalars.
-        global_batch: samples of a step.
-        sequence_length: tokens of a sample.
-        optimizer: a name that configs have.
-        precision: a preset's name; None is float32.
+        num_params: the number of trainable parameters.
+        global_batch: samples per step.
+        sequence_length: tokens per sample.
+        optimizer: the name of an optimizer in configs.
+        precision: the name of a precision preset; None is float32.
 
     Raises:
-        ConfigError: for a number that is not positive, or names that no config has.
+        ConfigError: for a number that is not positive, or an unknown name.
 
     Example:
         >>> config = config_of_size(7e9, global_batch=64)
@@ -157,12 +161,13 @@ def _nearest(value: float, multiple: int) -> int:
 
 
 def _of_config(arguments: argparse.Namespace) -> tuple[RunConfig, Hardware, int]:
-    """A config, and the machine to plan for."""
-    typed = [f"--{name}" for name in _BESIDE if getattr(arguments, name) is not None]
+    """Reads the config, and the machine to plan for."""
+    typed = [f"--{name}" for name in _ONLY_WITH_PARAMS if getattr(arguments, name) is not None]
     if typed:
         raise ConfigError(
-            f"got a config together with {', '.join(typed)}; a config says these itself: replace "
-            "its values behind it, as in train.global_batch=64"
+            f"got a config together with {', '.join(typed)}; a config sets these itself: put new "
+            "values after it, as in train.global_batch=64",
+            code="config-and-sizes",
         )
     if arguments.compile and arguments.target is None:
         raise ConfigError(
@@ -176,7 +181,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[RunConfig, Hardware, int]
     return config, row, num_devices
 
 
-_BESIDE = ("batch", "sequence", "optimizer", "precision")
+_ONLY_WITH_PARAMS = ("batch", "sequence", "optimizer", "precision")
 
 
 _NAMES = {
@@ -188,38 +193,41 @@ _NAMES = {
 
 
 def called(name: str) -> str:
-    """What README and configs call the strategies of a plan."""
+    """Returns a plan's strategies by the names that README and configs use."""
     return " + ".join(_NAMES.get(part, part) for part in name.split(" + "))
 
 
 def digits(value: float) -> str:
-    """A number with as many digits as it is worth."""
+    """Formats a number with two decimals if it is below 10, else with none."""
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def unit_of(largest: float) -> tuple[float, str]:
-    """The unit for numbers of bytes up to the largest."""
+    """Returns the unit for numbers of bytes up to the largest, and its name."""
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 
 
 def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None:
-    """Prints the plans of a config, what was refused, and the lines of the best.
+    """Prints the plans of a config, the refused ones, and the config lines of the best.
 
     Args:
-        name: of the config.
+        name: the name of the config.
         ranking: its plans.
-        console: where to.
+        console: where to print.
     """
-    work, best = ranking.work, ranking.best
-    rates = "h100, for emulated devices have none" if ranking.hardware.name == "cpu" else None
+    work = ranking.work
+    best = ranking.best
+    rates = None
+    if ranking.hardware.name == "cpu":
+        rates = "h100, because emulated devices have none"
     console.print(
         f"{name}: {si(work.num_params, 'B')} parameters, {work.global_batch} samples per "
         f"step, {plural(ranking.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
         f"rates of {rates or ranking.hardware.name}"
     )
     console.print(
-        "Best first: what fits into 90 % of the memory, then the shortest predicted step; of steps "
-        "within 3 % the simplest. Each was read from its own traced step"
+        "Best first: plans that fit into 90 % of the memory, then the shortest predicted step; "
+        "among steps within 3 % the simplest. Every plan's step was traced"
     )
     console.print(_table(ranking.plans, best if best.fits else None))
     console.print(_reason(best), style="bold" if ranking.fits else "bold red")
@@ -232,14 +240,14 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
     if ranking.fits:
         _print_lines(best, console)
     if ranking.others:
-        console.print("\nFaster, and trains to other numbers than this config:", style="bold")
+        console.print("\nFaster, but with other numerics than this config:", style="bold")
         console.print(_table(ranking.others, None))
         for other in ranking.others[:1]:
             _print_lines(other, console)
 
 
 def _print_lines(plan: ReadPlan, console: Console) -> None:
-    """Prints the lines of a config for a plan, with the options that its strategies had."""
+    """Prints the config lines of a plan, with the options that its strategies had."""
     console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
     lines = {**plan.candidate.to_config(), "parallel": plain["parallel"]}
@@ -249,20 +257,20 @@ def _print_lines(plan: ReadPlan, console: Console) -> None:
 
 
 def _reason(plan: ReadPlan) -> str:
-    """Why a plan is the best, or none is."""
+    """Explains the time of the best plan, or that none fits."""
     time = plan.time
     need = f"{byte_size(plan.reading.peak)} of {byte_size(plan.device_bytes)}"
     if not plan.fits:
         state = byte_size(plan.reading.state)
         return (
-            f"does not fit: {called(plan.candidate.name)} comes nearest, {need}, of which "
+            f"no plan fits: {called(plan.candidate.name)} comes nearest with {need}, of which "
             f"{state} are the train state"
         )
     parts = {
         "kernels": time.compute,
         "waiting in the pipeline": time.bubble,
         "the update": time.update,
-        "transfers that nothing hides": time.exposed,
+        "exposed communication": time.exposed,
     }
     shares = ", ".join(f"{duration(part)} of {what}" for what, part in parts.items() if part > 0)
     return f"{called(plan.candidate.name)}: {need}; a step is {shares}"
@@ -272,9 +280,10 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
     unit, name = unit_of(max(plan.reading.peak for plan in plans))
     is_measured = any(plan.measured is not None for plan in plans)
     caption = f"{name} per device, and sent per step; x: microbatches; steps are modelled"
-    caption += "; compiled: of the program that would run" * is_measured
+    if is_measured:
+        caption += "; compiled: read from the compiled program"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
-    # Where there is no room, long names are folded and no number is cut.
+    # In a narrow terminal long names are folded, but no number is cut.
     table.add_column("plan")
     headers = ("state", "temp", "peak", "fit", "sent", "step", "MFU")
     for header in (*headers, *(("compiled peak", "sent") if is_measured else ())):
@@ -286,24 +295,28 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
 
 
 def _title(plan: ReadPlan) -> str:
-    """What a plan is called, with what its name does not say."""
+    """Returns the name of a plan with its schedule, expert dispatch, remat and changes."""
     one = plan.candidate
-    schedule, remat = one.schedule if one.pp > 1 else "", "remat" * one.remat
-    # How tokens are sent to experts, which the step chooses by bytes.
+    schedule = one.schedule if one.pp > 1 else ""
+    remat = "remat" if one.remat else ""
+    # The step chooses by bytes how to send tokens to experts; read its choice from the program.
     kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
-    form = "" if one.ep == 1 else "all_to_all" if "all-to-all" in kinds else "ring"
-    also = (schedule, form, remat, plan.changed)
-    return ", ".join([called(one.name), *map(str, filter(None, also))])
+    dispatch = ""
+    if one.ep != 1:
+        dispatch = "all_to_all" if "all-to-all" in kinds else "ring"
+    details = (schedule, dispatch, remat, plan.changed)
+    return ", ".join([called(one.name), *map(str, filter(None, details))])
 
 
 def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
-    reading, candidate = plan.reading, plan.candidate
+    reading = plan.reading
+    candidate = plan.candidate
     sizes = (reading.state + reading.batch, reading.temporaries, reading.peak)
     measured = ("", "") if is_measured else ()
     if plan.measured is not None:
         sent = plan.measured.collectives.total_wire_bytes()
         measured = (digits(plan.measured.memory.peak / unit), digits(sent / unit))
-    # What is sent in branches that may not be taken is counted as if they were.
+    # A pipeline's branches are all counted as taken, so its bytes are an upper bound.
     bound = "<" if candidate.pp > 1 else ""
     return (
         f"{_title(plan)}\n{candidate.mesh} x{candidate.num_microbatches}",

@@ -1,4 +1,4 @@
-"""`axon prove` and `axon bisect`: prints what they find."""
+"""`axon prove` and `axon bisect`: run the checks and print the findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEVICES = 8
 
 
 def prove(arguments: argparse.Namespace) -> int:
-    """Prints the findings; the exit code is 1 for a mistake, 2 where a mesh cannot be tried."""
+    """Prints the findings; the exit code is 1 for a mistake, 2 if a mesh cannot be tried."""
     _emulate(arguments.meshes)
     from axon_dist.prove.file import prove_file  # noqa: PLC0415
 
@@ -32,7 +32,7 @@ def prove(arguments: argparse.Namespace) -> int:
 
 
 def bisect(arguments: argparse.Namespace) -> int:
-    """Prints where two programs part; the exit code is 1 if they do."""
+    """Prints where two programs diverge; the exit code is 1 if they do."""
     _emulate([mesh for mesh in (arguments.mesh, arguments.other_mesh) if mesh])
     from axon_dist.prove.file import bisect_files  # noqa: PLC0415
 
@@ -51,7 +51,7 @@ def bisect(arguments: argparse.Namespace) -> int:
 
 
 def _emulate(meshes: Sequence[str]) -> None:
-    """Has JAX emulate as many devices as the meshes need, before anything else asks it for one."""
+    """Emulates as many devices as the meshes need, before JAX starts with fewer."""
     sizes = [
         math.prod(int(part.partition("=")[2] or 1) for part in mesh.split(","))
         for mesh in meshes

@@ -1,4 +1,4 @@
-"""The verbs that take a config or a run: each calls one function of `train.app` and prints."""
+"""The verbs that take a config or a run: each calls a function of `train.app`, and prints."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ from .values import check_output, fitted, notice, write_output
 class LastingConsole(Console):
     """A console that becomes quiet when its reader is gone, as after `| head`.
 
-    Rich would end the program, and with it a run of days.
+    Rich would exit the program, and so end a long training run.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Prints, if the terminal is still there: one that was closed is no broken pipe."""
+        """Prints if the terminal still exists; a closed terminal raises another `OSError`."""
         try:
             super().print(*objects, **options)
         except OSError:
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Continues without the screen, which must not fail at the interpreter's exit either."""
+        """Continues without output; the flush at the interpreter's exit must not fail either."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -69,7 +69,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _keywords(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
-    """The keyword arguments of a verb's function, as typed."""
+    """Returns the keyword arguments of a verb's function, as typed."""
     return {n: x for n, x in vars(arguments).items() if n not in ("verb", "began", "json", *but)}
 
 
@@ -87,7 +87,7 @@ def train_config(arguments: argparse.Namespace) -> int:
     """Trains, and reports on the standard output."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        # It asks for a trace of the next steps, and there are none yet.
+        # SIGUSR1 requests a trace; before the loop handles it, it would kill the process.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config = _config(arguments)
     if not arguments.dry_run:
@@ -95,8 +95,8 @@ def train_config(arguments: argparse.Namespace) -> int:
         return INTERRUPTED if done.result.is_interrupted else 0
     if arguments.resume is not None:
         raise ConfigError(
-            f"got --resume {arguments.resume} beside --dry-run, which trains nothing; leave one of "
-            "them out"
+            f"got --resume {arguments.resume} with --dry-run, which trains nothing; leave out one "
+            "of them"
         )
     lines = dry_run(config).lines()
     if process_index() == 0:
@@ -132,7 +132,8 @@ def generate_texts(arguments: argparse.Namespace) -> int:
     for number, completion in enumerate(completions):
         if number:
             console.rule()
-        prompt, text = printable(completion.prompt), printable(completion.text)
+        prompt = printable(completion.prompt)
+        text = printable(completion.text)
         console.print(Text.assemble((prompt, "bold"), text))
     _write_json(arguments, [dataclasses.asdict(completion) for completion in completions])
     return 0
@@ -177,7 +178,7 @@ def check_samples(arguments: argparse.Namespace) -> int:
 
 
 def data_lines(check: DataCheck) -> list[str]:
-    """The check in words."""
+    """Formats the check as lines of text."""
     lines = [f"data: {check.description}"]
     for number, sample in enumerate(check.samples, start=1):
         lines += [f"--- sample {number}", sample]
@@ -200,7 +201,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Compiles the step, and prints what it costs."""
     config = _config(arguments)
     examination = examine(config, arguments.target)
-    # In a file or a pipe no line needs to be folded.
+    # In a file or a pipe, do not fold lines at 80 columns.
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, 140))
     machine = examination.target.name if examination.target else "this machine"
@@ -255,7 +256,7 @@ def verify_config(arguments: argparse.Namespace) -> int:
     except MeshError as error:
         if not arguments.here:
             raise
-        raise MeshError(f"{error}; --here emulates none, so leave it out for that") from error
+        raise MeshError(f"{error}; leave out --here to emulate devices") from error
     title = f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
     table = Table("what", Column("relative difference", justify="right"), title=title)
     is_explained = any(row.rounding for row in (*verification.metrics, *verification.params))
@@ -270,7 +271,9 @@ def verify_config(arguments: argparse.Namespace) -> int:
     console.print(table)
     more = len(verification.params) - min(len(verification.params), 8)
     verdict = "equal" if verification.passed else "NOT equal"
-    explained = f", or {SPREAD:g} times what rounding moves one device by" if is_explained else ""
+    explained = ""
+    if is_explained:
+        explained = f", or {SPREAD:g} times the change that rounding causes on one device"
     console.print(
         f"{verdict} within {verification.tolerance:.0e}{explained} (SGD, {steps} steps; "
         f"{more} more parameters are closer)"

@@ -1,4 +1,4 @@
-"""`axon schedule NAME --stages S --microbatches M`: a pipeline schedule, drawn and measured."""
+"""`axon schedule NAME --stages S --microbatches M` draws and measures a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from .values import notice, write_output
 
 _DEFAULT = PipelineSchedule.EAGER_1F1B
 _MOST_SEARCHED = 4096
-"""Forwards of a table, where many tables are tried."""
+"""The most forwards in a schedule table if many tables are tried."""
 
 
 _LONGEST = 60
-"""The most lines of the picture of a searched schedule."""
+"""The most lines of a printed picture of a searched schedule."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draws one schedule, or compares all."""
     if arguments.svg is not None and arguments.svg == arguments.csv:
         raise ConfigError(
-            f"got --svg and --csv {arguments.csv}, one file for two things; name two files"
+            f"got --svg and --csv {arguments.csv}, the same file for both; name two files"
         )
     if arguments.memory is not None and not arguments.search:
         raise ConfigError(
@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _check_alone(arguments)
     costs = _costs(arguments)
-    # In a pipe a line stays one line; on a screen, or in COLUMNS, it breaks between words.
-    is_open = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = Console(highlight=False, soft_wrap=is_open)
+    # In a pipe, keep each line whole; on a terminal, or with COLUMNS set, wrap between words.
+    is_unlimited = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    console = Console(highlight=False, soft_wrap=is_unlimited)
     if arguments.compare:
         _compare(arguments, costs, console)
         return 0
@@ -72,9 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(picture + "\n")
     console.print(_measures(summarize(schedule, costs)))
-    # A search has a memory limit, which the advice does not know.
-    for line in () if arguments.search else split_advice(schedule, costs):
-        console.print(line)
+    # The advice ignores the memory limit of a search.
+    if not arguments.search:
+        for line in split_advice(schedule, costs):
+            console.print(line)
     if arguments.svg is not None:
         write_output("--svg", arguments.svg, to_svg(schedule, timeline))
     if arguments.csv is not None:
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _valid(arguments: argparse.Namespace, console: Console) -> Schedule:
-    """The schedule of the arguments; the grid of an invalid one is printed."""
+    """Builds and validates the schedule of the arguments; prints the grid of an invalid one."""
     try:
         schedule = _schedule(arguments)
         validate(schedule)
@@ -132,7 +133,7 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
         if asked not in (None, size):
             raise ConfigError(
                 f"got {option} {asked}, and the table {arguments.name!r} has {size}; leave "
-                f"{option} out, for a table says its sizes itself"
+                f"{option} out, because a table sets its own sizes"
             )
     return table
 
@@ -147,9 +148,9 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
     takes_all = "--search" if arguments.search else "--compare" if arguments.compare else ""
     if takes_all and math.prod(sizes) > _MOST_SEARCHED:
         raise ConfigError(
-            f"got --stages {sizes[0]} and --microbatches {sizes[1]} beside {takes_all}, which "
-            f"makes many tables; lower their product to {_MOST_SEARCHED}: more microbatches change "
-            "little about what is best"
+            f"got --stages {sizes[0]} and --microbatches {sizes[1]} with {takes_all}, which makes "
+            f"many tables; lower their product to {_MOST_SEARCHED}: more microbatches rarely "
+            "change which schedule is best"
         )
     return sizes
 
@@ -178,17 +179,19 @@ def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> N
 
 
 def _folded(rows: Sequence[Sequence[str]], width: float) -> Iterator[str]:
-    """A table whose columns continue below, beside the first one again, where it is too wide."""
+    """Yields the lines of a table; columns that do not fit go below, after the first one again."""
     first, *sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = 2 if first + sum(sizes) + 2 * len(sizes) <= width else 1
-    begin, used = 0, first
+    begin = 0
+    used = first
     for end, size in enumerate([*sizes, math.inf]):
         used += gap + size
         if used > width or end == len(sizes):
             band = range(begin, end)
             for name, *cells in rows:
                 yield name.ljust(first) + "".join(cells[n].rjust(gap + sizes[n]) for n in band)
-            begin, used = end, first + gap + size
+            begin = end
+            used = first + gap + size
 
 
 _ALONE = {
@@ -198,7 +201,8 @@ _ALONE = {
     ),
     "--search": ("tries all schedules, none of them with V", ("name", "vocabulary")),
 }
-"""Options that are about all schedules: what they do, and what is about a single one."""
+"""Options about all schedules: what each does, and the options about a single schedule that it
+excludes."""
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
@@ -208,12 +212,12 @@ def _check_alone(arguments: argparse.Namespace) -> None:
         if getattr(arguments, option.removeprefix("--")) and conflicts:
             words = " and ".join(conflicts)
             raise ConfigError(
-                f"got {words} beside {option}, which {does}; leave out {words}, or {option}"
+                f"got {words} with {option}, which {does}; leave out {words}, or {option}"
             )
 
 
 def _typed(name: str, value: object) -> str:
-    """An option as it was typed."""
+    """Formats an option as it was typed."""
     shown = f"{value:g}" if isinstance(value, float) else str(value)
     return shown if name == "name" else f"--{name} {shown}".removesuffix(" True")
 

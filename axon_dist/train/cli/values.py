@@ -1,4 +1,4 @@
-"""The values of options: numbers and paths are read, and the files that they name are written."""
+"""Reads the values of options, and writes the files that they name."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check_output(option: str, path: str | Path | None) -> None:
     """Checks that the file of an option can be made or replaced; touches nothing.
 
     Args:
-        option: as it is written, such as `--json`; it opens the message.
-        path: the file; None, where the option is not given, is fine.
+        option: the option as typed, such as `--json`, for the beginning of messages.
+        path: the file; None if the option is not given.
 
     Raises:
         ConfigError: when the folder is missing, the file is a folder, or either cannot be written.
@@ -68,7 +68,7 @@ def check_output(option: str, path: str | Path | None) -> None:
     if file.is_dir():
         raise ConfigError(f"{option} {path}: this is a folder; name a file in it")
     if (kind := kind_at(file)) not in (None, "a file", "a device"):
-        raise ConfigError(f"{option} {path}: this is {kind} and no file; name another one")
+        raise ConfigError(f"{option} {path}: this is {kind}, not a file; name another one")
     if _is_foreign_link(file):
         raise ConfigError(
             f"{option} {path}: this is a link, which is not followed; name the file it leads to, "
@@ -80,7 +80,7 @@ def check_output(option: str, path: str | Path | None) -> None:
 
 
 def fitted(text: str, file: TextIO, indent: int | None = None) -> str:
-    """A text for a file: on a screen lines break between words, at the indent of their first."""
+    """Wraps a text between words if the file is a terminal; continuation lines keep the indent."""
     if not file.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -94,7 +94,7 @@ def fitted(text: str, file: TextIO, indent: int | None = None) -> str:
 
 
 def notice(text: str) -> None:
-    """Prints a remark about a result on the standard error."""
+    """Prints a remark about a result to standard error."""
     print(fitted(f"axon: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
@@ -102,7 +102,7 @@ def write_output(option: str, path: Path, text: str) -> None:
     """Writes the file of an option.
 
     Raises:
-        ConfigError: when the disk refuses.
+        ConfigError: when the file cannot be written.
     """
     with reworded(f"{option} {path}: cannot be written", "name another file"):
         if kind_at(path) == "a device" or str(path).startswith(_STREAMS):
@@ -113,7 +113,7 @@ def write_output(option: str, path: Path, text: str) -> None:
 
 
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/")
-"""Links of the system to what this program writes to."""
+"""Links of the operating system to the streams of this program, which may be followed."""
 
 
 def _is_foreign_link(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The table of verbs: what each takes, and which function runs it. Importing it imports no JAX."""
+"""The table of verbs: their arguments and functions. Importing it does not import JAX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Argument:
     """One argument of a verb.
 
     Args:
-        names: as `argparse` takes them, such as `("-n", "--num-processes")`.
+        names: the names for `argparse`, such as `("-n", "--num-processes")`.
         options: the keywords of `ArgumentParser.add_argument`.
         is_output: whether it names a file that the verb writes.
     """
@@ -34,11 +34,11 @@ class Verb:
     """One row of the table of verbs.
 
     Args:
-        name: what is typed after `axon`.
+        name: the word typed after `axon`.
         help: a sentence for `axon --help`.
         function: the function that runs it, as `module:function` of this package. The module is
             imported when the verb runs.
-        arguments: what it takes.
+        arguments: its arguments.
         examples: commands for `axon NAME --help`.
     """
 
@@ -49,13 +49,13 @@ class Verb:
     examples: tuple[str, ...]
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Declares the arguments."""
+        """Adds the arguments to a parser."""
         for argument in self.arguments:
             parser.add_argument(*argument.names, **argument.options)
         parser.set_defaults(verb=self)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Runs the verb, if the files that it is to write can be written; returns the exit code.
+        """Checks that the verb's output files can be written, and runs it; returns the exit code.
 
         Raises:
             ConfigError: when a file cannot be written.
@@ -104,15 +104,15 @@ _STEP = _argument(
 _TRUST = _flag("--trust", "import and call the functions that its config.yaml names")
 _RUN = (
     _FOLDER,
-    _overrides("changes its config, as in mesh=dp=4; any mesh and strategy will do"),
+    _overrides("changes its config, as in mesh=dp=4; any mesh and strategy works"),
     _STEP,
     _TRUST,
-    _flag("--one-device", "on one device, not on its mesh"),
+    _flag("--one-device", "use one device instead of its mesh"),
 )
 
 
 def _schedulers(*names: str) -> tuple[Argument, ...]:
-    """An option for each row of `launch.SCHEDULERS`, whose import takes JAX."""
+    """Declares an option for each row of `launch.SCHEDULERS`, whose import would import JAX."""
     text = "writes a job file that trains CONFIG on many nodes, and checks it"
     return tuple(_argument(f"--{name}", text, metavar="CONFIG") for name in names)
 
@@ -125,11 +125,11 @@ VERBS: tuple[Verb, ...] = (
         *_CONFIG,
         _argument(
             "--resume",
-            "continues: auto from the newest good checkpoint of this run, if it has one; PATH from "
-            "a checkpoint, or from the newest good one of another run",
+            "resume a run: auto from its newest good checkpoint, if it has one; PATH from a "
+            "checkpoint, or from the newest good one of another run",
             metavar="auto|PATH",
         ),
-        _flag("--dry-run", "compiles, prints what would be trained and written, and does neither"),
+        _flag("--dry-run", "compile, and print what would be trained and written; do neither"),
         examples=(
             "axon train configs/quickstart.yaml",
             "axon train configs/quickstart.yaml train.steps=500 parallel=full_shard",
@@ -144,7 +144,7 @@ VERBS: tuple[Verb, ...] = (
         *_RUN,
         _argument(
             "--data",
-            "a path or glob to measure on in place of the run's validation data; may be repeated",
+            "a path or glob to measure on instead of the run's validation data; may be repeated",
             dest="files",
             action="append",
             default=[],
@@ -152,7 +152,7 @@ VERBS: tuple[Verb, ...] = (
         ),
         _int(
             "--batches",
-            "N batches only; all of the data by default",
+            "use only N batches; all data by default",
             dest="num_batches",
             metavar="N",
         ),
@@ -187,7 +187,7 @@ VERBS: tuple[Verb, ...] = (
         ),
         _int("--top-k", "sample among the K likeliest tokens", metavar="K"),
         _number("--top-p", "sample among the likeliest tokens that add up to P", metavar="P"),
-        _int("--seed", "of the sampling (0)", default=0),
+        _int("--seed", "the seed of the sampling (0)", default=0),
         _argument(
             "--past-end",
             "continue where the model ends the document",
@@ -208,14 +208,16 @@ VERBS: tuple[Verb, ...] = (
         _argument("path", "a file that ends in .safetensors, or a folder for it", metavar="OUT"),
         _argument(
             "--format",
-            "names of the tensors: native, as the model has them, or those of a hub such as "
-            "hf-llama, with a config.json beside them; an unknown one lists all of them",
+            "names of the tensors: native for the names of the model, or a hub's format such as "
+            "hf-llama, which also writes config.json; an unknown one lists all formats",
             default="native",
         ),
         _STEP,
         _TRUST,
-        _argument("--dtype", "of floats, such as bfloat16; as they were saved by default"),
-        _argument("--max-file", "split into several files above this, as 5GB", metavar="SIZE"),
+        _argument("--dtype", "dtype of floats, such as bfloat16; as saved by default"),
+        _argument(
+            "--max-file", "split into several files above this size, such as 5GB", metavar="SIZE"
+        ),
         examples=(
             "axon export runs/a model.safetensors",
             "axon export runs/a out --format hf-llama --dtype bfloat16",
@@ -228,12 +230,12 @@ VERBS: tuple[Verb, ...] = (
         _argument("run", "the folder of a run, ended or not", metavar="RUN"),
         _argument(
             "--compare",
-            "shows this run beside it: figures, differences of config, curves; may be repeated",
+            "compare with this run: figures, config differences, curves; may be repeated",
             action="append",
             default=[],
             metavar="RUN2",
         ),
-        _file("--out", "the page; report.html in the run, or here if that is in a bucket"),
+        _file("--out", "the page; report.html in the run, or here if the run is in a bucket"),
         examples=("axon report runs/a", "axon report runs/a --compare runs/b --out both.html"),
     ),
     _verb(
@@ -247,8 +249,8 @@ VERBS: tuple[Verb, ...] = (
             nargs="?",
             metavar="SECTION",
         ),
-        _flag("--full", "with all the sections within it"),
-        _flag("--markdown", "as tables of Markdown"),
+        _flag("--full", "include all nested sections"),
+        _flag("--markdown", "print Markdown tables"),
         examples=("axon config", "axon config train", "axon config --full optimizer"),
     ),
     _verb(
@@ -257,8 +259,8 @@ VERBS: tuple[Verb, ...] = (
         "runs:check_samples",
         _argument("action", "check: load some samples, and time them", choices=["check"]),
         *_CONFIG,
-        _int("--samples", "how many to show (3)", default=3),
-        _number("--seconds", "for how long to load (2)", default=2.0),
+        _int("--samples", "number of samples to show (3)", default=3),
+        _number("--seconds", "seconds to load data for (2)", default=2.0),
         _flag("--no-step", "do not compile and time the step"),
         examples=(
             "axon data check configs/quickstart.yaml",
@@ -271,17 +273,17 @@ VERBS: tuple[Verb, ...] = (
         "plans:run",
         _argument("config", "a YAML file, see configs/", nargs="?", metavar="CONFIG"),
         _CONFIG[1],
-        _argument("--target", "hardware and how many of it: h100:8, h100:4x8, v5p:4x4x4"),
-        _argument("--params", "instead of a config: parameters, such as 7e9 or 7B"),
-        _int("--devices", "instead of a target: how many devices"),
-        _argument("--memory", "of one device, such as 80GB; the target's by default"),
-        _int("--batch", "with --params: samples of a step"),
-        _int("--sequence", "with --params: tokens of a sample"),
-        _argument("--optimizer", "with --params: its name; adam by default"),
+        _argument("--target", "hardware and its size: h100:8, h100:4x8, v5p:4x4x4"),
+        _argument("--params", "instead of a config: number of parameters, such as 7e9 or 7B"),
+        _int("--devices", "instead of a target: number of devices"),
+        _argument("--memory", "memory of one device, such as 80GB; the target's by default"),
+        _int("--batch", "with --params: samples per step"),
+        _int("--sequence", "with --params: tokens per sample"),
+        _argument("--optimizer", "with --params: name of the optimizer; adam by default"),
         _argument("--precision", "with --params: float32, bf16 or fp16"),
         _int(
             "--compile",
-            "with a config and a target: compile the best K, and show what they need beside it",
+            "with a config and a target: compile the best K plans, and show what they need",
             default=0,
             metavar="K",
         ),
@@ -308,8 +310,8 @@ VERBS: tuple[Verb, ...] = (
         "Measure a config's step under several compiler options.",
         "runs:tune_step",
         *_CONFIG,
-        _int("--rounds", "turns of each variant (5)", default=5),
-        _int("--calls", "steps of a turn (4)", default=4),
+        _int("--rounds", "timed rounds per variant (5)", default=5),
+        _int("--calls", "steps per round (4)", default=4),
         _file("--json", "write the figures to this file too"),
         examples=(
             "axon tune configs/quickstart.yaml --rounds 3",
@@ -322,11 +324,11 @@ VERBS: tuple[Verb, ...] = (
         "runs:profile",
         _argument(
             "place",
-            "a YAML file, or the folder of a run, which keeps the figures for axon report",
+            "a YAML file, or the folder of a run, which then stores the figures for axon report",
             metavar="CONFIG|RUN",
         ),
         _CONFIG[1],
-        _int("--steps", "steps that are measured (3)", default=3),
+        _int("--steps", "number of measured steps (3)", default=3),
         _TRUST,
         _file("--json", "write the figures to this file too"),
         examples=(
@@ -337,42 +339,42 @@ VERBS: tuple[Verb, ...] = (
     ),
     _verb(
         "launch",
-        "Start several processes on this host, and watch over them.",
+        "Start several processes on this host, and monitor them.",
         "machine:launch_processes",
         _int("-n --num-processes", "processes on this host", default=1),
         _int("--devices-per-process", "CPU devices that each process emulates"),
         _int("--nnodes", "hosts that run this command", default=1),
-        _int("--node-rank", "which of them this is, from 0", default=0),
+        _int("--node-rank", "the number of this host, from 0", default=0),
         _argument("--master-addr", "the host of rank 0", default="localhost"),
-        _int("--master-port", "a free port there; chosen by itself on a single host"),
-        _int("--max-restarts", "starts again after a failure; let CMD resume", default=0),
+        _int("--master-port", "a free port there; chosen automatically on a single host"),
+        _int("--max-restarts", "most restarts after failures; let CMD resume", default=0),
         _flag("--elastic", "restart without the processes that were lost"),
         _number(
             "--rejoin-after",
-            "with --elastic: start all again after so long on fewer, between two steps",
+            "with --elastic: restart with all processes after this time on fewer, between steps",
             metavar="SECONDS",
         ),
-        _number("--grace", "seconds for the others after one failed", default=5.0),
+        _number("--grace", "seconds for the others to end after one failed", default=5.0),
         _argument(
             "--log-dir", "the folder for rank-<r>.log; runs/launch-<time> by default", type=as_file
         ),
-        _argument("--hosts", "starts on these hosts over ssh, as in node0,node1; node0 has rank 0"),
+        _argument("--hosts", "start on these hosts over ssh, as in node0,node1; node0 has rank 0"),
         _argument("--hostfile", "the same from a file with a host on each line", type=as_file),
         _argument("--attached", argparse.SUPPRESS, action="store_true"),
         *_schedulers("slurm", "jobset", "skypilot"),
-        _int("--nodes", "with a scheduler: how many nodes (1)"),
-        _int("--gpus", "with a scheduler: GPUs of a node (8)"),
-        _argument("--name", "with a scheduler: of the job; that of the config by default"),
-        _argument("--shared", "with a scheduler: a folder that all nodes see (/shared)"),
-        _argument("--image", "with jobset and skypilot: of the containers"),
+        _int("--nodes", "with a scheduler: number of nodes (1)"),
+        _int("--gpus", "with a scheduler: GPUs per node (8)"),
+        _argument("--name", "with a scheduler: name of the job; the config's name by default"),
+        _argument("--shared", "with a scheduler: a folder that all nodes share (/shared)"),
+        _argument("--image", "with jobset and skypilot: image of the containers"),
         _argument("--accelerator", "with skypilot: the GPU's name (H100)"),
-        _int("--hours", "with slurm: the most that the job may take (24)"),
+        _int("--hours", "with slurm: time limit of the job (24)"),
         _flag("--efa", "with a scheduler: nodes are connected by Elastic Fabric Adapters"),
         _file("--out", "with a scheduler: the job file; NAME.sbatch or NAME.yaml by default"),
-        _flag("--submit", "with a scheduler: hands the file to it"),
+        _flag("--submit", "with a scheduler: submit the job file"),
         _argument(
             "command",
-            "what every rank runs; with a scheduler values that replace those of the config",
+            "the command of every rank; with a scheduler, values that replace the config's",
             nargs=argparse.REMAINDER,
             metavar="-- CMD",
         ),
@@ -401,35 +403,35 @@ VERBS: tuple[Verb, ...] = (
         _number(
             "--costs",
             "times of forward F, input gradient I and weight gradient W, and of a whole backward B "
-            "where it is not I + W; 1 1 1 by default",
+            "if it is not I + W; 1 1 1 by default",
             nargs="+",
             metavar="TIME",
             default=(1.0, 1.0, 1.0),
         ),
         _number(
             "--weights",
-            "relative costs of the stages in the order of the model, 1 being an equal share",
+            "relative costs of the stages in model order; 1 is an equal share",
             nargs="+",
             metavar="SHARE",
             default=(),
         ),
         _number(
             "--vocabulary",
-            "splits embedding and head over the ranks as actions of all: the time of one rank's "
-            "part of head and loss V, both ways; lookups E and their gradients G take none",
+            "split embedding and head over all ranks: the time of one rank's part V of head and "
+            "loss, forward and backward; lookups E and their gradients G take no time",
             metavar="TIME",
         ),
-        _flag("--ahead", "draws ranks that run ahead freely"),
-        _flag("--search", "finds the fastest table in lockstep"),
+        _flag("--ahead", "draw ranks that run ahead without waiting for each tick"),
+        _flag("--search", "find the fastest table in lockstep"),
         _number(
             "--memory",
-            "with --search: microbatches that a rank may keep for their backward, over all its "
-            "layers",
+            "with --search: the most microbatches that a rank may keep for their backward, over "
+            "all its layers",
             metavar="N",
         ),
-        _file("--svg", "writes a picture"),
-        _file("--csv", "writes the table"),
-        _flag("--compare", "measures all schedules instead"),
+        _file("--svg", "write a picture to this file"),
+        _file("--csv", "write the table to this file"),
+        _flag("--compare", "measure all schedules instead"),
         examples=(
             "axon schedule 1f1b --stages 4 --microbatches 8",
             "axon schedule interleaved_1f1b --stages 4 --microbatches 8 --chunks 2 --svg table.svg",
@@ -445,7 +447,7 @@ VERBS: tuple[Verb, ...] = (
         _int("--steps", "steps to compare (5; with --here 2)"),
         _flag(
             "--here",
-            "on the devices of this machine, not emulated ones, the model cut to a few layers",
+            "use the real devices of this machine, and a model with only a few layers",
         ),
         examples=("axon verify configs/fsdp8.yaml", "axon verify configs/fsdp8.yaml --here"),
     ),
@@ -458,7 +460,7 @@ VERBS: tuple[Verb, ...] = (
         ),
         _argument(
             "--mesh",
-            "the real sizes, as dp=4,tp=2; may be repeated; those of the file by default",
+            "the mesh sizes, as dp=4,tp=2; may be repeated; those of the file by default",
             dest="meshes",
             action="append",
             default=[],
@@ -503,7 +505,7 @@ VERBS: tuple[Verb, ...] = (
             "--arguments", "a function of the file of A that returns the arguments", metavar="NAME"
         ),
         _int("--steps", "steps to compare: outputs become the first arguments (1)", default=1),
-        _file("--json", "write what was found to this file too"),
+        _file("--json", "write the findings to this file too"),
         examples=(
             "axon bisect old.py:step new.py:step --arguments batch",
             "axon bisect step.py:make step.py:make --mesh dp=1 --other-mesh dp=8",
@@ -524,7 +526,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     _verb(
         "completion",
-        "Print a script by which a shell completes this command.",
+        "Print a script for shell completion of this command.",
         "main:print_completion",
         _argument("shell", "the shell to print the script for", choices=["bash", "zsh"]),
         examples=('eval "$(axon completion bash)"', "axon completion zsh > ~/.axon-completion.zsh"),

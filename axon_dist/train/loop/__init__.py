@@ -1,7 +1,7 @@
-"""The run around a step: the trainer, its records, its signals and what it shows.
+"""The training loop around a step: the trainer, its records, signals and progress display.
 
 Imports `step`, `mesh` and `core`. Start reading in `trainer.py`; its options are in `limits.py`,
-the writers of metrics in `metrics.py`.
+the metric writers in `metrics.py`.
 """
 
 from axon_dist.core.errors import require as require

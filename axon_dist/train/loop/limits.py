@@ -1,4 +1,4 @@
-"""How long a loop runs: its options, and stopping between two steps, everywhere at once."""
+"""Limits a loop: its options, and stopping between two steps on all processes at once."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from axon_dist.mesh import World
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANOTHER = "another process"
 INTERRUPTIONS = frozenset({*(number.name for number in _SIGNALS), _ANOTHER})
-"""The reasons of runs that a signal has ended, here or in another process."""
+"""Reasons for ending a run that stand for a signal, here or in another process."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by what."""
+    """Whether this process was asked to stop, and why."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
 
     def ask(self, reason: str) -> None:
-        """Asks; the first reason stays."""
+        """Requests a stop; keeps the first reason."""
         self.reason = self.reason or reason
 
     def __bool__(self) -> bool:
@@ -46,22 +46,22 @@ class StopRequest:
 def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
     """Turns the first SIGINT (Ctrl-C), SIGTERM or SIGHUP into a request; a second acts as usual.
 
-    A second SIGHUP does nothing, also after the context: a terminal that closes sends it by its
-    kernel and by its shell, and a last save may still be under way. A process that ignores SIGHUP,
-    as under `nohup`, goes on ignoring it.
+    A second SIGHUP is ignored, even after the context: when a terminal closes, both the kernel and
+    the shell send the signal, and a last save may still be running. A process that ignores SIGHUP,
+    as under `nohup`, continues to ignore it.
 
-    A step that has begun holds donated buffers: an exception in the middle of it would leave no
-    state to save. So the signal only sets a flag, which the loop reads between steps.
+    A running step holds donated buffers: an exception in the middle of it would leave no state to
+    save. So the signal only sets a flag, which the loop reads between steps.
 
-    `jax.distributed.initialize` takes SIGTERM for its own preemption notice, so entering this
-    context puts ours in its place for as long as it lasts.
+    `jax.distributed.initialize` handles SIGTERM as its own preemption notice. This context replaces
+    that handler while it lasts.
 
     Args:
-        on_first: called with the name of the first signal, to tell the user; in a thread of its
-            own, for the signal may have come in the middle of a write to the same file.
+        on_first: called with the name of the first signal, to tell the user. It runs in a thread of
+            its own, because the signal may have interrupted a write to the same file.
 
     Yields:
-        The request; false until a signal came. Outside the main thread, where Python takes no
+        The request, false until a signal arrives. Outside the main thread, where Python handles no
         signals, it stays false unless `ask` is called.
     """
     request = StopRequest()
@@ -73,14 +73,14 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
         del before[signal.SIGHUP]
 
     def restore() -> None:
-        # It stays ignored: what the loop has begun to save may still be written when it has ended.
+        # After a signal keep ignoring SIGHUP: a save may still be running when the loop has ended.
         is_second = request.reason in INTERRUPTIONS - {_ANOTHER}
         for number, handler in before.items():
             if number != signal.SIGHUP or not is_second:
                 signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        # First of all, for the second one may come at once.
+        # Do this first, because the second SIGHUP may arrive at once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         request.ask(signal.Signals(number).name)
         restore()
@@ -96,16 +96,16 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
 
 
 class StopConsensus:
-    """One answer for all processes to "does anyone want to stop?", asked once per step.
+    """Decides once per step, for all processes together, whether any of them wants to stop.
 
-    If one process left the loop alone, the others would wait for it in the next collective for
-    good. Here every step starts a reduction over the devices and reads the one that was started
-    `lag` steps before: it never stalls a step, and every process reads the same answer at the same
-    step. A process that is alone answers itself at once.
+    If one process left the loop on its own, the others would wait for it forever in the next
+    collective. So every step starts a reduction over the devices, and reads the one that was
+    started `lag` steps before. This never stalls a step, and every process reads the same answer
+    at the same step. A single process answers itself immediately.
 
     Args:
-        world: whose processes have to agree.
-        lag: steps between a question and its answer.
+        world: the world whose processes must agree.
+        lag: the number of steps between a question and its answer.
 
     Example:
         >>> consensus = StopConsensus(World.emulate(8))
@@ -121,7 +121,7 @@ class StopConsensus:
         self._asked: collections.deque[Array] = collections.deque()
 
     def __call__(self, wanted: bool) -> bool:
-        """Asks for this step, and returns whether to stop now.
+        """Starts the reduction of this step, and returns whether to stop now.
 
         Args:
             wanted: whether this process wants to stop.
@@ -133,10 +133,10 @@ class StopConsensus:
 
     @in_own_context
     def any_rank(self, wanted: Sequence[bool]) -> Array:
-        """Starts the reduction: a scalar on every device, true if any rank wants to stop.
+        """Starts the reduction; returns a scalar on every device, true if any rank wants to stop.
 
         Args:
-            wanted: one entry per rank; only those of this process's own ranks are read.
+            wanted: one entry per rank; only the entries of this process's own ranks are read.
 
         Example:
             >>> bool(StopConsensus(World.emulate(4)).any_rank([False, False, True, False]))
@@ -149,12 +149,12 @@ class StopConsensus:
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """Says when a loop has to stop: after a signal, or by the metrics of the run.
+    """Decides when a loop stops: after a signal, or because of the metrics of the run.
 
     Args:
-        consensus: among the processes.
-        request: of this process.
-        should_stop: reads the latest record of metrics; None never stops.
+        consensus: the consensus among the processes.
+        request: the stop request of this process.
+        should_stop: takes the latest record of metrics; None never stops.
     """
 
     consensus: StopConsensus
@@ -163,11 +163,11 @@ class Stops:
 
     @property
     def reason(self) -> str:
-        """What asked: a signal, `should_stop`, or another process."""
+        """The reason to stop: a signal, `should_stop`, or another process."""
         return self.request.reason or _ANOTHER
 
     def between_steps(self, latest: Mapping[str, float]) -> bool:
-        """Whether to stop now; every process must ask before every step.
+        """Whether to stop now; every process must call this before every step.
 
         Args:
             latest: the latest record; empty before the first.
@@ -177,7 +177,7 @@ class Stops:
         return self.meanwhile()
 
     def meanwhile(self) -> bool:
-        """The same question during a longer operation between two steps, such as a validation."""
+        """Whether to stop during a longer operation between two steps, such as a validation."""
         return self.consensus(bool(self.request))
 
 
@@ -186,27 +186,26 @@ class LoopOptions:
     """How long a loop runs and how often it reports.
 
     Args:
-        num_steps: the step to stop at, counted from the first of the state.
+        num_steps: the step to stop at, counted from the beginning of the run, not of this call.
         log_every: steps averaged into one record.
-        eval_every: steps between validations; 0 validates only at the end. More than 0 needs a
-            `validation` of the trainer.
-        save_every: steps between saves; 0 saves only at the end. More than 0 needs a `save` of the
-            trainer.
-        copy_every: steps between copies; 0 makes none. More than 0 needs a `copy` of the trainer.
-        items_per_step: items in a global batch; None leaves the throughput out.
-        item: what they are; utilization is that of tokens.
-        peak_flops: FLOP/s of one device at best, to measure utilization against; None leaves it
-            out.
-        sequence_length: tokens of a sequence, so that utilization counts attention; None leaves
+        eval_every: steps between validations; 0 validates only at the end. A value above 0 needs
+            the trainer's `validation`.
+        save_every: steps between saves; 0 saves only at the end. A value above 0 needs the
+            trainer's `save`.
+        copy_every: steps between copies; 0 makes none. A value above 0 needs the trainer's `copy`.
+        items_per_step: items in a global batch; None does not report throughput.
+        item: the kind of items; utilization needs tokens.
+        peak_flops: peak FLOP/s of one device, to compute utilization; None does not report it.
+        sequence_length: tokens in a sequence, so that utilization counts attention; None leaves
             attention out.
-        max_rollbacks: how often a run goes back to a checkpoint, where the step's `nonfinite` says
-            so; after that it stops.
-        best_metric: the metric of validations by which a state is the best, as writers get it.
-        best_mode: `"min"` where less of it is better, `"max"` where more is.
-        patience: so many validations without a better number end the run; 0 lets it go on.
-        min_delta: by so much a number has to be better to count for that.
-        profile_at: the first step that is traced, counted from 1; 0 traces none.
-        profile_steps: how many are traced.
+        max_rollbacks: how often a run may go back to a checkpoint, if the step's `nonfinite` is
+            `"rollback"`; after that it stops.
+        best_metric: the validation metric that ranks states, by the name that writers get.
+        best_mode: `"min"` if smaller is better, `"max"` if larger is better.
+        patience: the number of validations without improvement that ends the run; 0 never does.
+        min_delta: the smallest improvement that counts.
+        profile_at: the first traced step, counted from 1; 0 traces none.
+        profile_steps: the number of traced steps.
     """
 
     num_steps: int
@@ -231,7 +230,7 @@ class LoopOptions:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `ConfigError` unless the counts are possible."""
+        """Raises `ConfigError` unless all values are valid."""
         check_fields(self)
         for name, kind in _OPTIONS.items():
             kind.check("LoopOptions", name, getattr(self, name))
@@ -251,7 +250,7 @@ _OPTIONS = {
         "a metric of validations, such as 'validation/loss'", lambda x: x.startswith("validation/")
     ),
 }
-"""What their annotations do not say of `LoopOptions`."""
+"""Requirements of `LoopOptions` that its annotations do not express."""
 
 BATCHES = ArgumentKind(
     'an iterable of batches, such as a loader or a list of {"x": ..., "y": ...}',
@@ -288,7 +287,7 @@ KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
         ),
     }
 )
-"""What the fields of a `Trainer` can be."""
+"""Requirements of the fields of a `Trainer`."""
 
 
 def _has(value: object, *methods: str) -> bool:

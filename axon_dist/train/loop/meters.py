@@ -1,4 +1,4 @@
-"""Means of metrics; how long a step takes, how much of the hardware it uses, and its trace."""
+"""Averages metrics; measures the time of a step and its hardware utilization; traces steps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ...step import TrainStep
 _T = TypeVar("_T")
 
 LAG = 2
-"""How many results stay on the devices, so that neither they nor the host wait."""
+"""The number of results left on the devices, so that neither the devices nor the host wait."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds that each of several calls took, results waited for.
+    """The seconds of several calls, including the wait for their results.
 
     Args:
         seconds: one entry per timed call.
@@ -44,25 +44,25 @@ class StepTime:
 
     @property
     def median(self) -> float:
-        """The figure to quote."""
+        """The median seconds; the figure to quote."""
         return statistics.median(self.seconds)
 
     @property
     def best(self) -> float:
-        """The figure that other programs on the machine disturb least."""
+        """The fewest seconds; the figure that other load on the machine disturbs least."""
         return min(self.seconds)
 
 
 def time_step(function: Callable[[], object], num_calls: int = 10, warmup: int = 1) -> StepTime:
-    """Times calls of a function, waiting each time until its result is there.
+    """Times calls of a function, and waits for the result of each call.
 
-    JAX returns from a call before the devices are done: without waiting, one would time the
-    dispatch. The warm-up calls compile and are not counted.
+    JAX returns from a call before the devices are done, so without waiting this would time only
+    the dispatch. The warm-up calls compile and are not counted.
 
     Args:
-        function: of no arguments; returns the arrays to wait for.
-        num_calls: timed calls.
-        warmup: calls before them.
+        function: takes no arguments and returns the arrays to wait for.
+        num_calls: the number of timed calls.
+        warmup: the number of calls before them.
 
     Raises:
         ConfigError: when there is nothing to time.
@@ -74,8 +74,9 @@ def time_step(function: Callable[[], object], num_calls: int = 10, warmup: int =
     """
     if not 1 <= num_calls <= _MOST_CALLS or not 0 <= warmup <= _MOST_CALLS:
         raise ConfigError(
-            f"time_step got num_calls={num_calls} and warmup={warmup}; it must time at least one "
-            f"call, after no fewer than zero others, and at most {_MOST_CALLS}"
+            f"time_step got num_calls={num_calls} and warmup={warmup}; num_calls must be 1 to "
+            f"{_MOST_CALLS}, and warmup 0 to {_MOST_CALLS}",
+            code="call-count",
         )
     for _ in range(warmup):
         jax.block_until_ready(function())
@@ -92,7 +93,7 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def profile(directory: str | Path) -> AbstractContextManager[object]:
-    """Records what host and devices do inside the context, as a trace for Perfetto or XProf.
+    """Traces the host and the devices inside the context, for Perfetto or XProf.
 
     Args:
         directory: the folder to write into; `tensorboard --logdir` (with the xprof plugin) and
@@ -108,21 +109,24 @@ def model_flops_utilization(
     num_devices: int = 1,
     attention_flops: float = 0,
 ) -> float:
-    """The share of the peak that the model's own arithmetic reaches: an estimate, not a reading.
+    """Estimates model FLOPs utilization (MFU), the share of the peak that the model itself needs.
 
-    `(6 N + A) tokens / (t peak)`: a token costs each active parameter a multiply-add
-    forward and two backward (arXiv:2001.08361, arXiv:2204.02311). Recomputation is not counted, and
-    embedding tables are, though looking up a row computes nothing.
+    `(6 N + A) tokens / (t peak)`: for each token, every active parameter takes one multiply-add
+    in the forward pass and two in the backward pass (arXiv:2001.08361, arXiv:2204.02311).
+    Recomputation is not counted. Embedding tables are counted, although looking up a row computes
+    nothing.
 
     Args:
-        num_params: N, the active parameters of a token: in a mixture, those of its experts.
-        tokens_per_second: through all devices.
-        peak_flops: FLOP/s of one device at best, for the dtype in use.
+        num_params: N, the active parameters per token; in a mixture of experts, only those of the
+            token's experts.
+        tokens_per_second: tokens per second over all devices.
+        peak_flops: peak FLOP/s of one device, for the dtype in use.
         num_devices: how many devices share the work.
-        attention_flops: A, what a token costs in attention scores and the sums they weigh.
+        attention_flops: A, the FLOPs per token for attention scores and the weighted sums of
+            values.
 
     Returns:
-        A number between 0 and 1, if the peak is right.
+        A number between 0 and 1, if the peak is correct.
 
     Example:
         >>> model_flops_utilization(1_000_000_000, 10_000, peak_flops=1e14, num_devices=2)
@@ -135,19 +139,20 @@ def model_flops_utilization(
 def utilization_of(
     step: TrainStep, peak_flops: float | None, length: int | None = None
 ) -> Callable[[float], float] | None:
-    """From tokens per second to the utilization by a step; None where no peak is known.
+    """Returns a function from tokens per second to a step's MFU; None if no peak is known.
 
     Args:
-        step: whose model and devices are meant. Modules say by `idle_share` which share of their
-            parameters is inactive for a token, and models by `attention_flops(length)` what a token
-            costs beside them, as `Experts` and `Transformer` do.
-        peak_flops: FLOP/s of one device at best.
-        length: tokens of a sequence; None leaves attention out.
+        step: the step, with its model and devices. The `idle_share` of a module is the fraction of
+            its parameters that is inactive for a token, as in `Experts`. The
+            `attention_flops(length)` of a model are the FLOPs of attention per token, as in
+            `Transformer`.
+        peak_flops: peak FLOP/s of one device.
+        length: tokens in a sequence; None leaves attention out.
     """
     if peak_flops is None:
         return None
     model = step.parts.abstract
-    # A frozen parameter has no gradient of its own: a third less to compute.
+    # A frozen parameter needs no weight gradient, one of the three multiply-adds.
     count = _num_active(model, step.parts.params) + 2 / 3 * _num_active(model, step.parts.frozen)
     attention = getattr(model, "attention_flops", None)
     return functools.partial(
@@ -160,7 +165,7 @@ def utilization_of(
 
 
 def _num_active(model: nnx.Module, params: PyTree) -> float:
-    """How many of some parameters are active for a token."""
+    """Counts the parameters that are active for a token."""
     idle = {
         "/".join(map(str, (*keys, name))): share
         for keys, module in nnx.iter_graph(model)
@@ -170,7 +175,7 @@ def _num_active(model: nnx.Module, params: PyTree) -> float:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[int, float]:
-    """What 50, 90 and 99 percent of some times stay within, and all of them.
+    """Returns the 50th, 90th, 99th and 100th percentiles.
 
     Example:
         >>> percentiles([0.1] * 98 + [0.5, 9.0])
@@ -185,27 +190,28 @@ class StepProfile:
     """Records steps `at`, `at + 1`, ... as a trace that ui.perfetto.dev and XProf read.
 
     The trace shows the scopes of a step: `microbatch`, `optimizer`, and in a pipeline its phases
-    and transfers. The first step of a process compiles, and is left out.
+    and transfers. The first step of a process is never traced, because it compiles.
 
     Args:
-        at: the first step that is traced, counted from 1; 0 traces none.
-        steps: how many.
+        at: the first traced step, counted from 1; 0 traces none.
+        steps: the number of traced steps.
         directory: the folder to write into.
     """
 
     def __init__(self, at: int, steps: int, directory: str | Path | None):
         self._steps = range(at, at + steps) if at and directory is not None else range(0)
-        self._count, self._is_asked = steps, False
+        self._count = steps
+        self._is_asked = False
         self._listeners: list[Callable[[str], None]] = []
         self._directory = None if directory is None else str(directory)
         self._is_on = False
 
     @contextmanager
     def on_signal(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """SIGUSR1 traces the next steps, as long as the context lasts.
+        """While the context lasts, SIGUSR1 starts a trace of the next steps.
 
         Args:
-            tell: takes a sentence when a trace begins or has ended.
+            tell: takes a sentence when a trace has ended.
         """
         self._listeners = [tell]
         if threading.current_thread() is not threading.main_thread() or self._directory is None:
@@ -223,14 +229,15 @@ class StepProfile:
 
     @contextmanager
     def around(self, number: int, settle: Callable[[], None]) -> Iterator[None]:
-        """Traces a step, if it is one of those.
+        """Traces the step in the context if it is one of the chosen steps.
 
         Args:
-            number: of the step, counted from 1.
+            number: the number of the step, counted from 1.
             settle: waits for every step taken.
         """
         if self._is_asked and not self._is_on:
-            self._is_asked, self._steps = False, range(number, number + self._count)
+            self._is_asked = False
+            self._steps = range(number, number + self._count)
         if number not in self._steps:
             yield
             return
@@ -246,10 +253,11 @@ class StepProfile:
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is still recorded, because the run ends before it."""
+        """Ends the current trace, also if the run ends before its last step."""
         if self._is_on:
             message = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
-            self._is_on, self._steps = False, range(0)
+            self._is_on = False
+            self._steps = range(0)
             try:
                 jax.profiler.stop_trace()
             except (OSError, RuntimeError) as error:
@@ -273,10 +281,10 @@ class MetricSums:
         self._sums: dict[str, np.ndarray] = {}
 
     def add(self, metrics: Mapping[str, Weighted]) -> None:
-        """Takes what `evaluate_sums` returns for a batch, and waits for it.
+        """Adds the totals and weights of a batch, and waits for them.
 
         Args:
-            metrics: totals and weights.
+            metrics: the result of `evaluate_sums`.
         """
         for name, part in jax.device_get(dict(metrics)).items():
             both = np.array([part.total, part.weight], np.float64)
@@ -284,16 +292,16 @@ class MetricSums:
 
     @property
     def means(self) -> dict[str, float]:
-        """`sum(totals) / sum(weights)` of every metric; 0 where nothing weighs."""
+        """`sum(totals) / sum(weights)` of every metric; 0 if the weights sum to 0."""
         return {n: float(total / w) if w else 0.0 for n, (total, w) in self._sums.items()}
 
 
 def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:
-    """Yields the items in order, each only after `lag` more have been made.
+    """Yields the items in order, each only after `lag` more have been produced.
 
     Args:
-        items: what to yield; arrays that are still being computed, for instance.
-        lag: how many to make ahead.
+        items: the items, for instance arrays that are still being computed.
+        lag: how many items to produce ahead.
 
     Example:
         >>> list(delayed([1, 2, 3], lag=2))

@@ -1,4 +1,4 @@
-"""Where metrics go: a JSON line per record, the loggers of the extras, a plot of the losses."""
+"""Writers of metrics: JSON lines, the loggers of the optional extras, a plot of the losses."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from axon_dist.core.words import plural
 
 
 def has_module(name: str) -> bool:
-    """Tells whether a module is installed, without importing it."""
+    """Returns whether a module is installed, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 
 class MetricWriter(Protocol):
-    """Something that keeps numbers by step."""
+    """Stores metrics by step."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps the metrics of a step; names are such as `train/loss`."""
+        """Stores the metrics of a step, with names such as `train/loss`."""
         ...
 
     def close(self) -> None:
-        """Makes sure that everything written is kept."""
+        """Flushes everything that was written."""
         ...
 
 
 class JsonlWriter:
-    """One JSON object a line, readable during the run.
+    """Writes one JSON object per line, readable during the run.
 
-    A number that JSON cannot hold (a loss that became infinite or NaN) is written as a text. A disk
-    that refuses a line ends nothing: it is written before the next one, as soon as there is room.
+    A number that JSON does not have (an infinite or NaN loss) is written as a string. If the disk
+    refuses a line, the run continues; the line is written before the next one, as soon as the disk
+    has space.
 
     Args:
-        path: the file; lines are added to it. Where it is removed meanwhile, a new one is begun.
+        path: the file; lines are appended. If the file is removed during the run, a new one is
+            made.
         tell: takes a sentence when the disk begins to refuse lines, and when some are lost.
 
     Attributes:
-        was_removed: whether the file was removed, so that earlier lines are gone.
+        was_removed: whether the file was removed, so that earlier lines are lost.
 
     Example:
         >>> import tempfile
@@ -59,14 +61,21 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | Path, tell: Callable[[str], None] = warn):
-        self._path, self.was_removed = as_path(path, "the file of metrics"), False
+        self._path = as_path(path, "the file of metrics")
+        self.was_removed = False
         if (kind := kind_at(self._path)) not in (None, "a file"):
-            raise ConfigError(f"{str(path)!r} is {kind}; name a file, which metrics are added to")
+            raise ConfigError(
+                f"{str(path)!r} is {kind}, and must be a file that metrics are appended to; name "
+                "another path",
+                code="not-a-file",
+            )
         if self._path.is_symlink():
             raise ConfigError(
                 f"{str(path)!r} is a link, which is not followed; name the file it leads to"
             )
-        self._tell, self._waiting, self._is_refused = tell, bytearray(), False
+        self._tell = tell
+        self._waiting = bytearray()
+        self._is_refused = False
         self._file: int | None = None
         if not self._path.parent.is_dir():
             raise ConfigError(
@@ -84,7 +93,7 @@ class JsonlWriter:
         self._flush()
 
     def close(self) -> None:
-        """Writes what is left, and closes the file."""
+        """Writes the remaining lines, and closes the file."""
         if self._waiting:
             self._flush()
         if self._waiting:
@@ -92,8 +101,9 @@ class JsonlWriter:
         self._close_file()
 
     def _flush(self) -> None:
-        """Writes what the disk takes of the lines that wait."""
+        """Writes as many of the waiting lines as the disk accepts."""
         try:
+            # Without links the file was removed, and lines written to it would be lost.
             if self._file is not None and not os.fstat(self._file).st_nlink:
                 self.was_removed = True
                 self._close_file()
@@ -101,16 +111,16 @@ class JsonlWriter:
             if self._file is None:
                 self._file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             while self._waiting:
-                # Part of a line may be written, and the rest of it comes next.
+                # The system may write only part of a line; then the rest is written next.
                 del self._waiting[: os.write(self._file, self._waiting)]
             self._is_refused = False
         except OSError as error:
-            # It may be another file by the next time, as after a server of files came back.
+            # Reopen it next time: the handle may be stale, as after a file server has restarted.
             self._close_file()
             if not self._is_refused:
                 self._tell(
-                    f"{self._path.name}: lines wait to be written ({error.strerror}); the run goes "
-                    "on"
+                    f"{self._path.name}: lines wait to be written ({error.strerror}); the run "
+                    "continues"
                 )
             self._is_refused = True
 
@@ -127,24 +137,26 @@ class JsonlWriter:
 
 
 _MOST_WAITING = 2**24
-"""Bytes of lines that wait for a disk."""
+"""The most bytes of lines that wait for the disk."""
 
 
 class LastingWriter:
-    """A writer whose errors are told once and end nothing: a tracker is not worth a run.
+    """A writer whose errors are reported once and do not end the run.
 
     Args:
-        writer: what keeps the numbers.
-        name: of it, for the sentence.
-        tell: takes the sentence.
+        writer: the writer that may fail.
+        name: its name, for the report.
+        tell: takes the report.
     """
 
     def __init__(self, writer: MetricWriter, name: str, tell: Callable[[str], None]):
-        self.writer, self._name, self._tell = writer, name, tell
+        self.writer = writer
+        self._name = name
+        self._tell = tell
         self._has_failed = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps the metrics of a step, if the writer can."""
+        """Stores the metrics of a step, if the writer can."""
         self._try(lambda: self.writer.write(step, metrics))
 
     def close(self) -> None:
@@ -154,10 +166,10 @@ class LastingWriter:
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # of whatever kind a tracker raises
+        except Exception as error:  # trackers raise all kinds of errors
             if not self._has_failed:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._tell(f"{self._name}: metrics are not kept ({reason:.300}); the run goes on")
+                self._tell(f"{self._name}: metrics are not kept ({reason:.300}); the run continues")
             self._has_failed = True
 
 
@@ -165,7 +177,7 @@ class TensorBoardWriter:
     """Event files for TensorBoard, through tensorboardX.
 
     Args:
-        directory: the folder that `tensorboard --logdir` is given.
+        directory: the folder to pass to `tensorboard --logdir`.
 
     Raises:
         ConfigError: when tensorboardX is not installed.
@@ -203,11 +215,11 @@ class WandbWriter(_RunWriter):
     """A run of Weights & Biases.
 
     Args:
-        directory: the folder that keeps its files; `wandb sync` uploads an offline run from it.
+        directory: the folder for its files; `wandb sync` uploads an offline run from it.
         project: the project the run belongs to.
         name: the name of the run.
-        mode: `"offline"` needs no account and no network, `"online"` both.
-        config: what the run was made from, nested dicts.
+        mode: `"offline"` needs no account and no network, `"online"` needs both.
+        config: the config of the run, as nested dicts.
 
     Raises:
         ConfigError: when wandb is not installed.
@@ -229,12 +241,12 @@ class WandbWriter(_RunWriter):
 
 
 class TrackioWriter(_RunWriter):
-    """A run of trackio, which keeps it on this machine: `trackio show` draws it.
+    """A run of trackio, which stores it on this machine; `trackio show` draws it.
 
     Args:
         project: the project the run belongs to.
         name: the name of the run.
-        config: what the run was made from, nested dicts.
+        config: the config of the run, as nested dicts.
 
     Raises:
         ConfigError: when trackio is not installed.
@@ -249,10 +261,10 @@ class MlflowWriter:
     """A run of MLflow.
 
     Args:
-        uri: the server, or the folder that keeps the runs.
-        experiment: the experiment the run belongs to, made where there is none of the name.
+        uri: the server, or the folder of the runs.
+        experiment: the experiment the run belongs to; created if it does not exist.
         name: the name of the run.
-        config: what the run was made from, nested dicts; its values are the parameters.
+        config: the config of the run, as nested dicts; its values become MLflow parameters.
 
     Raises:
         ConfigError: when mlflow is not installed.
@@ -296,17 +308,17 @@ def plot_losses(
     """Draws training and validation loss over the steps into a PNG file, and metrics below them.
 
     Args:
-        path: of the PNG file, replaced if it is there.
+        path: the PNG file; replaced if it exists.
         train: training loss by step.
-        validation: validation loss by step, few points.
-        unit: of the loss, such as `nats/byte`.
-        title: above the axes.
-        metrics: of each further metric its training and validation curve, a panel for each.
+        validation: validation loss by step; each point is marked.
+        unit: the unit of the loss, such as `nats/byte`.
+        title: the title above the axes.
+        metrics: the training and validation curves of further metrics, one panel for each.
 
     Raises:
         ConfigError: when matplotlib is not installed.
     """
-    # Figure instead of pyplot: no window, no global state, and the user's backend is left alone.
+    # Figure instead of pyplot: no window, no global state, no change to the user's backend.
     figure = require("matplotlib.figure", "plots", "the loss plot").Figure(
         figsize=(8, 4.5 + 2.5 * len(metrics or {})), dpi=150, layout="constrained"
     )

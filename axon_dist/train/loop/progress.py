@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar on a terminal, plain lines in a log."""
+"""Shows the progress of a run: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from axon_dist.core.words import byte_size, clock_time, duration, si
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """The state of a run; what is not known yet is None.
+    """The status of a run; unknown values are None.
 
     Args:
         step: steps taken.
         num_steps: steps to take.
         loss: mean training loss of the last steps.
-        validation_loss: the last one measured.
-        validation_step: after which step that was.
-        items_per_second: through all devices, over the last steps.
-        item: what they are.
-        step_seconds: the mean of the last steps.
-        seconds_left: until the last step, as fast as so far.
-        device_bytes: of the train state, on the fullest device.
+        validation_loss: the last validation loss.
+        validation_step: the step after which it was measured.
+        items_per_second: throughput of all devices over the last steps.
+        item: the kind of items.
+        step_seconds: mean seconds of the last steps.
+        seconds_left: estimated seconds until the last step.
+        device_bytes: bytes of the train state on the fullest device.
     """
 
     step: int
@@ -48,24 +48,24 @@ class Status:
 
 
 class Progress(Protocol):
-    """Something that shows a run; a context that lasts as long as the run."""
+    """Shows the progress of a run; a context that lasts as long as the run."""
 
     def __enter__(self) -> Self:
-        """Begins to show."""
+        """Starts the display."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leaves the last state standing."""
+        """Ends the display; the last status stays visible."""
 
     def phase(self, text: str) -> AbstractContextManager[None]:
-        """Shows something that takes a while, such as compiling, as long as the context lasts."""
+        """Shows a longer operation, such as compiling, while the context lasts."""
         return nullcontext()
 
     def update(self, status: Status) -> None:
-        """Takes the newest status; called once per step, so it must cost next to nothing."""
+        """Takes the newest status; called once per step, so it must be cheap."""
 
     def note(self, text: str) -> None:
-        """Shows a sentence that stays."""
+        """Shows a sentence that stays visible."""
 
 
 class SilentProgress(Progress):
@@ -73,12 +73,12 @@ class SilentProgress(Progress):
 
 
 class PlainProgress(Progress):
-    """A line now and then, for logs and pipes.
+    """Writes a status line every few seconds, for logs and pipes.
 
     Args:
         write: takes a line.
         every: seconds between two status lines.
-        clock: returns the seconds; a test may pass its own.
+        clock: returns the time in seconds; tests may pass their own.
 
     Example:
         >>> with PlainProgress(print) as progress:
@@ -92,7 +92,9 @@ class PlainProgress(Progress):
         every: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._write, self._interval, self._clock = write, every, clock
+        self._write = write
+        self._interval = every
+        self._clock = clock
         self._last: Status | None = None
         self._written: Status | None = None
         self._next_time = clock()
@@ -103,7 +105,7 @@ class PlainProgress(Progress):
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Writes what begins, and how long it took."""
+        """Writes a line when the operation begins, and a line with its time when it ends."""
         start = self._clock()
         self._write(f"{text} ...")
         yield
@@ -127,7 +129,7 @@ def _validation(status: Status | None) -> tuple[int | None, float | None]:
 
 
 def status_line(status: Status) -> str:
-    """The status in one line.
+    """Formats the status in one line.
 
     Example:
         >>> status_line(Status(step=3, num_steps=9, loss=2.5, items_per_second=12_345.0))
@@ -137,7 +139,7 @@ def status_line(status: Status) -> str:
 
 
 def status_parts(status: Status) -> list[str]:
-    """What is known of a status, each in a few words."""
+    """Formats the known values of a status, each in a few words."""
     known = (
         ("loss {}", "{:.3f}".format, status.loss),
         ("validation {}", "{:.3f}".format, status.validation_loss),
@@ -146,22 +148,24 @@ def status_parts(status: Status) -> list[str]:
         ("{}/device", byte_size, status.device_bytes),
         ("{} left", clock_time, status.seconds_left),
     )
-    return [form.format(words(value)) for form, words, value in known if value is not None]
+    return [form.format(to_text(value)) for form, to_text, value in known if value is not None]
 
 
 class LiveProgress(Progress):
     """Redraws two lines at the bottom of a terminal, in a thread.
 
     Args:
-        console: of a terminal whose cursor can be moved.
-        name: what the run is called.
+        console: the console of a terminal whose cursor can be moved.
+        name: the name of the run.
     """
 
     def __init__(self, console: Console, name: str):
-        self._console, self._name = console, name
+        self._console = console
+        self._name = name
         self._status: Status | None = None
         self._phase: tuple[str, float] | None = None
-        self._spinner, self._start = Spinner("dots", style="cyan"), time.monotonic()
+        self._spinner = Spinner("dots", style="cyan")
+        self._start = time.monotonic()
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
 
     def __enter__(self) -> Self:
@@ -174,7 +178,7 @@ class LiveProgress(Progress):
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Shows a spinner, and leaves a line with how long it took."""
+        """Shows a spinner, then prints a line with the time taken."""
         self._phase = phase = text, time.monotonic()
         try:
             yield
@@ -183,8 +187,9 @@ class LiveProgress(Progress):
             self._phase = None
 
     def update(self, status: Status) -> None:
-        """Keeps the status for the next redraw; a new validation gets a line that stays."""
-        before, self._status = self._status, status
+        """Keeps the status for the next redraw; prints a line for each new validation."""
+        before = self._status
+        self._status = status
         if status.validation_step not in (None, before and before.validation_step):
             step = f"validation after step {status.validation_step}"
             self._console.print(
@@ -196,7 +201,9 @@ class LiveProgress(Progress):
         self._console.print(Text(text, style="yellow"))
 
     def _render(self) -> RenderableType:
-        status, phase = self._status, self._phase
+        # The redraw runs in a thread; read each field once, so that it cannot change meanwhile.
+        status = self._status
+        phase = self._phase
         lines: list[RenderableType] = []
         if phase is not None:
             self._spinner.update(text=_took(*phase))
@@ -224,7 +231,7 @@ def _took(text: str, start: float) -> Text:
 
 
 def _figures(status: Status) -> Text:
-    """What is known of a status, the numbers set off from their words."""
+    """Formats the known values of a status, with the numbers in bold."""
     parts = [part for part in status_parts(status) if not part.endswith(" left")]
     text = Text("  ·  ".join(parts), style="dim")
     text.highlight_regex(r"(?<![\w.])[\d.]+\w?", style="not dim bold")
@@ -232,11 +239,11 @@ def _figures(status: Status) -> Text:
 
 
 def make_progress(console: Console, name: str, every: float = 10.0) -> Progress:
-    """Picks the live display on a terminal, plain lines elsewhere, silence on a quiet console.
+    """Picks the live display on a terminal, plain lines elsewhere, nothing on a quiet console.
 
     Args:
-        console: where to.
-        name: what the run is called.
+        console: the console to write to.
+        name: the name of the run.
         every: seconds between two plain lines.
     """
     if console.quiet:

@@ -1,4 +1,4 @@
-"""The record of a run: metrics, their history, where the seconds go, and the result."""
+"""Records a run: its metrics and their history, how it spends its time, and its result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TimeSheet:
     """Adds up seconds by what they were spent on.
 
     Args:
-        clock: returns the seconds; a test may pass its own.
+        clock: returns the time in seconds; tests may pass their own.
 
     Example:
         >>> ticks = iter([0.0, 1.0, 4.0, 10.0])
@@ -51,12 +51,12 @@ class TimeSheet:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the sheet was begun."""
+        """Seconds since the sheet was created."""
         return self._clock() - self._start
 
     @contextmanager
     def on(self, kind: str) -> Iterator[None]:
-        """Counts what happens in the context as of a kind."""
+        """Counts the time of the context under a kind."""
         start = self._clock()
         try:
             yield
@@ -64,14 +64,15 @@ class TimeSheet:
             self.add(kind, self._clock() - start)
 
     def add(self, kind: str, seconds: float) -> None:
-        """Counts seconds measured elsewhere."""
+        """Adds seconds measured elsewhere."""
         self._seconds[kind] += seconds
 
     def by_kind(self, train_seconds: float) -> dict[str, float]:
-        """Every second since the beginning, each in one kind.
+        """Splits all seconds since the beginning over the kinds.
 
         Args:
-            train_seconds: the sum from step to step; what is not `data` or `lost` of it is `step`.
+            train_seconds: the total time from step to step; its part that is neither `data` nor
+                `lost` is `step`.
         """
         named = (INITIALIZE, COMPILE, DATA, VALIDATE, SAVE, LOST)
         seconds = {kind: self[kind] for kind in named}
@@ -80,7 +81,7 @@ class TimeSheet:
 
 
 TRAIN, VALIDATION = "train", "validation"
-"""What the names of metrics begin with."""
+"""Prefixes of the names of metrics."""
 
 Curve: TypeAlias = tuple[tuple[int, float], ...]
 """Pairs of step and value."""
@@ -92,24 +93,24 @@ _SKIPPED = f"{TRAIN}/skipped_steps"
 class Record:
     """Takes metrics as device scalars, fetches them later, averages them and writes them.
 
-    The clock runs from `start_clock` to `stop_clock`, and stands while something is done `aside`,
-    so that compiling, validating and saving are not counted as training.
+    The clock runs from `start_clock` to `stop_clock`, and pauses in the context of `aside`, so that
+    compiling, validating and saving are not counted as training.
 
     Args:
-        options: length and cadence of the run, and what its throughput counts.
+        options: length and cadence of the run, and the items of its throughput.
         first_step: steps taken before this run.
-        writers: take the records.
+        writers: receive the records.
         progress: takes a status after every fetched step.
         device_bytes: bytes of the train state per device, to be shown.
-        utilization: from items per second to the share of the hardware's peak, if that is known.
-        skips: whether steps that were not finite are counted and left out; else the first of them
-            is `lost`, and nothing after it is taken.
-        tell: called with the number of steps taken, as a sign of life for the watchdog.
-        history: the records that writers took before the first step of this run, `step` beside
-            their metrics: what the curves begin with.
-        facts: from the number of steps taken, and of those that changed the state, to what more
-            is known of them, such as the learning rate.
-        sheet: where the time of the run goes.
+        utilization: maps items per second to the share of the hardware's peak, if that is known.
+        skips: whether steps that were not finite are counted and left out. If not, the first of
+            them is `lost`, and later ones are ignored.
+        tell: called with the number of steps taken, as a heartbeat for the watchdog.
+        history: records written before the first step of this run, each with its `step` and
+            metrics; the curves begin with them.
+        facts: maps the number of steps taken, and of those that changed the state, to further
+            numbers of a record, such as the learning rate.
+        sheet: adds up the time of the run by kind.
     """
 
     def __init__(
@@ -126,10 +127,18 @@ class Record:
         facts: Callable[[int, int], Mapping[str, float]],
         sheet: TimeSheet,
     ):
-        self.options, self.writers, self.progress = options, writers, progress
-        self.device_bytes, self.utilization, self.skips = device_bytes, utilization, skips
-        self._facts, self.sheet, self._tell = facts, sheet, tell
-        self.step_seconds, self._reported = array.array("d"), (0.0, 0.0, 0.0, 0)
+        self.options = options
+        self.writers = writers
+        self.progress = progress
+        self.device_bytes = device_bytes
+        self.utilization = utilization
+        self.skips = skips
+        self._facts = facts
+        self.sheet = sheet
+        self._tell = tell
+        self.step_seconds = array.array("d")
+        # Train, data and device seconds and the number of steps, as of the last record.
+        self._reported = (0.0, 0.0, 0.0, 0)
         self.lost: NonfiniteLoss | None = None
         self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
         self._skipped: list[str] = []
@@ -145,7 +154,7 @@ class Record:
 
     @property
     def items_per_second(self) -> float | None:
-        """Throughput over the whole run while the clock ran."""
+        """Throughput over the whole time that the clock ran."""
         items = self.options.items_per_step
         if items is None or not self.train_seconds:
             return None
@@ -157,19 +166,19 @@ class Record:
         return self.step_seconds[-_RECENT_STEPS:]
 
     def start_clock(self) -> None:
-        """From now on time is training time."""
+        """Starts counting training time."""
         self._mark = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """From now on it is not; first waits for every step taken."""
+        """Waits for every step taken, then stops counting training time."""
         self.settle()
         self._mark = None
 
     @contextmanager
     def aside(self, kind: str) -> Iterator[None]:
-        """Counts what happens in the context as of a kind, and not as training.
+        """Counts the time of the context under a kind, and not as training.
 
-        No step may be under way.
+        No step may be running.
         """
         start = time.perf_counter()
         with self.sheet.on(kind):
@@ -184,14 +193,14 @@ class Record:
         self._pending.append((self.dispatched, metrics))
 
     def sign(self) -> None:
-        """Gives a sign of life to the watchdog."""
+        """Sends a heartbeat to the watchdog."""
         self._tell(self.dispatched)
 
     def settle(self, keep: int = 0) -> None:
-        """Fetches all but the newest metrics; waits for the steps they come from.
+        """Fetches all but the newest metrics, which waits for their steps.
 
         Args:
-            keep: how many of the newest to leave on the devices.
+            keep: how many of the newest metrics to leave on the devices.
         """
         while len(self._pending) > keep:
             step, metrics = self._pending.popleft()
@@ -200,7 +209,7 @@ class Record:
             self._take(step, {name: float(value) for name, value in fetched.items()})
 
     def validated(self, metrics: Mapping[str, float]) -> None:
-        """Takes the loss and the other metrics of a validation after the last step."""
+        """Records the metrics of a validation after the last step."""
         self._curves.append((VALIDATION, self.step, dict(metrics)))
         means = {f"{VALIDATION}/{name}": value for name, value in metrics.items()}
         self.latest = self.latest | means
@@ -219,39 +228,42 @@ class Record:
         return self._curve(VALIDATION, "loss")
 
     def metric_curves(self) -> dict[str, tuple[Curve, Curve]]:
-        """Training and validation curve of every metric that was validated, but for the loss."""
+        """Returns the training and validation curves of every validated metric except the loss."""
         metrics = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
         names = sorted(metrics - {"loss"})
         return {name: (self._curve(TRAIN, name), self._curve(VALIDATION, name)) for name in names}
 
     @property
     def scores(self) -> list[tuple[int, float]]:
-        """Step and score of every validation; less is better."""
+        """Step and score of every validation; a smaller score is better."""
         sign = -1 if self.options.best_mode == "max" else 1
         curve = self._curve(VALIDATION, self.options.best_metric.removeprefix(f"{VALIDATION}/"))
         return [(step, sign * value) for step, value in curve]
 
     def validations_since_best(self) -> int:
-        """How many validations ago the best one was; what is better by less does not count."""
-        best, at = math.inf, 0
+        """Counts the validations since the best; improvements below `min_delta` do not count."""
+        best = math.inf
+        best_number = 0
         scores = [score for _, score in self.scores]
         for number, score in enumerate(scores, 1):
             if score < best - self.options.min_delta:
-                best, at = score, number
-        return len(scores) - at
+                best = score
+                best_number = number
+        return len(scores) - best_number
 
     def _curve(self, kind: str, name: str) -> Curve:
         points = ((step, means) for k, step, means in self._curves if k == kind)
         return tuple((step, means[name]) for step, means in points if name in means)
 
     def go_back(self, step: int) -> None:
-        """Drops the records after a step, from which the run continues."""
+        """Drops the records after a step; the run continues from there."""
         self._pending.clear()
         self._window.clear()
         if self._recent:
             self.sheet.add(LOST, statistics.fmean(self._recent) * (self.step - step))
         self.first_step = self.dispatched = self.step = step
-        self.lost, self.rollbacks = None, self.rollbacks + 1
+        self.lost = None
+        self.rollbacks += 1
         self._curves = [point for point in self._curves if point[1] <= step]
         self.start_clock()
 
@@ -286,7 +298,7 @@ class Record:
         self.step = step
         if lost or values.get(SPIKE):
             self.skipped_steps += 1
-            why = f"step {step}: the loss {values['loss']:.4g} or its gradient stands out"
+            why = f"step {step}: the loss {values['loss']:.4g} or its gradient is a spike"
             self._skipped.append(str(NonfiniteLoss(step, values["loss"])) if lost else why)
         else:
             self._window.append({n: x for n, x in values.items() if n not in (FLAG, SPIKE)})
@@ -298,7 +310,8 @@ class Record:
     def _speed(self) -> dict[str, float]:
         if not self._recent:
             return {}
-        seconds, items = statistics.fmean(self._recent), self.options.items_per_step
+        seconds = statistics.fmean(self._recent)
+        items = self.options.items_per_step
         speed = {"time/step_seconds": seconds}
         if items is not None:
             rate = speed[f"time/{self.options.item}_per_second"] = items / seconds
@@ -307,18 +320,21 @@ class Record:
         return speed
 
     def _shares(self) -> dict[str, float]:
-        """Where the time since the last record went, and that of the whole run so far."""
-        before, count = self._reported, len(self.step_seconds)
-        self._reported = now = self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count
+        """Returns how the time since the last record, and that of the whole run, was spent."""
+        before = self._reported
+        count = len(self.step_seconds)
+        now = (self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count)
+        self._reported = now
         train, data, devices = (now[index] - before[index] for index in range(3))
         shares = {"time/unix": time.time(), "time/elapsed_seconds": self.sheet.elapsed}
         if train <= 0:
             return shares
-        mean = count - len(self._recent)  # the first step of `time/step_seconds`
+        # `time/step_seconds` is a mean over the recent steps, so the slowest one includes them.
+        first_recent = count - len(self._recent)
         spent = self.sheet.by_kind(self.train_seconds)
         return {
             **shares,
-            "time/slowest_step_seconds": max(self.step_seconds[min(before[3], mean) :]),
+            "time/slowest_step_seconds": max(self.step_seconds[min(before[3], first_recent) :]),
             "time/data_share": min(data / train, 1.0),
             "time/host_share": max(1 - (data + devices) / train, 0.0),
             "time/goodput": spent[STEP] / self.sheet.elapsed,
@@ -329,18 +345,20 @@ class Record:
             writer.write(self.step, metrics)
 
     def _tell_skipped(self) -> bool:
-        """Notes the steps skipped since the last record; whether there were any."""
-        skipped, self._skipped = self._skipped, []
+        """Reports the steps skipped since the last record; returns whether there were any."""
+        skipped = self._skipped
+        self._skipped = []
         if skipped:
             count = f"{plural(len(skipped), 'step')} skipped, {self.skipped_steps} so far"
             self.progress.note(f"{count}; {skipped[0]}")
         return bool(skipped)
 
     def status(self) -> Status:
-        """The status of the run after its last fetched step."""
-        speed, item = self._speed(), self.options.item
+        """Returns the status of the run after its last fetched step."""
+        speed = self._speed()
+        item = self.options.item
         seconds = speed.get("time/step_seconds")
-        left = self.options.num_steps - self.step
+        steps_left = self.options.num_steps - self.step
         recent = self._window or [{"loss": value} for _, value in self.train_curve[-1:]]
         validation_step, validation_loss = (self.validation_curve or [(None, None)])[-1]
         return Status(
@@ -352,16 +370,16 @@ class Record:
             items_per_second=speed.get(f"time/{item}_per_second"),
             item=item,
             step_seconds=seconds,
-            seconds_left=seconds * left if seconds and left else None,
+            seconds_left=seconds * steps_left if seconds and steps_left else None,
             device_bytes=self.device_bytes,
         )
 
 
 def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """What a record says about training and validation: kind, step and metrics."""
+    """Yields the kind, step and metrics of a record, for training and validation."""
     for kind in (TRAIN, VALIDATION):
         metrics = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
-        # A number that JSON does not have was written as its name.
+        # Infinities and NaN were written as strings, which `float` reads.
         means = {name.removeprefix(f"{kind}/"): float(x) for name, x in metrics.items()}
         means.pop("skipped_steps", None)
         if means:
@@ -369,36 +387,36 @@ def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]
 
 
 FINISHED = "finished"
-"""The reason of a run that got to its last step."""
+"""The reason of a run that reached its last step."""
 EARLY = "early stopping"
-"""That of a run that its validations ended before it."""
+"""The reason of a run that ended early, because validations did not improve."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a run came to.
+    """The result of a run.
 
     Args:
-        state: after the last step.
-        num_steps: steps that the state has taken.
-        first_step: those of them that it had taken before this call; the seconds and the throughput
-            are about the others.
+        state: the state after the last step.
+        num_steps: the steps that the state has taken.
+        first_step: the steps that it had taken before this call; the seconds and the throughput do
+            not include them.
         reason: why the run ended, such as `finished` or `SIGINT`.
         train_curve: pairs of step and mean training loss.
         validation_curve: pairs of step and validation loss.
-        metric_curves: of every other metric of the loss function that is validated, its training
-            curve and its validation curve.
-        compile_seconds: until the first step was done, and the first batch validated.
-        train_seconds: of all later steps, validations and saves not counted.
-        items_per_second: over the train seconds; None if unknown.
-        device_bytes: of the train state, on the fullest device.
-        skipped_steps: steps whose batch changed nothing, because they were not finite.
+        metric_curves: the training and validation curves of every other validated metric of the
+            loss function.
+        compile_seconds: the time of the first step and of the first validation batch, which
+            compile.
+        train_seconds: the time of all later steps, without validations and saves.
+        items_per_second: throughput over the train seconds; None if unknown.
+        device_bytes: bytes of the train state on the fullest device.
+        skipped_steps: steps whose batch was dropped, because they were not finite or a spike.
         rollbacks: how often the run went back to a checkpoint.
-        seconds: of this call, by what they were spent on: `initialize`, `compile`, `data` (waiting
-            for a batch), `step`, `validation`, `save`, `lost` (steps that a rollback undid) and
-            `other`.
-        step_percentiles: seconds per step that so many percent of the steps stay within, by
-            percent; empty where no step was timed.
+        seconds: the seconds of this call by kind: `initialize`, `compile`, `data` (waiting for a
+            batch), `step`, `validation`, `save`, `lost` (steps undone by a rollback) and `other`.
+        step_percentiles: percentiles of the seconds per step, by percent; empty if no step was
+            timed.
     """
 
     state: TrainState
@@ -419,10 +437,10 @@ class TrainResult:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run got to its last step."""
+        """Whether the run reached its last step."""
         return self.reason == FINISHED
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal ended the run, to this process or another one, before its last step."""
+        """Whether a signal to this or another process ended the run before its last step."""
         return self.reason in INTERRUPTIONS

@@ -1,4 +1,4 @@
-"""`Trainer`: takes the steps of a run, validates, reports, and stops cleanly."""
+"""`Trainer` runs the training loop: it takes steps, validates, reports and stops cleanly."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""
 
 _END_SECONDS = 30.0
-"""How much later than the others a process may reach the end of its data."""
+"""How much later than the other processes a process may reach the end of its data."""
 _END = object()
-"""What follows the last batch; no data can hold it."""
+"""Sentinel for the end of the batches; no data can contain it."""
 NONFINITE = "nonfinite"
 """The reason of a run that ends with an error."""
 _ADVICE = (
-    "Lower the learning rate, clip the gradients or look at the data; nonfinite='skip' goes past "
-    "such batches, 'rollback' back to a checkpoint"
+    "Lower the learning rate, clip the gradients or look at the data; nonfinite='skip' skips such "
+    "batches, 'rollback' goes back to a checkpoint"
 )
 
 
@@ -60,55 +60,55 @@ class Trainer:
     SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the current step, with everything saved; a
     validation that has begun ends without a result.
 
-    A loss or gradient that is not finite is handled by the `nonfinite` of the step. A step built
-    without it has changed its state by the time it is noticed: the run ends with an error, and
+    The `nonfinite` option of the step handles a loss or gradient that is not finite. A step built
+    without it has already changed its state when this is noticed: the run ends with an error, and
     that state is not saved.
 
     Args:
-        step: from `build_train_step`.
-        batches: what the step takes; the run ends early if they do.
-        options: length and cadence.
-        validation: makes the batches of one validation, of any sizes that the step takes: its
-            metrics are those of all samples, `sum(totals) / sum(weights)`; None does not validate.
-            Or several such functions by name: the metrics of `""` are called `validation/loss`,
-            those of a set `code` are called `validation/code/loss`.
-        writers: take the metrics.
-        progress: shows the run.
-        should_stop: reads the latest record of metrics before every step; the run ends on every
+        step: the step, from `build_train_step`.
+        batches: the batches for the step; the run ends early if they end.
+        options: length and cadence of the run.
+        validation: a function that returns the batches of one validation, of any sizes that the
+            step accepts. The metrics are those over all samples, `sum(totals) / sum(weights)`. Or
+            several such functions by name: the metrics of `""` are called `validation/loss`, those
+            of a set `code` are called `validation/code/loss`. None does not validate.
+        writers: receive the metrics.
+        progress: displays the progress of the run.
+        should_stop: takes the latest record of metrics before every step; the run ends on every
             process as soon as it returns true on one. See below for the keys.
-        save: `save(state, number, score)` takes a state between two steps, the number of steps it
-            has taken, and how good it is by the `best_metric` of the options, less being better,
-            or None where it was not validated; must be done with the arrays when it
-            returns. It gets the last state too, however the run ends but by an error; where that
-            is a step that was not finite, the state before, if it is still there. All that
-            `batches` has handed out by then went into the state.
-        copy: `copy(state, number)` keeps a state where it can be restored sooner than what
-            `save` writes; must be done with the arrays when it returns.
-        give_back: takes how many of the last batches went into no state after all; called before
-            the last state of a run that stops because a step was not finite is saved.
-        go_back: returns the newest good state that was saved, or None if there is none; has to be
-            there where the step's `nonfinite` is `"rollback"`.
-        history: what the writers took in earlier legs of the run, up to the state that it resumes
-            from: the curves of the result begin with it.
-        facts: from the number of steps taken, and of those that changed the state, to what else a
-            record should say, such as the learning rate; computed on the host.
+        save: `save(state, number, score)` is called between two steps. It gets the state, the
+            number of steps taken, and the state's score by the `best_metric` of the options
+            (smaller is better), or None if the state was not validated. It must no longer use the
+            arrays when it returns. It also gets the last state, unless the run ends with an error.
+            If that error is a step that was not finite, it gets the state before that step, if
+            still available. The state includes all batches that `batches` has returned by then.
+        copy: `copy(state, number)` keeps a state where it can be restored faster than from
+            `save`; it must no longer use the arrays when it returns.
+        give_back: takes the number of last batches that did not go into the state; called before
+            saving the last state of a run that stops because a step was not finite.
+        go_back: returns the newest good state that was saved, or None if there is none; required
+            if the step's `nonfinite` is `"rollback"`.
+        history: the records written before this call, up to the state that the run resumes from;
+            the curves of the result begin with them.
+        facts: maps the number of steps taken, and of those that changed the state, to further
+            numbers of a record, such as the learning rate; runs on the host.
         on_compiled: called once, after the first step, which compiles.
-        profile_dir: the folder for the traces that the options ask for, and SIGUSR1 sent to this
-            process: that traces its next `profile_steps` steps.
+        profile_dir: the folder for traces, made because of the options or when this process gets
+            SIGUSR1, which traces the next `profile_steps` steps.
 
-    What `should_stop` reads is what the writers get: means over the last `log_every` steps, from
+    `should_stop` gets the same record as the writers: means over the last `log_every` steps, from
     the first such record on, and the newest validation.
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`
-        train/skipped_steps               so far; where the step's `nonfinite` is `"skip"`
-        time/step_seconds                 as soon as a step after the first was timed
-        time/tokens_per_second            beside it with `items_per_step`; named after `item`
-        time/model_flops_utilization      beside it with `peak_flops`
+        train/skipped_steps               number so far; if the step's `nonfinite` is `"skip"`
+        time/step_seconds                 mean of recent steps; the first step is not timed
+        time/tokens_per_second            with `items_per_step`; named after `item`
+        time/model_flops_utilization      with `peak_flops`
         time/slowest_step_seconds         of the steps of the record and of the mean
-        time/data_share, time/host_share  of their time, what was spent waiting for batches, and
-                                          waiting neither for batches nor for devices
-        time/goodput                      of all time so far, what was spent in steps that count
-        time/elapsed_seconds, time/unix   since the call of `fit`, and of the clock
+        time/data_share, time/host_share  shares of the time since the last record spent waiting
+                                          for batches, and on the host, waiting for nothing
+        time/goodput                      share of all time so far spent in steps that were kept
+        time/elapsed_seconds, time/unix   seconds since the call of `fit`, and Unix time
         validation/loss, validation/...   each metric of the last validation
 
     Example:
@@ -150,20 +150,21 @@ class Trainer:
 
     @in_own_context
     def fit(self, state: TrainState | None = None) -> TrainResult:
-        """Trains until the last step, the end of the data, or a reason to stop.
+        """Trains until the last step, the end of the data, or another reason to stop.
 
         Args:
-            state: to continue from; None starts from `step.init()`. Its arrays are donated.
+            state: the state to continue from; None starts from `step.init()`. Its arrays are
+                donated.
 
         Returns:
             The result, with the last state.
 
         Raises:
-            ConfigError: when the options are not possible or need a function that is not there,
-                or there is no batch or no step left.
+            ConfigError: when the options are invalid or need a function that was not given, or no
+                batch or no step is left.
             LaunchError: when the processes of a run have different options.
             NonfiniteError: when a loss or gradient is not finite, and the step was not built to
-                skip it or go back.
+                skip it or roll back.
         """
         for name, kind in KINDS.items():
             kind.check("a Trainer", name, getattr(self, name))
@@ -172,7 +173,8 @@ class Trainer:
         self._check_policy()
         # A process that takes fewer steps would leave the others waiting for it.
         agree(self.step.world, "loop", dataclasses.asdict(self.options))
-        sheet, options = TimeSheet(), self.options
+        sheet = TimeSheet()
+        options = self.options
         profile = StepProfile(options.profile_at, options.profile_steps, self.profile_dir)
         with (
             self.progress,
@@ -245,16 +247,18 @@ class Trainer:
         if self._policy is Nonfinite.ROLLBACK and self.go_back is None:
             raise ConfigError(
                 "the step was built with nonfinite='rollback' and the trainer has no go_back; give "
-                "it a function that returns the newest state saved, or build the step to stop or "
-                "skip"
+                "it a function that returns the newest saved state, or build the step with "
+                "nonfinite='stop' or 'skip'",
+                code="no-go-back",
             )
         needed = {"save": "save_every", "copy": "copy_every", "validation": "eval_every"}
         for name, option in needed.items():
             steps = getattr(self.options, option)
             if steps and getattr(self, name) is None:
                 raise ConfigError(
-                    f"the options have {option}={steps} and the trainer has no {name}, so nothing "
-                    f"would happen then; give it a {name} function, or leave {option} at 0"
+                    f"the options have {option}={steps} and the trainer has no {name} function; "
+                    f"give it one, or leave {option} at 0",
+                    code="no-function",
                 )
 
     def _first_batch(self) -> tuple[Iterator[Batch], Batch]:
@@ -265,9 +269,9 @@ class Trainer:
         return batches, first
 
     def _end_together(self, number: int) -> None:
-        """Raises where the data of this process ended, and that of the others did not.
+        """Raises if the data of this process ended, but not the data of the others.
 
-        They wait for it in the next step for good, and cannot be asked.
+        The others then wait in the next step forever, so only a timeout can detect it.
         """
         world = self.step.world
         try:
@@ -276,7 +280,8 @@ class Trainer:
             raise ConfigError(
                 f"the batches of process {world.process_index} ended after step {number} of "
                 f"{self.options.num_steps}, and the other processes have more; give every process "
-                "equally many"
+                "the same number",
+                code="uneven-data",
             ) from None
 
     def _steps(
@@ -288,18 +293,23 @@ class Trainer:
         stops: Stops,
         profile: StepProfile,
     ) -> tuple[TrainState, str | None]:
-        """Takes all steps but the first; the last state, and why it ended, None after a request."""
+        """Takes all steps but the first.
+
+        Returns:
+            The last state, and the reason it ended, or None if a stop was requested.
+        """
         options = self.options
         cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
         while True:
             if any(_is_multiple(record.dispatched, cadence) for cadence in cadences):
-                # What is validated, saved or the result must be known to be finite.
+                # Check that the state is finite before it is validated, saved or returned.
                 record.settle()
             if record.lost is not None:
                 earlier = self._go_back(record)
                 if earlier is None:
                     return state, NONFINITE
-                state, metrics = earlier, {}
+                state = earlier
+                metrics = {}
             elif record.dispatched == self.options.num_steps:
                 return state, FINISHED
             elif self._pause_after(record.dispatched, state, record, stops):
@@ -320,7 +330,7 @@ class Trainer:
             record.settle(keep=LAG)
 
     def _go_back(self, record: Record) -> TrainState | None:
-        """The state to continue from after a step that was not finite; None where the run stops."""
+        """Returns the state to continue from after a step that was not finite; None to stop."""
         limit = self.options.max_rollbacks
         if self._policy is not Nonfinite.ROLLBACK or record.rollbacks == limit:
             return None
@@ -328,16 +338,18 @@ class Trainer:
         state = self.go_back()
         if state is None:
             return None
-        lost, number = record.lost, int(state.step)
+        # `record.go_back` clears `lost`.
+        lost = record.lost
+        number = int(state.step)
         record.go_back(number)
         self.progress.note(
-            f"{lost}: went back to step {number}, and on with the batches after that one "
+            f"{lost}: went back to step {number}, continuing with the next batches "
             f"(rollback {record.rollbacks} of {limit})"
         )
         return state
 
     def _pause_after(self, number: int, state: TrainState, record: Record, stops: Stops) -> bool:
-        """Validates and saves between two steps, where it is time to; whether to stop then."""
+        """Validates, saves and copies if it is time to; returns whether to stop."""
         has_stopped = False
         if self.validation is not None and _is_multiple(number, self.options.eval_every):
             has_stopped = not self._validate(state, record, stops)
@@ -348,7 +360,7 @@ class Trainer:
         return has_stopped
 
     def _has_lost_patience(self, record: Record) -> bool:
-        """Whether the last validations have brought nothing better; the same on every process."""
+        """Whether the last validations did not improve; the same answer on every process."""
         options = self.options
         if not options.patience or not _is_multiple(record.dispatched, options.eval_every):
             return False
@@ -377,11 +389,12 @@ class Trainer:
                 self.save(state, number, scores.get(number))
 
     def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
-        """Validates; false where the run is to stop meanwhile, and there is no result."""
+        """Validates; returns False if the run must stop, and there is no result."""
         record.stop_clock()
         compiled = record.sheet[COMPILE]
         with record.sheet.on(VALIDATE):
             means = self._validation_means(state, record, stops)
+        # Compiling inside this context is counted as COMPILE, so take it off VALIDATE.
         record.sheet.add(VALIDATE, compiled - record.sheet[COMPILE])
         if means is None:
             return False
@@ -392,7 +405,8 @@ class Trainer:
     def _validation_means(
         self, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
-        validation, means = self.validation, {}
+        validation = self.validation
+        means = {}
         assert validation is not None
         sets = validation if isinstance(validation, Mapping) else {"": validation}
         for name, make in sets.items():
@@ -410,7 +424,7 @@ class Trainer:
     def _means_of(
         self, make: ValidationSet, is_first: bool, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
-        """The mean of every metric over one set; None where the run is to stop meanwhile."""
+        """Computes the mean of every metric over one set; None if the run must stop."""
         sums = MetricSums()
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
             source = make()
@@ -429,7 +443,10 @@ class Trainer:
                     )
                     return None
         if not sums.means:
-            raise ConfigError("validation gave no batch; give at least one, or no validation")
+            raise ConfigError(
+                "validation gave no batch; give at least one, or set validation=None",
+                code="no-validation-batch",
+            )
         return sums.means
 
     def _finish(self, state: TrainState, record: Record, reason: str, stops: Stops) -> None:
@@ -447,7 +464,7 @@ class Trainer:
     def _stop_before(
         self, lost: nonfinite.NonfiniteLoss, state: TrainState, record: Record
     ) -> NoReturn:
-        """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
+        """Ends a run that was not finite; saves the last finite state, if the step has kept it."""
         remark = ""
         if self._policy is not None:
             remark = f"; the state is that of step {record.step}"
@@ -456,13 +473,13 @@ class Trainer:
             is_saved = record.step == record.first_step
             if not is_saved and not _is_multiple(record.step, self.options.save_every):
                 self._save(record.step, state, record)
-        gone_back = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
-        raise NonfiniteError(f"{lost}{gone_back}{remark}. {_ADVICE}")
+        rollbacks = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
+        raise NonfiniteError(f"{lost}{rollbacks}{remark}. {_ADVICE}")
 
     def _tell_signal(self, name: str) -> None:
-        self.progress.note(f"{name}: stopping after this step (once more aborts)")
+        self.progress.note(f"{name}: stopping after this step (a second signal aborts)")
 
 
 def _is_multiple(number: int, cadence: int) -> bool:
-    """Whether it is time again; never where `cadence` is 0."""
+    """Whether `number` is a multiple of `cadence`; always false if `cadence` is 0."""
     return cadence > 0 and number % cadence == 0

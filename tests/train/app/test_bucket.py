@@ -132,7 +132,7 @@ def test_the_lease_of_a_dead_run_is_taken_after_its_time(folder, store):
     assert time.monotonic() - begun >= 0.5
     now.check()
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"was taken over by process .*this one must not"):
+        with pytest.raises(ConfigError, match=r"was taken over by process .*this one must stop"):
             lost.check()
     now.check()
 
@@ -178,7 +178,7 @@ def test_a_store_that_holds_no_conditions_is_refused(folder, store, monkeypatch)
     monkeypatch.setattr(
         type(store), "write", lambda self, name, body, wanted: write(self, name, body, None)
     )
-    with pytest.raises(ConfigError, match="nothing keeps two runs apart; name a folder of another"):
+    with pytest.raises(ConfigError, match="two runs could write there at once; name a folder"):
         Lease(folder, "run_dir", print)
 
 

@@ -82,10 +82,10 @@ def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
     with pytest.raises(ConfigError, match="which is no folder"):
         check_copies(asked, {"AXON_MEMORY": str(tmp_path / "gone")}, "auto")
     memory = {"AXON_MEMORY": str(tmp_path)}
-    with pytest.raises(ConfigError, match="only with --resume auto; add that"):
+    with pytest.raises(ConfigError, match="only with --resume auto; add it"):
         check_copies(asked, memory, None)
     nowhere = RunConfig.from_dict({"checkpoint": {"memory_every": 2}})
-    with pytest.raises(ConfigError, match="only with a run_dir, in which it goes on; add that"):
+    with pytest.raises(ConfigError, match="only with a run_dir; add it"):
         check_copies(nowhere, memory, "auto")
     check_copies(asked, memory, "auto")
     check_copies(RunConfig(), {}, None)
@@ -117,6 +117,6 @@ def test_what_is_compiled_ahead_is_for_the_most_processes_that_can_go_on(monkeyp
         runs._compile_ahead(RunConfig(), world, told.append)
     assert [call.args for call in steps.__getitem__.call_args_list] == [(7,), (4,)]
     assert told == [
-        "4 processes would go on if one were lost, not more: 7 do not divide",
-        "no fewer processes could go on if one were lost: 7 do not divide",
+        "if one process is lost, only 4 can continue: 7 do not divide",
+        "if one process is lost, the others cannot continue: 7 do not divide",
     ]

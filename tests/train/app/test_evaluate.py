@@ -189,7 +189,7 @@ def test_the_command_goes_on_with_prompts(run, tmp_path, capsys):
         (["{run}", "--prompt", "a", "data.tokenizer=no.json"], "data.tokenizer='no.json' is not"),
         (
             ["{run}", "--prompt", "a", "model={{kind: vit, preset: tiny}}", MADE_UP],
-            "is trained on images, and generating needs one of text; name another",
+            "is trained on images, and generating needs a text model; name another",
         ),
     ],
 )  # fmt: skip

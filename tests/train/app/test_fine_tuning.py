@@ -154,5 +154,5 @@ def test_files_with_fewer_bytes_than_what_is_frozen(tmp_path):
         step: Any = types.SimpleNamespace(parts=parts)
         config: Any = types.SimpleNamespace(frozen_dtype=asked)
         said.append(Run(config, step, step, step)._dtype_line([file]))
-    line = "the files are bfloat16; frozen_dtype: bfloat16 keeps what is frozen so"
+    line = "the files are bfloat16; frozen_dtype: bfloat16 keeps the frozen weights so"
     assert said == [line, None, None]

@@ -70,7 +70,7 @@ def test_without_locks_it_says_so(tmp_path, monkeypatch):
     said = []
     with locked(tmp_path, "run_dir", said.append):
         pass
-    assert "has no locks; see to it that no other run writes there" in said[0]
+    assert "has no locks; make sure that no other run writes there" in said[0]
 
 
 def test_a_lock_that_was_given_back_meanwhile_is_taken_anew(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_what_is_no_other_run_is_not_called_one(tmp_path, monkeypatch, number):
 def test_what_lies_in_place_of_the_lock_stays(tmp_path, make):
     make(tmp_path / "run.lock")
     with (
-        pytest.raises(ConfigError, match=r"run_dir: cannot open .*run.lock', which says who"),
+        pytest.raises(ConfigError, match=r"run_dir: cannot open the lock file .*run.lock'"),
         locked(tmp_path, "run_dir", print),
     ):
         pass

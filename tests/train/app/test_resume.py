@@ -136,7 +136,7 @@ def test_auto_falls_back_to_the_newest_good_checkpoint_and_says_so(config):
     text = console.file.getvalue()
     assert "step_00000004': file arrays/" in text
     assert "going back to the one before it" in text
-    assert "going on after step 2" in text
+    assert "resuming after step 2" in text
     assert bits(resumed.result.state) == good
 
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_resumed(config, tmp_path):
     manifest = whole.directory.checkpoints / "step_00000002"
     with mock.patch("axon_dist.train.app.resume.read_manifest") as read:
         read.return_value = mock.Mock(meta={})
-        with pytest.raises(CheckpointError, match="does not say how far in the data"):
+        with pytest.raises(CheckpointError, match="has no position in the data"):
             train(config("d"), resume=str(manifest))
 
 
@@ -357,7 +357,7 @@ def test_a_resumed_run_says_what_it_changes(config, tiny):
     saved_by_others(folder / "step_00000002")
     train(changed, console, resume=str(folder / "2"))
     text = console.file.getvalue()
-    assert "going on after step 2 from" in text
+    assert "resuming after step 2 from" in text
     assert "config: train.steps: 4 -> 6" in text
     assert re.search(
         r"config: learning rate: \S+ in step 2, (\S+) in step 3; before .* be (?!\1)", text

@@ -347,8 +347,8 @@ def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
     assert main(["train", str(path), "--dry-run"]) == 0
     out = capsys.readouterr().out
     for words in (
-        "train.global_batch = 8", "further keys as by default",
-        "ddp on mesh dp=8 of 8 emulated", "768 tokens in all",
+        "train.global_batch = 8", "further keys with the default value",
+        "ddp on mesh dp=8 of 8 emulated", "768 tokens in total",
         "each of 8 batch ranks (dp) takes 1 of 8 samples a step",
         "memory per device, read from the compiled step:", "optimizer state",
         f"{tmp_path / 'run' / 'program.json'}", "every 100 steps and at the end",
@@ -356,4 +356,4 @@ def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
         assert words in out, words
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["train", str(path), "--dry-run", "--resume", "auto"]) == 2
-    assert "--resume auto beside --dry-run" in capsys.readouterr().err
+    assert "--resume auto with --dry-run" in capsys.readouterr().err

@@ -43,8 +43,8 @@ def test_the_parts_of_the_time_row_are_all_of_it():
     console = Console(file=io.StringIO(), width=200)
     console.print(summary_table(summary))
     assert (
-        "1:12, of it 0:34 starting, 0:05 compiling, 0:21 in training steps, 0:03 validating, "
-        "0:02 saving, 0:06 ending, 0:01 else"
+        "1:12, of which 0:34 starting, 0:05 compiling, 0:21 in training steps, 0:03 validating, "
+        "0:02 saving, 0:06 ending, 0:01 elsewhere"
     ) in console.file.getvalue()
 
 

@@ -64,7 +64,7 @@ def test_what_trains_to_other_numbers_is_apart(capsys, few, monkeypatch):
     large = ["model.width=512", "train.global_batch=1024"]
     given = [*large, "model.num_layers=2", "precision=float32"]
     text = out_of(capsys, str(CONFIGS / "fsdp8.yaml"), *given, "--target", "h100:8")
-    own, _, others = text.partition("Faster, and trains to other numbers than this config:")
+    own, _, others = text.partition("Faster, but with other numerics than this config:")
     assert "bf16" not in own
     assert "precision bf16" in others
     lines = yaml.safe_load(others.split("Lines of a config:\n")[1])
@@ -88,7 +88,7 @@ def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     config = str(CONFIGS / "fsdp8.yaml")
     text = out_of(capsys, config, *TINY, "--target", "cpu:8", "--compile", "1")
-    assert "compiled: of the program that would run" in " ".join(text.split())
+    assert "compiled: read from the compiled program" in " ".join(text.split())
     (row,) = [line for line in text.splitlines() if " yes " in line]
     state, temp, peak, _, sent, _, _, _, compiled, compiled_sent = row.split()[-10:]
     # Nor does it know in which order XLA:CPU works, and what it fuses.
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_exit_code_1(capsys, few):
         (["--params", "lots", "--devices", "8"], "cannot read 'lots' as a number of parameters"),
         (
             [str(CONFIGS / "zero1.yaml"), "--devices", "8", "--batch", "64"],
-            "got a config together with --batch; a config says these itself",
+            "got a config together with --batch; a config sets these itself",
         ),
         (
             ["--params", "7e9", "--devices", "8", "--memory", "80"],
@@ -149,7 +149,7 @@ def test_names_are_those_of_configs_and_the_order_is_said(capsys, monkeypatch):
     monkeypatch.setattr(config_plans, "MOST", 2)
     given = ["model.num_layers=2", "train.global_batch=16", "--target", "h100:8"]
     text = out_of(capsys, str(CONFIGS / "fsdp8.yaml"), *given)
-    assert "Best first: what fits" in text
+    assert "Best first: plans that fit" in text
     assert "zero2" in text
     assert "shard_grad_op" not in text
 

@@ -83,13 +83,13 @@ def test_the_measures_break_between_words(capsys, monkeypatch, columns):
         (["none.csv"], "there is no file 'none.csv'"),
         (
             ["--compare", *SIZES, "--svg", "a.svg", "--csv", "a.csv"],
-            "got --svg a.svg and --csv a.csv beside --compare, which measures all schedules and "
+            "got --svg a.svg and --csv a.csv with --compare, which measures all schedules and "
             "writes no file; leave out --svg a.svg and --csv a.csv, or --compare",
         ),
-        (["gpipe", "--compare", *SIZES], "got gpipe beside --compare, which measures all schedule"),
+        (["gpipe", "--compare", *SIZES], "got gpipe with --compare, which measures all schedule"),
         (["--compare", *SIZES, "--chunks", "0"], "got chunks=0"),
-        (["--compare", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 beside --compare"),
-        (["--search", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 beside --search, which tr"),
+        (["--compare", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 with --compare"),
+        (["--search", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 with --search, which tr"),
         (["1f1b", *SIZES, "--vocabulary", "-1"], "got the cost v=-1"),
         (
             ["1f1b", *SIZES, "--csv", "/none/a.csv"],
@@ -172,12 +172,12 @@ def test_searches_and_the_table_runs_by_its_path(capsys, tmp_path):
     [
         (
             ["1f1b", *SIZES, "--search"],
-            "got 1f1b beside --search, which tries all schedules, none of them with V; leave",
+            "got 1f1b with --search, which tries all schedules, none of them with V; leave",
         ),
         (["1f1b", *SIZES, "--memory", "4"], "got --memory 4 without --search; a named schedule"),
         (["1f1b", *SIZES, "--costs", "1", "2"], "got --costs 1 2; it takes three times, F I W, or"),
         (["--search", *SIZES, "--memory", "0.5"], "got memory=0.5 for 4 stages and 8 microbatches"),
-        (["--search", "--compare", *SIZES], "got --search beside --compare"),
+        (["--search", "--compare", *SIZES], "got --search with --compare"),
         (["--search", *SIZES, "--weights", "1", "2"], "got 2 weights for 4 devices with up to 2"),
     ],
 )

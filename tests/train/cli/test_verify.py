@@ -71,4 +71,4 @@ def test_emulated_devices_are_advised_without_here_alone(capsys):
     said = capsys.readouterr().err
     assert "needs 3 devices and got" in said
     assert "devices.emulate=3" in said
-    assert said.strip().endswith("--here emulates none, so leave it out for that")
+    assert said.strip().endswith("leave out --here to emulate devices")

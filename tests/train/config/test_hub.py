@@ -85,7 +85,7 @@ def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     assert said[0].startswith("config.json has no ids of tokens: data.tokenizer=")
     said, on_bytes = [], RunConfig.from_dict({**plain, "weights": None, **SHORT})
     assert exported(on_bytes, "bytes", dtype="float32") == [None, 0, None]
-    assert said == ["no tokenizer.json is beside the weights, for the run names no data.tokenizer"]
+    assert said == ["no tokenizer.json is written, because the run names no data.tokenizer"]
 
 
 @pytest.mark.full

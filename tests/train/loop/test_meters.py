@@ -43,7 +43,7 @@ def test_warm_up_calls_are_not_counted():
 
 @pytest.mark.parametrize("kwargs", [{"num_calls": 0}, {"warmup": -1}])
 def test_nothing_to_time(kwargs):
-    with pytest.raises(ConfigError, match=r"it must time at least one call"):
+    with pytest.raises(ConfigError, match=r"num_calls must be 1 to 1000000, and warmup 0"):
         time_step(lambda: None, **kwargs)
 
 
