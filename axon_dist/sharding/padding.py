@@ -309,7 +309,7 @@ class EvenShards:
         """Extends an array to all devices, with zeros on those without a shard."""
         held = {shard.device: shard.data for shard in array.addressable_shards}
         size = self._here.shard_shape(self._recut)
-        pieces = []
+        pieces: list[Array] = []
         for device in self._here.addressable_devices_indices_map(self._recut):
             at = SingleDeviceSharding(device, memory_kind=self._here.memory_kind)
             piece = held.get(device)
