@@ -1,8 +1,8 @@
 """The rendezvous: every process reports to process 0 before JAX starts.
 
 JAX aborts a process if a peer does not arrive (`SIGABRT`, no exception, no name). So the processes
-connect here first and learn who is missing. They use a plain socket on the coordinator's port, which
-is free until JAX takes it.
+connect here first and learn who is missing. They use a plain socket on the coordinator's port,
+which is free until JAX takes it.
 """
 
 from __future__ import annotations
