@@ -32,7 +32,7 @@ _GUARD = (
     'groups=; while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups; '
     'rm -rf -- "$0"'
 )
-_LOST = "it lost the coordination service, the process beside rank 0 through which all meet"
+_LOST = "it lost the coordination service, a separate process on the host of rank 0"
 
 
 @dataclasses.dataclass
